@@ -1,0 +1,86 @@
+"""Every word Paceline says to a person goes through here: notes, warnings, and the wording helpers errors share.
+
+Only the standard library is imported, so any room may use it at no cost. In a run of several processes only rank 0
+speaks, unless a message is about one rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+log = logging.getLogger("paceline")
+
+_rank = 0
+_said: set[str] = set()
+
+
+class PacelineWarning(UserWarning):
+    """Something that works but probably is not what you want; the text says what to change."""
+
+
+def set_rank(rank: int) -> None:
+    """Tell the messages which process this is; ranks other than 0 stay silent."""
+    global _rank
+    _rank = rank
+
+
+def info(text: str) -> None:
+    """Print one line to the person, through the ``paceline`` logger; on standard error if logging is not set up."""
+    if _rank != 0:
+        return
+    if log.handlers or logging.getLogger().handlers:
+        log.info(text)
+    else:
+        print(text, file=sys.stderr)
+
+
+def warn(text: str, stacklevel: int = 2) -> None:
+    """Warn through :mod:`warnings` (category :class:`PacelineWarning`), on rank 0."""
+    if _rank == 0:
+        warnings.warn(text, PacelineWarning, stacklevel=stacklevel + 1)
+
+
+def warn_once(text: str, key: str | None = None) -> None:
+    """Like :func:`warn`, but a text (or ``key``) is said once in a process."""
+    key = key or text
+    if key not in _said:
+        _said.add(key)
+        warn(text, stacklevel=3)
+
+
+def info_once(text: str, key: str | None = None) -> None:
+    """Like :func:`info`, but a text (or ``key``) is said once in a process."""
+    key = key or text
+    if key not in _said:
+        _said.add(key)
+        info(text)
+
+
+def forget() -> None:
+    """Let every once-only message be said again."""
+    _said.clear()
+
+
+def names(values: Iterable[Any], last: str = "or") -> str:
+    """``['a', 'b', 'c']`` -> ``"'a', 'b' or 'c'"``."""
+    quoted = [repr(v) for v in values]
+    if len(quoted) < 2:
+        return "".join(quoted)
+    return f"{', '.join(quoted[:-1])} {last} {quoted[-1]}"
+
+
+def did_you_mean(value: Any, choices: Iterable[str]) -> str:
+    """Return ``" Did you mean 'ddp'?"`` (with the leading space), or an empty string when nothing is close."""
+    close = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def unknown(what: str, value: Any, choices: Iterable[str], more: str = "") -> str:
+    """The sentence for a name that does not exist: the value, the nearest name, the list, and what else is accepted."""
+    choices = list(choices)
+    return f"Unknown {what} {value!r}.{did_you_mean(value, choices)} Choose {names(choices)}{more}."

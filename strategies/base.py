@@ -1,0 +1,205 @@
+"""The one interface between the loop and the machine: where tensors live and who talks to whom.
+
+``Trainer`` and ``Accelerator`` drive the same object. The defaults here are those of a single process; a strategy for
+several overrides what differs. Precision is composed in, never subclassed: ``strategy.precision`` decides dtypes and loss
+scaling, the strategy decides placement and communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .precision.base import Precision
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+T = TypeVar("T")
+ReduceOp = Literal["mean", "sum", "min", "max"]
+
+
+class Strategy:
+    """One process, one device. Subclasses spread the work over more.
+
+    The order of a run: ``setup_environment`` -> ``setup_module`` -> ``setup_optimizers`` -> steps -> ``teardown``.
+
+    Args:
+        device: where the module and the batches live.
+        precision: dtypes and loss scaling; full float32 if None.
+    """
+
+    #: The names a user can write for this strategy.
+    names: ClassVar[tuple[str, ...]] = ()
+    #: Whether gradients are communicated, so that accumulating micro-batches should say when.
+    communicates_gradients: ClassVar[bool] = False
+
+    def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
+        self.device = torch.device(device)
+        self.precision = precision or Precision()
+
+    # ---- processes ----------------------------------------------------------------------------------------------
+
+    @property
+    def launcher(self) -> Callable[..., Any] | None:
+        """``launcher(function, *args)`` starts the other processes and returns rank 0's result; None: none to start."""
+        return None
+
+    def setup_environment(self) -> None:
+        """Make the device current and join the process group. Called once a run, in every process."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return 1
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all, 0-based."""
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node, 0-based."""
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        """This process's node, 0-based."""
+        return 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the process that writes files and speaks to the user."""
+        return self.global_rank == 0
+
+    # ---- module and optimizers -------------------------------------------------------------------------------------
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Context in which layers are made on this strategy's device and in the precision's dtype."""
+        return self.precision.init_context(self.device)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Convert the module's dtype, move it to the device, and wrap it if the strategy wraps."""
+        return self.precision.convert_module(module).to(self.device)
+
+    def bind_step(self, step: Callable[..., T], wrapped: nn.Module) -> Callable[..., T]:
+        """Return the callable that the loop runs in place of a module's bound step, chosen once when the run starts.
+
+        Args:
+            step: ``module.training_step``, ``validation_step``, ...
+            wrapped: what :meth:`setup_module` returned; a wrapper that must see the forward pass routes it here.
+        """
+        return self.precision.bind_forward(step)
+
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Take the user's optimizers, return those to use. State that exists already is moved to the device."""
+        for optimizer in optimizers:
+            move_optimizer_state(optimizer, self.device)
+        return optimizers
+
+    def batch_mover(self) -> Callable[[Any], Any] | None:
+        """Return the function that brings a batch to the device and to the precision's input dtype; None: nothing to do."""
+        from .transfer import mover
+
+        return mover(self.device, self.precision.input_dtype)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Say whether the next backward communicates gradients. Off for all micro-batches of a window but the last."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of a scalar loss, shape (), scaled for fp16 if the precision does that."""
+        self.precision.scale_loss(loss).backward()
+
+    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
+        """Multiply every gradient of ``optimizer`` by ``factor``, a number or a scalar tensor, in place."""
+        grads = gradients(optimizer)
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Take fp16's loss scale out of the gradients; a second call before the step does nothing."""
+        self.precision.unscale_gradients(optimizer)
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients' total norm over all shards; return the norm before, a scalar tensor."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clip each gradient element to ``[-clip_value, clip_value]``."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """One step; returns False when fp16 found an overflow and left the weights as they were."""
+        return self.precision.optimizer_step(optimizer, closure)
+
+    # ---- communication ---------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Tensor, op: ReduceOp = "mean", group: Any = None) -> Tensor:
+        """Reduce a tensor over all processes; the result has its shape and is on every process."""
+        return tensor
+
+    def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
+        """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
+        return data
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return process ``src``'s object on every process."""
+        return obj
+
+    def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
+        """Wait until every process is here; ``name`` appears in the error when one does not come."""
+
+    def agree(self, flag: bool, all: bool = False) -> bool:
+        """Whether any (or ``all``) of the processes says yes. Runs over the host, without waiting for the device."""
+        return flag
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        """The unwrapped module's ``state_dict``, whole (every process must call, rank 0 may be the only one to get it)."""
+        return module.state_dict()
+
+    def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a whole ``state_dict`` into the unwrapped module."""
+        return module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state, whole."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a whole optimizer state and move it to where its parameters are."""
+        optimizer.load_state_dict(state)
+        move_optimizer_state(optimizer, self.device)
+
+    def teardown(self) -> None:
+        """Release what the strategy holds. Called once a run, also after an exception."""
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that an optimizer's parameters hold just now."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Bring optimizer state to ``device``; a ``step`` counter that lives on the CPU on purpose stays there."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.device != device and key != "step":
+                state[key] = value.to(device)
+

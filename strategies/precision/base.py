@@ -1,0 +1,68 @@
+"""Full precision, and the interface that the others share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+T = TypeVar("T")
+
+
+class Precision:
+    """Which dtypes a run computes in. This one is ``"32-true"``: everything stays as the user made it.
+
+    Everything per step is chosen when the run starts: :meth:`bind_forward` returns the step itself where nothing has to
+    be done around it.
+    """
+
+    #: The canonical name, as in ``Trainer(precision=...)``.
+    name: str = "32-true"
+    #: The dtype floating-point inputs are converted to when a batch is moved, or None.
+    input_dtype: torch.dtype | None = None
+    #: fp16's loss scaler, or None.
+    scaler: Any = None
+
+    def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
+        """Return ``step`` as the loop should call it (inside autocast, for one)."""
+        return step
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The same as a context, for code that is not a step."""
+        return nullcontext()
+
+    def init_context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Context in which new layers get this precision's dtype, on ``device``."""
+        return device
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Bring the weights to this precision's dtype."""
+        return module
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss as backward should see it: scalar, shape ()."""
+        return loss
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Take the loss scale out of the gradients once before clipping."""
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """One optimizer step; False when it was skipped because of an overflow."""
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it (the loss scale)."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back :meth:`state_dict`."""

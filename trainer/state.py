@@ -1,0 +1,87 @@
+"""Where a run stands: the only counters there are."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Fn = Literal["fit", "validate", "test", "predict"]
+Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
+
+
+class RunState:
+    """What a run has done so far. The loop writes it, everybody reads it, a checkpoint holds it.
+
+    Attributes:
+        fn: the entry point that is running, or None between runs.
+        stage: what that entry point is doing just now, or None.
+        status: ``"initializing"``, ``"running"``, ``"finished"`` or ``"interrupted"``.
+        epoch: the training epoch under way (0-based); equals the number of epochs finished between epochs.
+        global_step: optimizer steps made, over all optimizers; a step that fp16 skipped does not count.
+        updates: training batches that ended in a step of at least one optimizer; the x axis of the logs.
+        batches: training batches taken from the loader, over all epochs.
+        batch_idx: index of the training batch under way in its epoch (0-based); -1 before the first.
+        window: micro-batches whose gradients wait for the next optimizer step.
+        epoch_done: the epoch's last batch has been trained (true inside ``on_train_epoch_end``).
+        is_last_batch: the batch under way is the last of its epoch.
+        stepped: the batch under way ended in an optimizer step.
+        should_stop: somebody asked the training to stop (respected after ``min_epochs`` and ``min_steps``).
+        signum: the signal that asked the run to end at the next step boundary, or 0.
+        shuffle_seed: what shuffling is computed from, together with the epoch.
+    """
+
+    __slots__ = (
+        "batch_idx",
+        "batches",
+        "epoch",
+        "epoch_done",
+        "fn",
+        "global_step",
+        "is_last_batch",
+        "should_stop",
+        "shuffle_seed",
+        "signum",
+        "stage",
+        "status",
+        "stepped",
+        "updates",
+        "window",
+    )
+
+    #: The counters that a checkpoint holds.
+    SAVED = ("epoch", "global_step", "updates", "batches", "batch_idx", "window", "epoch_done", "shuffle_seed")
+
+    def __init__(self) -> None:
+        self.fn: Fn | None = None
+        self.stage: Stage | None = None
+        self.status = "initializing"
+        self.signum = 0
+        self.should_stop = False
+        self.shuffle_seed = 0
+        self.epoch = 0
+        self.global_step = 0
+        self.updates = 0
+        self.batches = 0
+        self.batch_idx = -1
+        self.window = 0
+        self.epoch_done = False
+        self.is_last_batch = False
+        self.stepped = False
+
+    @property
+    def finished(self) -> bool:
+        """The run came to its end."""
+        return self.status == "finished"
+
+    @property
+    def stopped(self) -> bool:
+        """The run ended, at its end or by an exception or signal."""
+        return self.status in ("finished", "interrupted")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters as plain numbers."""
+        return {name: getattr(self, name) for name in self.SAVED}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the counters of :meth:`state_dict`."""
+        for name in self.SAVED:
+            setattr(self, name, state[name])
