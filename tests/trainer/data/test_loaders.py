@@ -141,7 +141,7 @@ def test_training_from_loaders_in_sequence_is_refused():
 
 @pytest.mark.parametrize("wrong", [5, None, "text", {"x": X}, DataLoader, object()])
 def test_what_cannot_be_iterated_over_for_batches_is_refused(wrong):
-    with pytest.raises(TypeError, match="was given as a loader.*Give a DataLoader"):
+    with pytest.raises(TypeError, match=r"was given as a loader.*Give a DataLoader"):
         train_loader(wrong)
     if wrong is not None:
         with pytest.raises(TypeError, match="was given as a loader"):
