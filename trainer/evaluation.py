@@ -128,6 +128,7 @@ class EvalLoop:
                 metrics.flush_eval_step()
             if state.signum:
                 raise interruption(state.signum)
+        batches.close()
         if batch_idx + 1 != limit and known != float("inf"):
             raise RuntimeError(
                 f"The {self.word} dataloader has a length of {known} batches, but yielded {batch_idx + 1} where {limit} were "

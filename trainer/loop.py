@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..loggers import messages
@@ -100,7 +99,10 @@ class FitLoop:
         schedules = bool(self.step_schedulers or self.epoch_schedulers or self.step_plateaus)
         batch_idx = start_batch - 1
         metrics.enter(phases.TRAIN_BATCH)
-        for batch in batches:
+        self.restore_random(start_batch == 0)
+        iterator = iter(batches)
+        self.restore_random(True)
+        for batch in iterator:
             batch_idx += 1
             if batch_idx >= num_batches:
                 raise RuntimeError(self.length_lie(batch_idx + 1, "more"))
@@ -132,30 +134,24 @@ class FitLoop:
         else:
             if batch_idx + 1 < num_batches and trainer._source.length_known():
                 raise RuntimeError(self.length_lie(batch_idx + 1, "only"))
+        batches.close()
         self.end_epoch()
 
     def batches(self, start_batch: int) -> Any:
         """The epoch's batches on the device, in an order that (seed, epoch) alone decide."""
         trainer, state = self.trainer, self.state
         source = trainer._source
-        seed_shuffling(trainer.train_dataloader, state.shuffle_seed, state.epoch)
-        ready = None
-        if self.resumed is not None:
-            restore = partial(restore_random, self.resumed)
-            self.resumed = None
-            if start_batch:
-                ready = restore
-            else:
-                restore()
-        found = Batches(
-            source.train_iterable(),
-            bind_mover(trainer, 0),
-            lookahead=source.looks_ahead(source.train_loader) or self.takes_iterator,
-            limit=source.cut(),
-            skip=start_batch,
-            ready=ready,
-        )
+        loader = source.train_loader
+        seed_shuffling(loader, state.shuffle_seed, state.epoch)
+        lookahead = source.looks_ahead(loader) or self.takes_iterator
+        found = Batches(loader, bind_mover(trainer, 0), lookahead, source.cut(), start_batch)
         return HandOver(found, start_batch) if self.takes_iterator else found
+
+    def restore_random(self, now: bool) -> None:
+        """After a resume: put the random states back, where the uninterrupted run had them."""
+        if now and self.resumed is not None:
+            restore_random(self.resumed)
+            self.resumed = None
 
     def end_epoch(self) -> None:
         """Everything that follows the last batch."""

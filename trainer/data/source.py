@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from ...loggers import messages
 from ..hooks import overridden
-from .combined import CombinedLoader
 from .datamodule import DataModule
 from .loaders import advise, count_batches, eval_loaders, seed_shuffling, train_loader, without_shuffling
 
@@ -103,11 +102,6 @@ class DataSource:
             self.eval.pop("validate", None)
         self.train()
 
-    def train_iterable(self) -> Any:
-        """The training loader as an iterable over batches alone."""
-        loader = self.train_loader
-        return _BatchesOnly(loader) if isinstance(loader, CombinedLoader) else loader
-
     def val_check_batch(self) -> int | float:
         """After how many batches to validate; inf: after the epoch's last."""
         interval, batches = self.trainer.val_check_interval, self.num_training_batches
@@ -187,12 +181,3 @@ class DataSource:
         """Whether batches are fetched one ahead: to overlap copies to a device, or to know the last one."""
         return self.trainer.strategy.device.type == "cuda" or self.length(loader) == INF
 
-
-class _BatchesOnly:
-    """A CombinedLoader that yields its batches without their indices."""
-
-    def __init__(self, loader: CombinedLoader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.loader.batches()
