@@ -29,21 +29,20 @@ NOTHING = -100  # the target of a position behind the end of a file: no loss
 
 
 class Source(Dataset):
-    """Windows of the library's files: ``(bytes, next bytes)``, each ``(CONTEXT,)`` int64; a file's last one is padded."""
+    """Windows of the library's files: (bytes, next bytes), each (CONTEXT,) int64; the last one of a file is padded."""
 
     def __init__(self) -> None:
-        folder = Path(sysconfig.get_path("stdlib"))
-        files = [
-            torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in sorted(folder.glob("*.py"))
-        ]
-        self.windows = [window for file in files for window in file.split(CONTEXT) if len(window) > 1]
+        self.windows: list[Tensor] = []
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            text = torch.tensor(list(path.read_bytes()), dtype=torch.uint8)
+            self.windows += [window for window in text.split(CONTEXT + 1) if len(window) > 1]
 
     def __len__(self) -> int:
         return len(self.windows)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         window = self.windows[i].long()
-        empty = CONTEXT - len(window) + 1
+        empty = CONTEXT + 1 - len(window)
         return F.pad(window[:-1], (0, empty)), F.pad(window[1:], (0, empty), value=NOTHING)
 
 
@@ -66,13 +65,11 @@ class Block(nn.Module):
 
 
 class LanguageModel(TrainingModule):
-    def __init__(
-        self, dim: int = 128, depth: int = 4, heads: int = 4, lr: float = 2e-3, warmup_steps: int = 50
-    ) -> None:
+    def __init__(self, dim: int = 128, depth: int = 4, lr: float = 2e-3, warmup_steps: int = 50) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.embed, self.position = nn.Embedding(256, dim), nn.Embedding(CONTEXT, dim)
-        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(dim, heads=4) for _ in range(depth)))
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 256))
 
     def forward(self, text: Tensor) -> Tensor:

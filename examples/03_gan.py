@@ -9,6 +9,7 @@ pip install "paceline[examples]".
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.loggers import TensorBoardLogger
 def network(*widths: int) -> nn.Sequential:
     """Fully connected layers with leaky rectifiers between them."""
     layers: list[nn.Module] = []
-    for into, out in zip(widths, widths[1:], strict=False):
+    for into, out in pairwise(widths):
         layers += [nn.Linear(into, out), nn.LeakyReLU(0.2)]
     return nn.Sequential(*layers[:-1])
 
