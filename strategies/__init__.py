@@ -1,6 +1,3 @@
-<<<<<<< HEAD
-"""Where tensors live, who talks to whom, and in which dtypes a run computes."""
-=======
 """Where tensors live and who talks to whom."""
 
 from .base import Strategy as Strategy
@@ -11,4 +8,3 @@ from .precision import TruePrecision as TruePrecision
 from .single_device import SingleDevice as SingleDevice
 
 __all__ = ["MixedPrecision", "Precision", "SingleDevice", "Strategy", "TruePrecision", "choose_strategy"]
->>>>>>> main
