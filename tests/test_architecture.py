@@ -206,13 +206,16 @@ def test_no_function_is_longer_than_50_lines_of_code(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_messages_prints_and_nothing_asserts(name: str) -> None:
+def test_nothing_prints_on_its_own_and_nothing_asserts(name: str) -> None:
+    path = ROOT / name
+    # `trainer.print` and `module.print` print: that is what a user calls them for.
+    own = [range(f.lineno, (f.end_lineno or f.lineno) + 1) for f in functions(path) if f.name == "print"]
     found = []
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Assert):
             found.append(f"assert in line {node.lineno}")
         calls_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-        if calls_print and name != "loggers/messages.py":
+        if calls_print and name != "loggers/messages.py" and not any(node.lineno in lines for lines in own):
             found.append(f"print in line {node.lineno}")
     assert not found
 

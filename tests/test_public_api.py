@@ -145,7 +145,7 @@ def test_an_installation_works_outside_the_checkout(form: str, source: Path, whe
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install", "--no-deps"]
     run(*pip, *what, cwd=tmp_path)
     program = "import paceline; print(paceline.Trainer, paceline.trainer.loop.__file__, paceline.__version__)"
-    said = run(python, "-c", program, cwd=tmp_path)
+    said = run(python, "-I", "-c", program, cwd=tmp_path)
     place = source if form == "editable" else tmp_path / "environment"
     assert str(place) in said
     assert PYPROJECT["project"]["dynamic"] == ["version"]
