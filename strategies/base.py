@@ -121,9 +121,13 @@ class Strategy:
     def sync_gradients(self, enabled: bool) -> None:
         """Say whether the next backward communicates gradients. Off for all micro-batches of a window but the last."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward of a scalar loss, shape (), scaled for fp16 if the precision does that."""
-        self.precision.scale_loss(loss).backward()
+    def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
+        """Backward of a scalar loss, shape (), scaled for fp16 if the precision does that; ``how`` runs it instead."""
+        loss = self.precision.scale_loss(loss)
+        if how is None:
+            loss.backward()
+        else:
+            how(loss)
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply every gradient of ``optimizer`` by ``factor``, a number or a scalar tensor, in place."""

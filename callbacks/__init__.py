@@ -1,0 +1,85 @@
+"""What may act during a run. Each class is loaded when first asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .base import Callback
+    from .device_stats_monitor import DeviceStatsMonitor
+    from .early_stopping import EarlyStopping
+    from .finetuning import BackboneFinetuning, BaseFinetuning
+    from .gradient_accumulation_scheduler import GradientAccumulationScheduler
+    from .lambda_callback import LambdaCallback
+    from .lr_monitor import LearningRateMonitor
+    from .model_checkpoint import ModelCheckpoint
+    from .model_summary import ModelSummary, RichModelSummary
+    from .on_exception_checkpoint import OnExceptionCheckpoint
+    from .prediction_writer import BasePredictionWriter
+    from .progress import ProgressBar
+    from .rich_progress import RichProgressBar, RichProgressBarTheme
+    from .stochastic_weight_averaging import StochasticWeightAveraging
+    from .throughput_monitor import ThroughputMonitor
+    from .timer import Timer
+    from .tqdm_progress import TQDMProgressBar
+    from .weight_averaging import EMAWeightAveraging, WeightAveraging
+
+__all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
+    "BasePredictionWriter",
+    "Callback",
+    "DeviceStatsMonitor",
+    "EMAWeightAveraging",
+    "EarlyStopping",
+    "GradientAccumulationScheduler",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "OnExceptionCheckpoint",
+    "ProgressBar",
+    "RichModelSummary",
+    "RichProgressBar",
+    "RichProgressBarTheme",
+    "StochasticWeightAveraging",
+    "TQDMProgressBar",
+    "ThroughputMonitor",
+    "Timer",
+    "WeightAveraging",
+]
+
+_FILES = {
+    "base": ("Callback",),
+    "device_stats_monitor": ("DeviceStatsMonitor",),
+    "early_stopping": ("EarlyStopping",),
+    "finetuning": ("BackboneFinetuning", "BaseFinetuning"),
+    "gradient_accumulation_scheduler": ("GradientAccumulationScheduler",),
+    "lambda_callback": ("LambdaCallback",),
+    "lr_monitor": ("LearningRateMonitor",),
+    "model_checkpoint": ("ModelCheckpoint",),
+    "model_summary": ("ModelSummary", "RichModelSummary"),
+    "on_exception_checkpoint": ("OnExceptionCheckpoint",),
+    "prediction_writer": ("BasePredictionWriter",),
+    "progress": ("ProgressBar",),
+    "rich_progress": ("RichProgressBar", "RichProgressBarTheme"),
+    "stochastic_weight_averaging": ("StochasticWeightAveraging",),
+    "throughput_monitor": ("ThroughputMonitor",),
+    "timer": ("Timer",),
+    "tqdm_progress": ("TQDMProgressBar",),
+    "weight_averaging": ("EMAWeightAveraging", "WeightAveraging"),
+}
+_FILE_OF = {name: file for file, names in _FILES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_FILE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

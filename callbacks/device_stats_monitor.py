@@ -1,0 +1,121 @@
+"""Log what the device's memory and the machine are doing."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..loggers import messages
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+
+class DeviceStatsMonitor(Callback):
+    """Sends device statistics to the loggers after a training step, whenever the trainer logs step values.
+
+    On CUDA these are the counters of PyTorch's allocator (``torch.cuda.memory_stats``: bytes allocated, reserved, their
+    peaks, retries, out-of-memory errors), on MPS its memory, on the CPU load and memory of the machine and memory of
+    this process. Reading them does not wait for the device. Names are
+    ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.peak`` and so on.
+
+    Args:
+        cpu_stats: also log the CPU's statistics, which needs the package psutil. None: only if the CPU is the device
+            and psutil is there.
+        filter_keys: log only these statistics (without the part up to the slash); None logs all.
+
+    Raises:
+        RuntimeError: when a run starts and the trainer has no logger.
+        ModuleNotFoundError: ``cpu_stats=True`` without psutil.
+    """
+
+    def __init__(self, cpu_stats: bool | None = None, filter_keys: Iterable[str] | None = None) -> None:
+        if isinstance(filter_keys, str):
+            raise TypeError(
+                f"DeviceStatsMonitor(filter_keys={filter_keys!r}) is one string. Pass a set of names: {{{filter_keys!r}}}."
+            )
+        if cpu_stats and _psutil() is None:
+            raise ModuleNotFoundError(
+                "DeviceStatsMonitor(cpu_stats=True) needs the package psutil, which is not installed. "
+                "Run `pip install psutil`, or leave cpu_stats out."
+            )
+        self._cpu_stats = cpu_stats
+        self._filter_keys = None if filter_keys is None else set(filter_keys)
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not trainer.loggers:
+            raise RuntimeError(
+                "DeviceStatsMonitor has nowhere to send its values: the Trainer has no logger (logger=False). "
+                "Pass a logger, such as Trainer(logger=True), or remove the callback."
+            )
+        self._check_keys(self._read(trainer.strategy.device), trainer.strategy.device)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.logs_this_step and trainer.state.stepped:
+            stats = self._read(trainer.strategy.device)
+            wanted = self._filter_keys
+            prefix = f"{type(self).__name__}.on_train_batch_end/"
+            trainer.log_metrics({prefix + k: v for k, v in stats.items() if wanted is None or k in wanted})
+
+    def _read(self, device: torch.device) -> dict[str, float]:
+        stats = device_stats(device)
+        cpu = device.type == "cpu" if self._cpu_stats is None else self._cpu_stats
+        return {**stats, **cpu_stats()} if cpu and _psutil() is not None else stats
+
+    def _check_keys(self, stats: dict[str, float], device: torch.device) -> None:
+        """Say at the start what could never be logged."""
+        if not stats:
+            messages.warn(
+                f"DeviceStatsMonitor has nothing to report on device '{device}'. "
+                "Run `pip install psutil` to log the CPU's statistics, or remove the callback."
+            )
+        for key in sorted(self._filter_keys or ()):
+            if stats and key not in stats:
+                raise ValueError(messages.unknown("key in DeviceStatsMonitor(filter_keys)", key, stats))
+
+
+def device_stats(device: torch.device) -> dict[str, float]:
+    """Memory statistics of a CUDA or MPS device, in bytes and counts; empty for other devices."""
+    if device.type == "cuda":
+        return {**dict.fromkeys(_ALWAYS, 0), **torch.cuda.memory_stats(device)}
+    if device.type == "mps":
+        return {
+            "current_allocated_bytes": torch.mps.current_allocated_memory(),
+            "driver_allocated_bytes": torch.mps.driver_allocated_memory(),
+        }
+    return {}
+
+
+#: Names that exist before the allocator was first used, when it reports nothing yet.
+_ALWAYS = tuple(
+    f"{what}.all.{when}"
+    for what in ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "allocation", "segment")
+    for when in ("current", "peak", "allocated", "freed")
+)
+
+
+def cpu_stats() -> dict[str, float]:
+    """Load and memory of the machine in percent, memory of this process in bytes. Needs psutil."""
+    psutil = _psutil()
+    return {
+        "cpu_percent": psutil.cpu_percent(),
+        "cpu_vm_percent": psutil.virtual_memory().percent,
+        "cpu_swap_percent": psutil.swap_memory().percent,
+        "process_rss_bytes": psutil.Process().memory_info().rss,
+    }
+
+
+def _psutil() -> Any:
+    try:
+        return importlib.import_module("psutil")
+    except ModuleNotFoundError:
+        return None

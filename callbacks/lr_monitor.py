@@ -1,0 +1,147 @@
+"""Log the learning rates in force."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..loggers import messages
+from .base import Callback
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+
+class LearningRateMonitor(Callback):
+    """Sends the learning rate of every optimizer, with or without scheduler, to the loggers.
+
+    Values are named ``lr-SGD``, a second optimizer of the class ``lr-SGD-1``, parameter groups ``lr-SGD/pg1``,
+    ``lr-SGD/pg2`` (or after the group's ``"name"``); the ``name`` in a scheduler's configuration replaces ``lr-SGD``.
+
+    Args:
+        logging_interval: ``"step"`` logs before an optimizer step, when the trainer logs step values
+            (``log_every_n_steps``): what is logged is what that step uses. ``"epoch"`` logs when an epoch starts.
+            None takes each scheduler's own interval, and ``"step"`` for optimizers without one.
+        log_momentum: also log momentum (``lr-SGD-momentum``; for Adam its first beta).
+        log_weight_decay: also log weight decay (``lr-SGD-weight_decay``).
+        log_key_prefix: put before every name, such as ``"optim/"``.
+
+    Attributes:
+        lrs: by name, the learning rates logged so far.
+        last_momentum_values: by name, the momentum logged last.
+        last_weight_decay_values: by name, the weight decay logged last.
+
+    Raises:
+        RuntimeError: when training starts and the trainer has no logger.
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+        log_key_prefix: str = "",
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            more = ", or pass None to take each scheduler's own interval"
+            raise ValueError(messages.unknown("logging_interval", logging_interval, ("step", "epoch"), more))
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self.log_key_prefix = log_key_prefix
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float] = {}
+        self.last_weight_decay_values: dict[str, float] = {}
+        self._logged_at: dict[int, int] = {}
+        if logging_interval == "epoch":
+            self.on_before_optimizer_step = None  # type: ignore[method-assign, assignment]
+        if logging_interval == "step":
+            self.on_train_epoch_start = None  # type: ignore[method-assign, assignment]
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if not trainer.loggers:
+            raise RuntimeError(
+                "LearningRateMonitor has nowhere to send the learning rates: the Trainer has no logger (logger=False). "
+                "Pass a logger, such as Trainer(logger=True), or remove the callback."
+            )
+        if not trainer.optimizers:
+            messages.warn(
+                f"LearningRateMonitor has nothing to log: {type(pl_module).__name__} has no optimizer. "
+                "Return one from configure_optimizers, or remove the callback."
+            )
+        self._logged_at.clear()
+        self.lrs = {name: [] for optimizer in trainer.optimizers for name, _ in _groups(trainer, optimizer)}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
+        if not trainer.logs_this_step or self._interval(trainer, optimizer) == "epoch":
+            return
+        if self._logged_at.get(id(optimizer)) != trainer.state.batches:
+            self._logged_at[id(optimizer)] = trainer.state.batches
+            self._log(trainer, [optimizer])
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        due = [optimizer for optimizer in trainer.optimizers if self._interval(trainer, optimizer) == "epoch"]
+        self._log(trainer, due)
+
+    def _interval(self, trainer: Trainer, optimizer: Optimizer) -> str:
+        if self.logging_interval is not None:
+            return self.logging_interval
+        intervals = {config.interval for config in _schedulers(trainer, optimizer)}
+        return "epoch" if intervals == {"epoch"} else "step"
+
+    def _log(self, trainer: Trainer, optimizers: list[Optimizer]) -> None:
+        values: dict[str, float] = {}
+        for optimizer in optimizers:
+            for name, group in _groups(trainer, optimizer):
+                values.update(self._values(name, group))
+        if values:
+            trainer.log_metrics(values)
+
+    def _values(self, name: str, group: dict[str, Any]) -> Iterator[tuple[str, float]]:
+        """One group's values by their full names. A learning rate kept as a GPU tensor makes the host wait here."""
+        lr = float(group["lr"])
+        self.lrs.setdefault(name, []).append(lr)
+        yield self.log_key_prefix + name, lr
+        momentum = group["momentum"] if "momentum" in group else next(iter(group.get("betas", ())), None)
+        if self.log_momentum and momentum is not None:
+            self.last_momentum_values[f"{name}-momentum"] = float(momentum)
+            yield f"{self.log_key_prefix}{name}-momentum", float(momentum)
+        if self.log_weight_decay and "weight_decay" in group:
+            self.last_weight_decay_values[f"{name}-weight_decay"] = float(group["weight_decay"])
+            yield f"{self.log_key_prefix}{name}-weight_decay", float(group["weight_decay"])
+
+
+def _schedulers(trainer: Trainer, optimizer: Optimizer) -> list[Any]:
+    """The configurations of the schedulers that drive ``optimizer``."""
+    return [c for c in trainer.lr_scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
+
+
+def _name(trainer: Trainer, optimizer: Optimizer) -> str:
+    """``lr-SGD``, or the scheduler's name; from the second of a name on with ``-1``, ``-2`` ..."""
+    seen: Counter[str] = Counter()
+    for other in trainer.optimizers:
+        given = [config.name for config in _schedulers(trainer, other) if config.name]
+        name = given[0] if given else f"lr-{type(other).__name__}"
+        if other is optimizer:
+            return f"{name}-{seen[name]}" if seen[name] else name
+        seen[name] += 1
+    return f"lr-{type(optimizer).__name__}"
+
+
+def _groups(trainer: Trainer, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
+    """Every parameter group with the name its values are logged under; groups may join during the run."""
+    base = _name(trainer, optimizer)
+    groups = optimizer.param_groups
+    if len(groups) == 1 and "name" not in groups[0]:
+        return [(base, groups[0])]
+    names = [str(group.get("name", f"pg{number}")) for number, group in enumerate(groups, 1)]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"Two parameter groups of {type(optimizer).__name__} have one name ({', '.join(names)}), "
+            'so LearningRateMonitor cannot tell them apart. Give each group another "name".'
+        )
+    return [(f"{base}/{name}", group) for name, group in zip(names, groups, strict=True)]

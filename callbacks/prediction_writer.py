@@ -1,0 +1,118 @@
+"""Write predictions away, batch by batch or all at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..loggers import messages
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+_INTERVALS = ("batch", "epoch", "batch_and_epoch")
+
+
+class BasePredictionWriter(Callback):
+    """Subclass it to store what ``trainer.predict`` computes. Every rank writes its own share.
+
+    Args:
+        write_interval: ``"batch"`` calls :meth:`write_on_batch_end`, ``"epoch"`` :meth:`write_on_epoch_end`,
+            ``"batch_and_epoch"`` both. Writing by batch needs no memory for the whole:
+            pass ``return_predictions=False`` to ``trainer.predict``.
+
+    Example::
+
+        class Writer(BasePredictionWriter):
+            def write_on_batch_end(
+                self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx
+            ):
+                torch.save(prediction, f"predictions_{dataloader_idx}_{batch_idx}.pt")
+
+        trainer = Trainer(callbacks=[Writer()])
+        trainer.predict(module, loader, return_predictions=False)
+    """
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        if write_interval not in _INTERVALS:
+            raise ValueError(messages.unknown("write_interval", write_interval, _INTERVALS))
+        self.interval = write_interval
+        if write_interval == "epoch":
+            self.on_predict_batch_end = None  # type: ignore[method-assign, assignment]
+        if write_interval == "batch":
+            self.on_predict_epoch_end = None  # type: ignore[method-assign, assignment]
+
+    @property
+    def needs_all_predictions(self) -> bool:
+        """Whether the predictions of the whole run must be kept, also with ``return_predictions=False``."""
+        return self.interval != "batch"
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TrainingModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Store the prediction of one batch.
+
+        Args:
+            trainer: the trainer that predicts.
+            pl_module: the module that predicts.
+            prediction: what ``predict_step`` returned.
+            batch_indices: places of the batch's samples in the data set, or None if the loader has no batch sampler.
+            batch: the batch, on its device.
+            batch_idx: index of the batch in its loader.
+            dataloader_idx: index of the loader.
+        """
+        raise NotImplementedError(self._unwritten("write_on_batch_end"))
+
+    def write_on_epoch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TrainingModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        """Store the predictions of the whole run.
+
+        Args:
+            trainer: the trainer that predicted.
+            pl_module: the module that predicted.
+            predictions: as ``trainer.predict`` returns them: one item a batch, or a list of those for each loader.
+            batch_indices: for each loader the list of each batch's places in the data set.
+        """
+        raise NotImplementedError(self._unwritten("write_on_epoch_end"))
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        for moment in ("batch", "epoch"):
+            method = f"write_on_{moment}_end"
+            if moment in self.interval and getattr(type(self), method) is getattr(BasePredictionWriter, method):
+                raise NotImplementedError(self._unwritten(method))
+
+    def _unwritten(self, method: str) -> str:
+        name = type(self).__name__
+        return (
+            f"{name} writes with write_interval={self.interval!r} but has no method {method}, which that calls. "
+            f"Define {name}.{method}, or choose another write_interval ({messages.names(_INTERVALS)})."
+        )
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TrainingModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        indices = trainer.current_batch_indices
+        self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self.write_on_epoch_end(trainer, pl_module, trainer.predictions, trainer.predict_batch_indices)

@@ -1,0 +1,549 @@
+"""What every progress bar knows, and when it draws. How it looks: ``rich_progress.py`` and ``tqdm_progress.py``.
+
+A training step must not pay for being watched. A bar draws when a clock says so, at most ten times a second on a
+terminal, and takes at most a tenth of the time for it; a batch for which nothing is due costs one call, one look at the
+clock and two comparisons. There is no thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from math import exp, inf, isfinite
+from time import perf_counter
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from ..loggers import messages
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+#: The speed shown is an average in which a batch's weight falls to 37 % after so many seconds.
+SPEED_SECONDS = 10.0
+#: The largest fraction of the time that drawing may take; beyond it bars are drawn less often.
+DRAW_FRACTION = 0.1
+
+
+class ProgressBar(Callback):
+    """Base of all progress bars. Subclass it to write your own: define hooks, read the totals, ask :meth:`get_metrics`.
+
+    A subclass that only wants other metrics or descriptions is better derived from ``RichProgressBar``.
+    """
+
+    monitors_metrics = True
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._enabled = True
+        self._dataloader_idx: int | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer whose run is shown."""
+        if self._trainer is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.trainer was read before a run began, so there is none yet. "
+                "Read it in setup() or a later hook."
+            )
+        return self._trainer
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is shown. False on all ranks but 0."""
+        return self._enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        """The opposite of :attr:`is_enabled`."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        """Show the bars, from the next one on."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Show nothing until :meth:`enable`."""
+        self._enabled = False
+
+    @property
+    def sanity_check_description(self) -> str:
+        """What stands before the bar of the sanity check."""
+        return "Sanity Checking"
+
+    @property
+    def train_description(self) -> str:
+        """What stands before the bar of a training epoch, ahead of the epoch's number."""
+        return "Epoch"
+
+    @property
+    def validation_description(self) -> str:
+        """What stands before the bar of a validation."""
+        return "Validation"
+
+    @property
+    def test_description(self) -> str:
+        """What stands before the bar of a test."""
+        return "Testing"
+
+    @property
+    def predict_description(self) -> str:
+        """What stands before the bar of a prediction."""
+        return "Predicting"
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Batches in a training epoch, ``inf`` if the loader has no length."""
+        return self.trainer.num_training_batches
+
+    @property
+    def total_val_batches_current_dataloader(self) -> int | float:
+        """Batches of the validation loader under way (of the sanity check, in it), ``inf`` without a length."""
+        trainer = self.trainer
+        return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+
+    @property
+    def total_test_batches_current_dataloader(self) -> int | float:
+        """Batches of the test loader under way, ``inf`` without a length."""
+        return self._of_loader(self.trainer.num_test_batches)
+
+    @property
+    def total_predict_batches_current_dataloader(self) -> int | float:
+        """Batches of the prediction loader under way, ``inf`` without a length."""
+        return self._of_loader(self.trainer.num_predict_batches)
+
+    @property
+    def total_val_batches(self) -> int | float:
+        """Batches of all validation loaders together; 0 while validation is off."""
+        return sum(self.trainer.num_val_batches) if self.trainer.enable_validation else 0
+
+    def _of_loader(self, totals: Sequence[int | float]) -> int | float:
+        idx = self._dataloader_idx or 0
+        return totals[idx] if idx < len(totals) else inf
+
+    def has_dataloader_changed(self, dataloader_idx: int) -> bool:
+        """Note the loader a batch came from; True if the one before came from another."""
+        changed = dataloader_idx != self._dataloader_idx
+        self._dataloader_idx = dataloader_idx
+        return changed
+
+    def reset_dataloader_idx_tracker(self) -> None:
+        """Forget the loader :meth:`has_dataloader_changed` saw last."""
+        self._dataloader_idx = None
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        self._trainer = trainer
+        if not trainer.is_global_zero:
+            self.disable()
+
+    def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, int | str | float]:
+        """Return what is shown with the bar: ``v_num`` (the logger's version) and values logged with ``prog_bar=True``.
+
+        Override it to add, drop or reformat; the dict is yours to change. Numbers are formatted, strings shown as they
+        are. It is called only when the bar is drawn.
+        """
+        version = _version(trainer)
+        standard: dict[str, int | str | float] = {} if version is None else {"v_num": version}
+        return {**standard, **trainer.progress_bar_metrics}
+
+    def print(self, *args: Any, sep: str = " ", end: str = "\n") -> None:
+        """Like the built-in ``print``, above the bar and without tearing it."""
+        if sys.stdout is not None:
+            sys.stdout.write(sep.join(str(arg) for arg in args) + end)
+
+
+def _version(trainer: Trainer) -> int | str | None:
+    versions = [v for v in dict.fromkeys(logger.version for logger in trainer.loggers) if v not in (None, "")]
+    if not versions:
+        return None
+    version = versions[0] if len(versions) == 1 else "_".join(map(str, versions))
+    return version if isinstance(version, int) else str(version)[-4:]
+
+
+class Bar:
+    """One row: where a loop over batches stands and how fast it goes. Times are readings of ``perf_counter``."""
+
+    def __init__(self, stage: str, description: str, total: float, n: int, now: float) -> None:
+        self.stage = stage
+        self.description = description
+        self.total: int | None = int(total) if isfinite(total) else None
+        self.n = self.first = n
+        self.started = now
+        self._at = now
+        self._batches = 0.0
+        self._seconds = 0.0
+
+    def advance(self, n: int, now: float) -> None:
+        """Note that ``n`` batches are done."""
+        weight = exp((self._at - now) / SPEED_SECONDS)
+        self._batches = self._batches * weight + n - self.n
+        self._seconds = self._seconds * weight + now - self._at
+        self.n, self._at = n, now
+
+    def resume(self, now: float) -> None:
+        """Go on after a pause (a validation), which does not count into the speed."""
+        self._at = now
+
+    @property
+    def speed(self) -> float | None:
+        """Batches a second, or None before there is anything to divide."""
+        return self._batches / self._seconds if self._batches and self._seconds > 0 else None
+
+    @property
+    def count_text(self) -> str:
+        """``"120/400"``, or ``"120"`` without a total."""
+        return f"{self.n}" if self.total is None else f"{self.n}/{self.total}"
+
+    @property
+    def time_text(self) -> str:
+        """Time since the start and, if known, time to go: ``"0:12 < 0:28"``."""
+        elapsed = clock_text(self._at - self.started)
+        speed = self.speed
+        if self.total is None or speed is None or self.n >= self.total:
+            return elapsed
+        return f"{elapsed} < {clock_text((self.total - self.n) / speed)}"
+
+    @property
+    def speed_text(self) -> str:
+        """``"10.2 it/s"``, or ``"12.5 s/it"`` when slow."""
+        speed = self.speed
+        if speed is None:
+            return "-- it/s"
+        return f"{speed:.1f} it/s" if speed >= 1 else f"{1 / speed:.1f} s/it"
+
+
+def clock_text(seconds: float) -> str:
+    """``75`` -> ``"1:15"``, ``3700`` -> ``"1:01:40"``."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def metric_text(value: Any, spec: str = "#.4g") -> str:
+    """A float in a constant width (four significant digits), everything else as it is."""
+    return format(value, spec) if isinstance(value, float) else str(value)
+
+
+class Surface(Protocol):
+    """What a bar is drawn on: a terminal, a notebook, or lines in a file."""
+
+    #: Least time between two drawings.
+    seconds: float
+    #: Whether a bar appears when it is opened, and not only after ``seconds``.
+    immediate: bool
+
+    def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
+        """Show the bars as they stand, outer first."""
+        ...
+
+    def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
+        """The last of ``bars`` is through and is not drawn again. True if this showed something that stays."""
+        ...
+
+    def write(self, text: str) -> None:
+        """Put ``text`` above the bars."""
+        ...
+
+    def close(self) -> None:
+        """Leave the output as other programs expect it. May be called twice."""
+        ...
+
+
+class PlainLines:
+    """A line now and then, for output that is no terminal: a file, a pipe, a batch system. No control characters.
+
+    A line is written every ``seconds`` and at the end of each training epoch, validation run, test and prediction.
+    """
+
+    immediate = False
+
+    def __init__(self, stream: Callable[[], IO[str] | None], seconds: float) -> None:
+        self._stream = stream
+        self.seconds = seconds
+
+    def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
+        bar = bars[-1]
+        percent = f" ({100 * bar.n // bar.total}%)" if bar.total else ""
+        shown = "".join(f"  {name}={metric_text(value)}" for name, value in metrics.items())
+        self.write(f"{bar.description}: {bar.count_text}{percent}  {bar.time_text}  {bar.speed_text}{shown}\n")
+
+    def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
+        ends_a_line = len(bars) == 1 and bars[0].stage != "sanity_check"
+        if ends_a_line:
+            self.draw(bars, metrics)
+        return ends_a_line
+
+    def write(self, text: str) -> None:
+        stream = self._stream()
+        if stream is None:
+            return
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+
+    def close(self) -> None:
+        return None
+
+
+class DrawnProgressBar(ProgressBar):
+    """A progress bar that draws itself; a subclass says on what (:meth:`_make_surface`).
+
+    Args:
+        refresh_rate: draw at most every so many batches (and never more often than the clock allows); 0 draws nothing.
+        leave: keep the finished bar of every epoch and evaluation.
+    """
+
+    #: Seconds between two lines where output is no terminal.
+    plain_seconds: float = 10.0
+
+    def __init__(self, refresh_rate: int, leave: bool) -> None:
+        super().__init__()
+        if isinstance(refresh_rate, bool) or not isinstance(refresh_rate, int) or refresh_rate < 0:
+            raise ValueError(
+                f"{type(self).__name__}(refresh_rate={refresh_rate!r}) is not a number of batches. "
+                "Pass an integer: 1 to draw as often as the clock allows, n for every n batches, 0 for no bar."
+            )
+        self._refresh_rate = refresh_rate
+        self._leave = bool(leave)
+        self._surface: Surface | None = None
+        self._train: Bar | None = None
+        self._inner: Bar | None = None
+        self._shown: Mapping[str, Any] = {}
+        self._last = -1
+        self._next = 0
+        self._due = inf
+        self._changed = 0.0
+        if refresh_rate == 0:
+            for hook in _DRAWING_HOOKS:
+                setattr(self, hook, None)
+
+    @property
+    def refresh_rate(self) -> int:
+        """Least number of batches between two drawings; 0: no bar."""
+        return self._refresh_rate
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._enabled and self._refresh_rate > 0
+
+    def disable(self) -> None:
+        super().disable()
+        self._close()
+
+    def print(self, *args: Any, sep: str = " ", end: str = "\n") -> None:
+        if self._surface is None:
+            super().print(*args, sep=sep, end=end)
+        else:
+            self._on_surface("write", sep.join(str(arg) for arg in args) + end)
+
+    def _make_surface(self) -> Surface:
+        """Where this run's bars are drawn, decided when its first bar opens."""
+        raise NotImplementedError(f"{type(self).__name__} does not say where it draws. Define _make_surface().")
+
+    # ---- the hooks of every batch -----------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._last = batch_idx
+        if batch_idx >= self._next and perf_counter() >= self._due:
+            self._draw()
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TrainingModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if dataloader_idx != self._dataloader_idx:
+            self._finish_inner()
+            self._open_inner(dataloader_idx)
+        self._last = batch_idx
+        if batch_idx >= self._next and perf_counter() >= self._due:
+            self._draw()
+
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
+
+    # ---- the hooks of an epoch and of a run -------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        of = f"/{trainer.max_epochs - 1}" if trainer.max_epochs not in (None, -1) else ""
+        description = f"{self.train_description} {trainer.current_epoch}{of}"
+        self._train = self._open("train", description, self.total_train_batches, trainer.state.batch_idx + 1)
+        self._draw_if_due()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self._train is not None:
+            if self._finish():
+                self._train = None
+            else:
+                self._draw_if_due()
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._draw_last()
+        self._close()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._open_inner(0)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._finish_inner()
+        if trainer.state.fn != "fit":
+            self._close()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+        if self._bars():
+            self._draw(self._shown)
+        self._close()
+
+    def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        self._close()
+
+    # ---- opening and finishing bars ---------------------------------------------------------------------------------
+
+    def _bars(self) -> list[Bar]:
+        return [bar for bar in (self._train, self._inner) if bar is not None]
+
+    def _open(self, stage: str, description: str, total: float, n: int) -> Bar | None:
+        if not self.is_enabled:
+            return None
+        now = perf_counter()
+        if self._surface is None:
+            self._surface = self._make_surface()
+            self._due = now if self._surface.immediate else now + self._surface.seconds
+        self._count_from(n)
+        return Bar(stage, description, total, n, now)
+
+    def _open_inner(self, dataloader_idx: int) -> None:
+        """Start the bar of one evaluation loader, under the training bar if there is one."""
+        self._dataloader_idx = dataloader_idx
+        if self._train is not None:
+            self._train.advance(self._last + 1, perf_counter())
+        stage = self.trainer.state.stage or "validate"
+        of_bar, of_trainer = _EVALUATIONS[stage]
+        description, totals = getattr(self, of_bar), getattr(self.trainer, of_trainer)
+        several = f" DataLoader {dataloader_idx}" if len(totals) > 1 else ""
+        self._inner = self._open(stage, description + several, self._of_loader(totals), 0)
+        self._draw_if_due()
+
+    def _finish_inner(self) -> None:
+        """End the bar of one evaluation loader and go back to the training bar if there is one."""
+        if self._inner is None:
+            return
+        if not self._finish() and self._train is None:
+            self._draw_last()
+        self._inner = None
+        if self._train is not None:
+            self._count_from(self._train.n)
+            self._train.resume(perf_counter())
+            self._draw_if_due()
+
+    def _finish(self) -> bool:
+        """The loop of the innermost bar came to its end. True if the bar stays behind and is not drawn again."""
+        start = perf_counter()
+        bars = self._bars()
+        bars[-1].advance(self._last + 1, start)
+        stays = bool(self._on_surface("finish", bars, self._metrics(bars[-1])))
+        if stays:
+            self._after_drawing(start)
+        return stays
+
+    def _count_from(self, n: int) -> None:
+        self._last = n - 1
+        self._next = self._multiple_after(n)
+
+    def _multiple_after(self, n: int) -> int:
+        """Index of the batch that completes the next multiple of ``refresh_rate`` after ``n`` batches."""
+        return n + self._refresh_rate - n % self._refresh_rate - 1
+
+    # ---- drawing ----------------------------------------------------------------------------------------------------
+
+    def _metrics(self, bar: Bar) -> Mapping[str, Any]:
+        if bar.stage in ("sanity_check", "predict"):
+            return {}
+        self._shown = self.get_metrics(self.trainer, self.trainer.training_module)
+        return self._shown
+
+    def _draw(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Show where things stand, and set the time before which it is not done again."""
+        start = perf_counter()
+        bars = self._bars()
+        bars[-1].advance(self._last + 1, start)
+        self._on_surface("draw", bars, self._metrics(bars[-1]) if metrics is None else metrics)
+        self._after_drawing(start)
+        self._next = self._multiple_after(self._last + 1)
+
+    def _draw_if_due(self) -> None:
+        """Draw at a change of bars: if the clock allows, or if the bars before stood for long enough to pay for it."""
+        now = perf_counter()
+        surface = self._surface
+        if surface is not None and (now >= self._due or (surface.immediate and now - self._changed >= surface.seconds)):
+            self._draw()
+        self._changed = now
+
+    def _draw_last(self) -> None:
+        """Leave the bars as they ended; lines were written already."""
+        if self._surface is not None and self._surface.immediate and self._bars():
+            self._draw()
+
+    def _after_drawing(self, start: float) -> None:
+        if self._surface is not None:
+            end = perf_counter()
+            self._due = end + max(self._surface.seconds, (end - start) / DRAW_FRACTION)
+
+    def _on_surface(self, method: str, *args: Any) -> Any:
+        """Draw; if the output is gone (a closed pipe), say so once and train on without a bar."""
+        if self._surface is None:
+            return None
+        try:
+            return getattr(self._surface, method)(*args)
+        except (OSError, ValueError) as error:
+            self._surface = self._train = self._inner = None
+            self._due = inf
+            self._enabled = False
+            messages.warn_once(
+                f"{type(self).__name__} cannot write its output any more ({error}), so it shows nothing from now on. "
+                "The run goes on, and its metrics still reach the loggers."
+            )
+            return None
+
+    def _close(self) -> None:
+        """End the drawing; a later run starts anew."""
+        self._on_surface("close")
+        self._surface = self._train = self._inner = None
+        self._dataloader_idx = None
+        self._due = inf
+
+
+#: By stage: the bar's attribute with its description, the trainer's with the batches of each loader.
+_EVALUATIONS = {
+    "sanity_check": ("sanity_check_description", "num_sanity_val_batches"),
+    "validate": ("validation_description", "num_val_batches"),
+    "test": ("test_description", "num_test_batches"),
+    "predict": ("predict_description", "num_predict_batches"),
+}
+#: The hooks that only draw, and are taken off a bar that never does.
+_DRAWING_HOOKS = tuple(name for name in vars(DrawnProgressBar) if name.startswith("on_"))
+
+
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Whether somebody sees ``stream`` on a screen where the cursor can be moved."""
+    isatty = getattr(stream, "isatty", None)
+    return isatty is not None and isatty()
+
+
+def notebook_display() -> Callable[..., Any] | None:
+    """IPython's ``display`` inside a notebook kernel, else None."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if ipython is None or getattr(shell, "kernel", None) is None:
+        return None
+    return ipython.display.display

@@ -1,0 +1,207 @@
+"""The progress bar drawn with rich: the default."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from .progress import Bar, DrawnProgressBar, PlainLines, Surface, is_terminal, metric_text, notebook_display
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+#: Columns of the terminal that a row needs beside the bar itself.
+_BESIDE_THE_BAR = 60
+
+
+@dataclass(frozen=True)
+class RichProgressBarTheme:
+    """How the parts of a :class:`RichProgressBar` look: rich styles (``"green"``, ``"bold #ff8800"``) and formats.
+
+    Args:
+        description: style of the text before the bar.
+        progress_bar: style of the part that is done.
+        progress_bar_finished: style of a full bar.
+        progress_bar_pulse: style of a bar whose length is unknown.
+        batch_progress: style of the count of batches.
+        time: style of the times.
+        processing_speed: style of the speed.
+        metrics: style of the metrics.
+        metrics_text_delimiter: what stands between two metrics.
+        metrics_format: format of floats among the metrics; the default gives four significant digits.
+    """
+
+    description: str = ""
+    progress_bar: str = "#6206E0"
+    progress_bar_finished: str = "#6206E0"
+    progress_bar_pulse: str = "#6206E0"
+    batch_progress: str = ""
+    time: str = "dim"
+    processing_speed: str = "dim"
+    metrics: str = "italic"
+    metrics_text_delimiter: str = "  "
+    metrics_format: str = "#.4g"
+
+    def __post_init__(self) -> None:
+        try:
+            format(1.0, self.metrics_format)
+        except ValueError as error:
+            raise ValueError(
+                f"RichProgressBarTheme(metrics_format={self.metrics_format!r}) cannot format a float: {error}. "
+                'Use a format such as ".3f".'
+            ) from None
+
+
+class RichProgressBar(DrawnProgressBar):
+    """Bars in the terminal or notebook, drawn with rich; a plain line now and then where output is neither.
+
+    Nested bars (validation inside an epoch) stand below each other, the metrics below them. What other code prints
+    meanwhile appears above.
+
+    Args:
+        refresh_rate: draw at most every so many batches; the clock allows ten drawings a second. 0 shows nothing.
+        leave: keep the bar of every epoch and evaluation on the screen, and not only the last.
+        theme: colors and formats.
+        console_kwargs: arguments of rich's ``Console``, such as ``{"stderr": True}`` or ``{"force_terminal": True}``.
+
+    Example::
+
+        class MyBar(RichProgressBar):
+            def get_metrics(self, trainer, pl_module):
+                metrics = super().get_metrics(trainer, pl_module)
+                metrics.pop("v_num", None)
+                return metrics
+
+        trainer = Trainer(callbacks=[MyBar(leave=True)])
+    """
+
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(refresh_rate, leave)
+        if theme is not None and not isinstance(theme, RichProgressBarTheme):
+            raise TypeError(
+                f"RichProgressBar(theme={theme!r}) is a {type(theme).__name__}. "
+                'Pass a RichProgressBarTheme, such as RichProgressBarTheme(progress_bar="green").'
+            )
+        self._theme = theme or RichProgressBarTheme()
+        self._console_kwargs = dict(console_kwargs or {})
+
+    def _make_surface(self) -> Surface:
+        from rich.console import Console
+
+        display = notebook_display()
+        if display is not None:
+            return _Notebook(display, self._theme, self._leave)
+        console = Console(**self._console_kwargs)
+        if console.is_dumb_terminal or not _moves_cursor(console, self._console_kwargs):
+            return PlainLines(lambda: console.file, self.plain_seconds)
+        return _Terminal(console, self._theme, self._leave)
+
+
+def _moves_cursor(console: Console, asked: Mapping[str, Any]) -> bool:
+    """Whether the cursor can be moved. ``FORCE_COLOR`` alone, as CI services set it, does not make a log a terminal."""
+    return console.is_terminal and (bool(asked.get("force_terminal")) or is_terminal(console.file))
+
+
+class _Terminal:
+    """Rows at the bottom of a terminal, drawn over in place. Rich's own refresh thread is not used."""
+
+    seconds = 0.1
+    immediate = True
+
+    def __init__(self, console: Console, theme: RichProgressBarTheme, leave: bool) -> None:
+        from rich.live import Live
+
+        self._console = console
+        self._theme = theme
+        self._leave = leave
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+
+    def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
+        self._live.update(_rows(bars, metrics, self._theme, self._console.width), refresh=True)
+
+    def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
+        if not self._leave or bars[-1].stage == "sanity_check":
+            return False
+        self._live.update(_rows(bars[:-1], {}, self._theme, self._console.width))
+        self._console.print(_rows(bars[-1:], metrics, self._theme, self._console.width))
+        return True
+
+    def write(self, text: str) -> None:
+        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class _Notebook:
+    """The rows as the output of a notebook's cell, replaced in place; needs no widgets."""
+
+    seconds = 0.25
+    immediate = True
+
+    def __init__(self, display: Callable[..., Any], theme: RichProgressBarTheme, leave: bool) -> None:
+        self._display = display
+        self._theme = theme
+        self._leave = leave
+        self._handle: Any = None
+
+    def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
+        rows = _rows(bars, metrics, self._theme, 100)
+        if self._handle is None:
+            self._handle = self._display(rows, display_id=True)
+        else:
+            self._handle.update(rows)
+
+    def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
+        if not self._leave or bars[-1].stage == "sanity_check" or len(bars) > 1:
+            return False
+        self.draw(bars, metrics)
+        self._handle = None
+        return True
+
+    def write(self, text: str) -> None:
+        sys.stdout.write(text)
+
+    def close(self) -> None:
+        self._handle = None
+
+
+def _rows(bars: Sequence[Bar], metrics: Mapping[str, Any], theme: RichProgressBarTheme, width: int) -> Table:
+    """The bars below each other and the metrics below them."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 1))
+    for bar in bars:
+        picture = ProgressBar(
+            total=bar.total,
+            completed=min(bar.n, bar.total) if bar.total else bar.n,
+            width=max(10, min(40, width - _BESIDE_THE_BAR)),
+            pulse=bar.total is None,
+            complete_style=theme.progress_bar,
+            finished_style=theme.progress_bar_finished,
+            pulse_style=theme.progress_bar_pulse,
+        )
+        texts = (
+            (bar.count_text, theme.batch_progress),
+            (bar.time_text, theme.time),
+            (bar.speed_text, theme.processing_speed),
+        )
+        grid.add_row(Text(bar.description, theme.description), picture, *(Text(*each, no_wrap=True) for each in texts))
+    shown = (f"{name}: {metric_text(value, theme.metrics_format)}" for name, value in metrics.items())
+    whole = Table.grid()
+    whole.add_row(grid)
+    if metrics:
+        whole.add_row(Text(theme.metrics_text_delimiter.join(shown), theme.metrics))
+    return cast("Table", whole)

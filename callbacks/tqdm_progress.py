@@ -1,0 +1,190 @@
+"""The progress bar drawn with tqdm."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from time import time
+from typing import TYPE_CHECKING, Any
+
+from .progress import Bar, DrawnProgressBar, PlainLines, Surface, is_terminal, metric_text, notebook_display
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
+
+
+class TQDMProgressBar(DrawnProgressBar):
+    """Bars drawn with tqdm, in the terminal or as notebook widgets; a plain line now and then where output is neither.
+
+    Override an ``init_*_tqdm`` method to change a bar: call ``super()``'s and set what you like.
+
+    Args:
+        refresh_rate: draw at most every so many batches; the clock allows ten drawings a second. 0 shows nothing.
+            The environment variable ``TQDM_MINITERS`` raises it.
+        process_position: leave so many lines free above, for runs that share a terminal.
+        leave: keep the bar of every epoch and evaluation on the screen, and not only the last.
+
+    Raises:
+        ModuleNotFoundError: tqdm is not installed.
+    """
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        try:
+            missing = importlib.util.find_spec("tqdm") is None
+        except ValueError:
+            missing = sys.modules.get("tqdm") is None
+        if missing:
+            raise ModuleNotFoundError(
+                "TQDMProgressBar needs the package tqdm, which is not installed. "
+                "Run `pip install tqdm`, or use RichProgressBar, which needs nothing more."
+            )
+        super().__init__(refresh_rate, leave)
+        if isinstance(process_position, bool) or not isinstance(process_position, int) or process_position < 0:
+            raise ValueError(
+                f"TQDMProgressBar(process_position={process_position!r}) is not a number of lines. "
+                "Pass 0, or how many lines of the terminal belong to other runs."
+            )
+        if refresh_rate > 0:
+            self._refresh_rate = max(refresh_rate, _miniters())
+        self._process_position = process_position
+
+    @property
+    def process_position(self) -> int:
+        """Lines left free above the bars."""
+        return self._process_position
+
+    def init_sanity_tqdm(self) -> tqdm:
+        """Make the bar of the sanity check."""
+        return self._tqdm(self.sanity_check_description, leave=False)
+
+    def init_train_tqdm(self) -> tqdm:
+        """Make the bar of training epochs; one serves all epochs unless ``leave`` is set."""
+        return self._tqdm(self.train_description, leave=True)
+
+    def init_validation_tqdm(self) -> tqdm:
+        """Make the bar of a validation, below the training bar if there is one."""
+        inside = self.trainer.state.fn == "fit"
+        return self._tqdm(self.validation_description, leave=self._leave or not inside, below=int(inside))
+
+    def init_test_tqdm(self) -> tqdm:
+        """Make the bar of a test."""
+        return self._tqdm(self.test_description, leave=True)
+
+    def init_predict_tqdm(self) -> tqdm:
+        """Make the bar of a prediction."""
+        return self._tqdm(self.predict_description, leave=True)
+
+    def _tqdm(self, description: str, leave: bool, below: int = 0) -> tqdm:
+        return _tqdm_class()(
+            desc=description,
+            position=2 * self._process_position + below,
+            leave=leave,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            bar_format=_FORMAT,
+            mininterval=0,
+            miniters=1,
+            smoothing=0.1,
+        )
+
+    def _make_surface(self) -> Surface:
+        if notebook_display() is None and not is_terminal(sys.stdout):
+            return PlainLines(lambda: sys.stdout, self.plain_seconds)
+        return _Tqdm(self, self._leave)
+
+
+def _miniters() -> int:
+    value = os.environ.get("TQDM_MINITERS", "1")
+    try:
+        return max(1, int(float(value)))
+    except ValueError:
+        raise ValueError(
+            f"The environment variable TQDM_MINITERS={value!r} is not a number. "
+            "Set it to a number of batches, or unset it."
+        ) from None
+
+
+def _tqdm_class() -> Any:
+    """Tqdm for this output: widgets in a notebook that has them. Without tqdm's monitoring thread."""
+    if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm as base
+    else:
+        from tqdm import tqdm as base
+    return type("tqdm", (base,), {"monitor_interval": 0})
+
+
+class _Tqdm:
+    """One tqdm bar for each of ours, made when it is first drawn."""
+
+    seconds = 0.1
+    immediate = True
+
+    def __init__(self, callback: TQDMProgressBar, leave: bool) -> None:
+        self._leave = leave
+        self._plain_descriptions = {
+            "sanity_check": callback.sanity_check_description,
+            "train": callback.train_description,
+            "validate": callback.validation_description,
+            "test": callback.test_description,
+            "predict": callback.predict_description,
+        }
+        self._make = {
+            "sanity_check": callback.init_sanity_tqdm,
+            "train": callback.init_train_tqdm,
+            "validate": callback.init_validation_tqdm,
+            "test": callback.init_test_tqdm,
+            "predict": callback.init_predict_tqdm,
+        }
+        self._drawn: dict[str, tuple[Bar, tqdm]] = {}
+
+    def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
+        for bar in bars:
+            drawn = self._tqdm_of(bar)
+            if bar is bars[0]:
+                drawn.set_postfix_str(_postfix(metrics), refresh=False)
+            if bar.n > drawn.n:
+                drawn.update(bar.n - drawn.n)
+            else:
+                drawn.refresh()
+
+    def _tqdm_of(self, bar: Bar) -> tqdm:
+        """The tqdm bar that shows ``bar``: the one that did before, that of the epoch before, or a new one."""
+        shown, drawn = self._drawn.get(bar.stage, (None, None))
+        if drawn is None:
+            drawn = self._make[bar.stage]()
+        if shown is not bar:
+            drawn.reset(bar.total)
+            drawn.total = bar.total
+            drawn.initial = drawn.n = drawn.last_print_n = bar.first
+            if bar.description != self._plain_descriptions[bar.stage]:
+                drawn.set_description(bar.description, refresh=False)
+            self._drawn[bar.stage] = (bar, drawn)
+        return drawn
+
+    def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
+        bar = bars[-1]
+        serves_next_epoch = bar.stage == "train"
+        too_short_to_show = len(bars) > 1 and bar.stage not in self._drawn
+        if not self._leave and (serves_next_epoch or too_short_to_show):
+            return False
+        self.draw(bars, metrics)
+        self._drawn.pop(bar.stage)[1].close()
+        for _, outer in self._drawn.values():
+            outer.last_print_t = time()
+        return True
+
+    def write(self, text: str) -> None:
+        _tqdm_class().write(text, file=sys.stdout, end="")
+
+    def close(self) -> None:
+        for _, drawn in self._drawn.values():
+            drawn.close()
+        self._drawn.clear()
+
+
+def _postfix(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={metric_text(value)}" for name, value in metrics.items())

@@ -1,0 +1,102 @@
+"""Which devices this machine has, and which of them a run asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..loggers import messages
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+
+
+def count(kind: str) -> int:
+    """How many devices of a kind (``"cpu"``, ``"cuda"``, ``"mps"``) this process sees; a CPU is always 1."""
+    if kind == "cuda":
+        return torch.cuda.device_count()
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    return 1
+
+
+def find_kind(accelerator: Any) -> str:
+    """The device kind for ``Trainer(accelerator=...)``: ``"cuda"``, ``"mps"`` or ``"cpu"``.
+
+    ``"auto"`` takes CUDA, then MPS, then the CPU; ``"gpu"`` the first two.
+    """
+    if not isinstance(accelerator, str):
+        raise TypeError(
+            f"Trainer(accelerator={accelerator!r}) is a {type(accelerator).__name__}. Pass one of {messages.names(ACCELERATORS)}."
+        )
+    if accelerator in ("tpu", "xla", "hpu"):
+        raise ValueError(
+            f"Trainer(accelerator={accelerator!r}): Paceline runs on what torch itself drives (CPU, CUDA and ROCm, Apple MPS), "
+            "not on XLA or Gaudi devices. Choose 'auto' to take the best device of this machine."
+        )
+    if accelerator not in ACCELERATORS:
+        raise ValueError(messages.unknown("accelerator", accelerator, ACCELERATORS))
+    if accelerator == "auto":
+        return next((kind for kind in ("cuda", "mps") if count(kind)), "cpu")
+    if accelerator == "gpu":
+        found = next((kind for kind in ("cuda", "mps") if count(kind)), None)
+        if found is None:
+            raise RuntimeError(_missing("gpu", "GPU"))
+        return found
+    if not count(accelerator):
+        raise RuntimeError(_missing(accelerator, accelerator.upper() + " device"))
+    return accelerator
+
+
+def _missing(accelerator: str, what: str) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    return (
+        f"Trainer(accelerator={accelerator!r}) asks for a {what}, but this process sees none{why}; torch {torch.__version__} "
+        f"is built {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}. "
+        "Use accelerator='auto' or 'cpu', make a device visible, or install a torch build for it."
+    )
+
+
+def find_devices(devices: Any, kind: str) -> list[torch.device]:
+    """The devices for ``Trainer(devices=...)``.
+
+    Args:
+        devices: how many (``2``, ``"2"``), which (``[0, 1]``, ``"0,1"``), ``-1`` for all, or ``"auto"``: one CPU, all others.
+        kind: from :func:`find_kind`.
+    """
+    present = count(kind)
+    if devices == "auto":
+        indices: Sequence[int] = range(present)
+    elif isinstance(devices, (list, tuple)) or (isinstance(devices, str) and "," in devices):
+        indices = [_integer(d, devices) for d in (devices.split(",") if isinstance(devices, str) else devices) if str(d).strip()]
+    else:
+        number = _integer(devices, devices)
+        if number == 0 or number < -1:
+            raise ValueError(
+                f"Trainer(devices={devices!r}) asks for no device. Pass 1 or more, a list of indices, -1 for all, or 'auto'."
+            )
+        indices = range(present if number == -1 else number)
+    if kind == "cpu":
+        return [torch.device("cpu")] * len(indices)
+    if not indices or max(indices) >= present or min(indices) < 0 or len(set(indices)) != len(indices):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ValueError(
+            f"Trainer(devices={devices!r}) asks for {kind.upper()} devices {list(indices)}, but this process sees {present}"
+            f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. "
+            f"Set devices={present} or devices='auto', or make more devices visible."
+        )
+    return [torch.device(kind, index) if kind == "cuda" else torch.device(kind) for index in indices]
+
+
+def _integer(value: Any, given: Any) -> int:
+    try:
+        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+            raise ValueError
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"Trainer(devices={given!r}) is not a number of devices. Pass 2, '2', [0, 1], '0,1', -1 for all, or 'auto'."
+        ) from None

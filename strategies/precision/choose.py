@@ -1,0 +1,65 @@
+"""Names to Precision objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...loggers import messages
+from .base import Precision
+from .mixed import MixedPrecision
+from .true import TruePrecision
+
+NAMES = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+ALIASES = {
+    "64": "64-true",
+    "32": "32-true",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+    "no": "32-true",
+    "fp32": "32-true",
+    "fp16": "16-mixed",
+}
+
+
+def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
+    """The Precision for ``Trainer(precision=..., plugins=...)`` on a kind of device.
+
+    Raises:
+        ValueError: an unknown name, a contradiction, or a dtype the device has not.
+    """
+    plugin = _plugin(plugins)
+    if isinstance(precision, Precision):
+        precision, plugin = None, precision if plugin is None else _twice(precision, plugin)
+    if plugin is not None:
+        if precision is not None:
+            raise ValueError(
+                f"Trainer(precision={precision!r}) was given together with a {type(plugin).__name__} plugin. Leave one out."
+            )
+        return plugin
+    if precision is None:
+        return Precision()
+    name = ALIASES.get(str(precision), precision)
+    if name not in NAMES:
+        raise ValueError(messages.unknown("precision", precision, (*NAMES, *ALIASES), ", or pass a Precision"))
+    if kind == "mps" and name == "64-true":
+        raise ValueError("Trainer(precision='64-true'): Apple's MPS device has no float64. Use '32-true', or accelerator='cpu'.")
+    if name == "32-true":
+        return Precision()
+    return MixedPrecision(name, kind) if name.endswith("mixed") else TruePrecision(name)
+
+
+def _plugin(plugins: Any) -> Precision | None:
+    found = None
+    for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
+        if not isinstance(plugin, Precision):
+            raise TypeError(
+                f"Trainer(plugins=...) got a {type(plugin).__name__}. Pass a Precision; other parts are replaced through "
+                "strategy= (a Strategy object), logger= and callbacks=."
+            )
+        found = plugin if found is None else _twice(found, plugin)
+    return found
+
+
+def _twice(first: Precision, second: Precision) -> Precision:
+    raise ValueError(f"Two precisions were given ({first.name!r} and {second.name!r}). Leave one out.")
+

@@ -1,0 +1,247 @@
+"""Bring batches to where the model is: one pinned, non-blocking copy for each tensor, whatever the batch is made of."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections import UserList, deque
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+TensorFunction = Callable[[Tensor], Tensor]
+
+
+def mover(device: torch.device | str, dtype: torch.dtype | None = None) -> Mover | None:
+    """Return the function that brings a batch to ``device``, to be bound once when a run starts.
+
+    Args:
+        device: where the batches go.
+        dtype: what floating-point tensors become; None leaves them as they are.
+
+    Returns:
+        None on the CPU without a dtype: there is nothing to do.
+    """
+    device = torch.device(device)
+    if device.type == "cpu" and dtype is None:
+        return None
+    return Mover(device, dtype)
+
+
+def move(batch: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Any:
+    """Return ``batch`` with its tensors on ``device``, floating-point ones in ``dtype`` if one is given.
+
+    Nested lists, tuples, named tuples, mappings, dataclasses (frozen ones too) and objects with a ``to`` method are
+    walked; anything else stays as it is. Tensors that are in place already are not copied.
+    """
+    return _cached_mover(torch.device(device), dtype)(batch)
+
+
+def ahead(move: Callable[[Any], Any] | None) -> SideStream | None:
+    """Return ``move`` on a stream of its own, if it is one of ours that copies to a GPU; None otherwise."""
+    if isinstance(move, Mover) and move.device.type == "cuda":
+        return SideStream(move)
+    return None
+
+
+class Mover:
+    """Brings every tensor of a batch to a device, and the floating-point ones to a dtype.
+
+    How values of a type are handled is found out when the type is first seen; from then on it is one dict hit.
+
+    Args:
+        device: where the tensors go. CPU tensors on their way to CUDA are pinned and copied without waiting.
+        dtype: what floating-point tensors become, or None. An object that moves itself by its own ``to`` keeps its
+            dtype, unless it is a mapping or a ``PackedSequence``.
+        moved: called with every tensor that has been moved.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        moved: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self._tensor = _tensor_function(device, dtype, moved)
+        self._handlers = _Handlers(self._choose)
+        self._handlers.update({tuple: self._tuple, list: self._list, dict: self._dict, Tensor: self._tensor})
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch with its tensors in place."""
+        return self._handlers[type(batch)](batch)
+
+    def _choose(self, kind: type) -> Callable[[Any], Any]:
+        if issubclass(kind, Tensor):
+            return self._tensor
+        if issubclass(kind, PackedSequence):
+            return self._packed
+        if issubclass(kind, Mapping) and (self.dtype is not None or not hasattr(kind, "to")):
+            return self._mapping
+        if callable(getattr(kind, "to", None)):
+            return self._by_its_own_method(kind)
+        return self._choose_container(kind)
+
+    def _choose_container(self, kind: type) -> Callable[[Any], Any]:
+        if issubclass(kind, tuple):
+            return self._named_tuple if hasattr(kind, "_make") else self._tuple_subclass
+        if issubclass(kind, (list, deque, UserList)):
+            return self._sequence
+        if dataclasses.is_dataclass(kind):
+            return self._dataclass
+        return _unchanged
+
+    def _tuple(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        handlers = self._handlers
+        return tuple([handlers[type(value)](value) for value in values])
+
+    def _list(self, values: list[Any]) -> list[Any]:
+        handlers = self._handlers
+        return [handlers[type(value)](value) for value in values]
+
+    def _dict(self, values: dict[Any, Any]) -> dict[Any, Any]:
+        handlers = self._handlers
+        return {key: handlers[type(value)](value) for key, value in values.items()}
+
+    def _named_tuple(self, values: Any) -> Any:
+        return values._make(self._list(values))
+
+    def _tuple_subclass(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        moved = self._list(values)  # type: ignore[arg-type]
+        if all(new is old for new, old in zip(moved, values, strict=True)):
+            return values
+        return type(values)(moved)
+
+    def _sequence(self, values: Any) -> Any:
+        result = copy.copy(values)
+        for index, value in enumerate(values):
+            result[index] = self(value)
+        return result
+
+    def _mapping(self, values: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        moved = {key: self(value) for key, value in values.items()}
+        if not isinstance(values, MutableMapping):
+            return type(values)(moved)  # type: ignore[call-arg]
+        result = copy.copy(values)
+        for key, value in moved.items():
+            result[key] = value
+        return result
+
+    def _dataclass(self, value: Any) -> Any:
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(result, field.name, self(getattr(value, field.name)))
+        return result
+
+    def _packed(self, value: PackedSequence) -> PackedSequence:
+        """Its lengths must stay on the CPU; its own ``to`` knows."""
+        result = value.to(self.device, non_blocking=self.device.type == "cuda")
+        return result.to(self.dtype) if self.dtype is not None and result.data.is_floating_point() else result
+
+    def _by_its_own_method(self, kind: Any) -> Callable[[Any], Any]:
+        options: dict[str, Any] = {}
+        if self.device.type == "cuda" and _takes(kind.to, "non_blocking"):
+            options["non_blocking"] = True
+        device = self.device
+
+        def call_to(value: Any) -> Any:
+            moved = value.to(device, **options)
+            return value if moved is None else moved
+
+        return call_to
+
+
+class SideStream:
+    """Moves batches on a CUDA stream of its own, so that a copy runs while the device still computes the step before.
+
+    Call it with a batch, then :meth:`ready` before that batch is used.
+
+    Args:
+        mover: what to run there.
+    """
+
+    def __init__(self, mover: Mover) -> None:
+        self._device = mover.device
+        self._side = torch.cuda.Stream(mover.device)
+        self._main = torch.cuda.current_stream(mover.device)
+        self._move = Mover(mover.device, mover.dtype, moved=self._used_by_main)
+
+    def __call__(self, batch: Any) -> Any:
+        """Start to move a batch; the host does not wait."""
+        self._main = torch.cuda.current_stream(self._device)
+        # The batch may have been made on the device; and memory that is used again must not be overwritten early.
+        self._side.wait_stream(self._main)
+        with torch.cuda.stream(self._side):
+            return self._move(batch)
+
+    def ready(self) -> None:
+        """Let the current stream wait (the host does not) for the batches moved so far."""
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+
+    def _used_by_main(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._main)
+
+
+class _Handlers(dict[type, Callable[[Any], Any]]):
+    """Type -> what to do with a value of it, found out when first asked for."""
+
+    def __init__(self, choose: Callable[[type], Callable[[Any], Any]]) -> None:
+        super().__init__()
+        self._choose = choose
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        handler = self[kind] = self._choose(kind)
+        return handler
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_mover(device: torch.device, dtype: torch.dtype | None) -> Mover:
+    return Mover(device, dtype)
+
+
+def _tensor_function(
+    device: torch.device, dtype: torch.dtype | None, moved: Callable[[Tensor], None] | None
+) -> TensorFunction:
+    """Put together what happens to one tensor."""
+
+    def copy_pinned(tensor: Tensor) -> Tensor:
+        if tensor.is_cpu and tensor.layout is torch.strided:
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    def copy_waiting(tensor: Tensor) -> Tensor:
+        return tensor.to(device)
+
+    copy_tensor = copy_pinned if device.type == "cuda" else copy_waiting
+    if dtype is None and moved is None:
+        return copy_tensor
+
+    def copy_and_more(tensor: Tensor) -> Tensor:
+        tensor = copy_tensor(tensor)
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        if moved is not None:
+            moved(tensor)
+        return tensor
+
+    return copy_and_more
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether ``function`` can be called with a keyword ``name``."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _unchanged(value: Any) -> Any:
+    return value

@@ -1,0 +1,232 @@
+"""Everything between an entry point and its loop: module, data, hooks, device, optimizers, checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..callbacks.base import Callback
+from ..loggers import messages
+from .binding import takes_iterator
+from .compiling import compile_in_place, uncompiled
+from .data.datamodule import DataModule
+from .data.source import DataSource
+from .defaults import check_state_keys, order
+from .hooks import HookTable, overridden
+from .metrics import MetricStore
+from .module import TrainingModule
+from .optimizers import ManagedOptimizer, configure
+from .phases import SETUP
+
+if TYPE_CHECKING:
+    from .trainer import Request, Trainer
+
+
+def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
+    """Prepare a run. Returns the checkpoint that a fit goes on from, or None.
+
+    The order is drawn in ``callbacks/base.py``.
+    """
+    module, reused = find_module(trainer, request)
+    trainer._hooks = None
+    trainer.strategy.setup_environment()
+    messages.set_rank(trainer.global_rank)
+    connect(trainer, request, module)
+    prepare_data(trainer)
+    trainer._metrics.enter(SETUP)
+    for hook in trainer._hooks.setup:
+        hook(request.fn)
+    trainer.strategy.barrier("setup")
+    with trainer.strategy.init_context() if overridden(module, "configure_model", TrainingModule) else _nothing():
+        module.configure_model()
+    bind_hooks(trainer)
+    checkpoint = read_checkpoint(trainer, request, reused)
+    trainer.model = trainer.strategy.setup_module(module)
+    if trainer.compile:
+        compile_in_place(module, trainer.compile)
+    if request.fn != "fit":
+        if checkpoint is not None:
+            _restore_model(trainer, checkpoint, callbacks=False)
+        return None
+    return start_fit(trainer, checkpoint)
+
+
+def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
+    from .checkpoint.contents import restore_training
+
+    if checkpoint is not None:
+        _restore_model(trainer, checkpoint, callbacks=True)
+    setup_optimizers(trainer)
+    if checkpoint is None and trainer.state.batches == 0:
+        trainer.state.shuffle_seed = torch.initial_seed() % 2**63
+    for hook in trainer._hooks.on_fit_start:
+        hook()
+    log_hyperparameters(trainer)
+    if checkpoint is not None:
+        restore_training(trainer, checkpoint)
+    return checkpoint
+
+
+def _restore_model(trainer: Trainer, checkpoint: dict[str, Any], callbacks: bool) -> None:
+    from .checkpoint.contents import restore_model
+
+    restore_model(trainer, checkpoint, callbacks=callbacks)
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, bool]:
+    """The module to run, and whether it is that of the run before (none was passed)."""
+    module = uncompiled(request.module)
+    if module is None:
+        if trainer._module is None or request.fn == "fit":
+            raise TypeError(f"Trainer.{request.fn}() needs a module. Pass it as the first argument.")
+        return trainer._module, True
+    if not isinstance(module, TrainingModule):
+        hint = ""
+        if isinstance(module, type) and issubclass(module, TrainingModule):
+            hint = f" Did you mean {module.__name__}()?"
+        elif isinstance(module, nn.Module):
+            hint = " Put it into a TrainingModule as an attribute and write training_step and configure_optimizers around it."
+        raise TypeError(
+            f"Trainer.{request.fn}() got {type(module).__name__} as its module; a TrainingModule object is needed.{hint}"
+        )
+    return module, False
+
+
+def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
+    """Tie trainer, module, data and callbacks together; check what can be checked before any of it runs."""
+    loaders = dict(request.loaders)
+    datamodule = request.datamodule
+    for stage, given in loaders.items():
+        if isinstance(given, DataModule):
+            if datamodule is not None:
+                raise ValueError(f"Trainer.{request.fn}() got two DataModules. Pass one, as datamodule=.")
+            datamodule, loaders[stage] = given, None
+    if datamodule is not None and any(given is not None for given in loaders.values()):
+        raise ValueError(f"Trainer.{request.fn}() got loaders and a DataModule: it is not clear which to use. Pass one of them.")
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise TypeError(f"Trainer.{request.fn}(datamodule=...) got a {type(datamodule).__name__}. Pass a DataModule object.")
+    trainer._module = trainer.model = module
+    trainer.datamodule = datamodule
+    trainer._source = DataSource(trainer, loaders)
+    send = None if trainer.barebones else partial(_send, trainer)
+    trainer._metrics = MetricStore(trainer.state, trainer.strategy, send)
+    module.trainer = trainer
+    if datamodule is not None:
+        datamodule.trainer = trainer
+    trainer.callbacks = with_module_callbacks(trainer, module)
+    check_state_keys(trainer.callbacks)
+    bind_hooks(trainer)
+    check_steps(trainer, request.fn)
+
+
+def _send(trainer: Trainer, values: dict[str, float], step: int) -> None:
+    trainer.log_metrics(values, step)
+
+
+def bind_hooks(trainer: Trainer) -> None:
+    """Look up who defines which hook; again after ``setup`` and ``configure_model``, which may add some."""
+    trainer._hooks = HookTable(trainer, trainer.training_module, trainer.callbacks, trainer.datamodule)
+
+
+def with_module_callbacks(trainer: Trainer, module: TrainingModule) -> list[Callback]:
+    """The trainer's callbacks and the module's; one of the module's replaces those of its type."""
+    theirs = module.configure_callbacks()
+    theirs = [theirs] if isinstance(theirs, Callback) else list(theirs or [])
+    for callback in theirs:
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"{type(module).__name__}.configure_callbacks() returned {callback!r}, which is not a Callback. Return a list of "
+                "Callback objects."
+            )
+    types = {type(callback) for callback in theirs}
+    return order([c for c in trainer.callbacks if type(c) not in types] + theirs)
+
+
+def check_steps(trainer: Trainer, fn: str) -> None:
+    """The module defines the step this entry point needs, and its settings fit together."""
+    module = trainer.training_module
+    owner = type(module).__name__
+    needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(fn)
+    if needed is not None and overridden(module, needed, TrainingModule) is None:
+        raise NotImplementedError(
+            f"{owner} has no {needed}, so Trainer.{fn}() has nothing to run. Define {needed}(self, batch, batch_idx)."
+        )
+    if fn == "fit" and overridden(module, "configure_optimizers", TrainingModule) is None:
+        raise NotImplementedError(
+            f"{owner} has no configure_optimizers, so fit cannot change its weights. Define it, for example: "
+            "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
+        )
+    if fn == "fit" and not module.automatic_optimization:
+        for name, neutral in (("accumulate_grad_batches", 1), ("gradient_clip_val", None)):
+            value = getattr(trainer, name)
+            if value != neutral:
+                raise ValueError(
+                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do it in "
+                    "training_step (self.clip_gradients, stepping every n batches), and leave the argument out."
+                )
+    if fn == "fit" and takes_iterator(module.training_step) and trainer.accumulate_grad_batches > 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) with training_step(dataloader_iter): the trainer "
+            "does not see the batches it would count. Use training_step(batch, batch_idx), or accumulate in the step."
+        )
+
+
+def prepare_data(trainer: Trainer) -> None:
+    """Call ``prepare_data`` on one process a node."""
+    per_node = trainer.datamodule is None or trainer.datamodule.prepare_data_per_node
+    if (trainer.local_rank if per_node else trainer.global_rank) == 0:
+        for hook in trainer._hooks.prepare_data:
+            hook()
+    trainer.strategy.barrier("prepare_data")
+
+
+def read_checkpoint(trainer: Trainer, request: Request, reused: bool) -> dict[str, Any] | None:
+    """The checkpoint to load from, read; None if there is none to load."""
+    from .checkpoint.file import read
+    from .checkpoint.find import find_checkpoint
+
+    path = find_checkpoint(trainer, request.ckpt_path, request.fn, reused)
+    trainer.ckpt_path = path
+    if path is None:
+        return None
+    messages.info(f"Loading {path}")
+    return read(path)
+
+
+def setup_optimizers(trainer: Trainer) -> None:
+    """Make optimizers and schedulers."""
+    module = trainer.training_module
+    optimizers, trainer.lr_scheduler_configs = configure(module)
+    trainer.optimizers = trainer.strategy.setup_optimizers(optimizers)
+    trainer._managed = [ManagedOptimizer(optimizer, trainer) for optimizer in trainer.optimizers]
+
+
+def log_hyperparameters(trainer: Trainer) -> None:
+    """Send what ``save_hyperparameters`` kept, the module's and the DataModule's, and the graph to the loggers."""
+    if not trainer.loggers or not trainer.enable_autolog_hparams or not trainer.is_global_zero:
+        return
+    params: dict[str, Any] = {}
+    for owner in (trainer.datamodule, trainer.training_module):
+        if owner is None or not getattr(owner, "_log_hyperparams", False):
+            continue
+        for key, value in owner.hparams_initial.items():
+            if key in params and params[key] is not value and str(params[key]) != str(value):
+                raise ValueError(
+                    f"The module and the DataModule both saved a hyperparameter {key!r}, with the values {value!r} and "
+                    f"{params[key]!r}. Rename one, or leave it out with save_hyperparameters(ignore=[{key!r}])."
+                )
+            params[key] = value
+    for logger in trainer.loggers:
+        if params:
+            logger.log_hyperparams(params)
+        logger.log_graph(trainer.training_module)

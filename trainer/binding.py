@@ -1,0 +1,95 @@
+"""The user's steps and transfer hooks as plain callables with one form, chosen when a run starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import phases
+from .hooks import overridden
+from .loss import LossReader
+from .module import TrainingModule
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+def takes_iterator(step: Callable[..., Any]) -> bool:
+    """Whether a step has the form ``training_step(dataloader_iter)``."""
+    return next(iter(inspect.signature(step).parameters), "") == "dataloader_iter"
+
+
+def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Callable[..., Any]:
+    """The module's step as the loop calls it: ``(batch, batch_idx)`` or, with several loaders, also ``dataloader_idx``.
+
+    Raises:
+        NotImplementedError: the module does not define it.
+        TypeError: it takes other arguments.
+    """
+    module = trainer.training_module
+    step = getattr(module, name)
+    if name != "predict_step" and overridden(module, name, TrainingModule) is None:
+        raise NotImplementedError(f"{type(module).__name__} has no {name}. Define {name}(self, batch, batch_idx).")
+    bound = trainer.strategy.bind_step(_with_arguments(step, name, type(module).__name__, several_loaders), trainer.model)  # type: ignore[arg-type]
+    if trainer.detect_anomaly and name == "training_step":
+        finite = LossReader(module, trainer.strategy).finite
+        return lambda batch, batch_idx: finite(bound(batch, batch_idx))
+    return bound
+
+
+def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loaders: bool) -> Callable[..., Any]:
+    passed = 3 if several_loaders else 2
+    parameters = list(inspect.signature(step).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = sum(p.default is p.empty for p in positional)
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return step
+    takes = len(positional)
+    if several_loaders and takes < 3 and not (takes == 2 and positional[1].name == "dataloader_idx"):
+        raise TypeError(
+            f"{owner}.{name} takes ({', '.join(p.name for p in positional)}), but there are several loaders. "
+            f"Write it as {name}(self, batch, batch_idx, dataloader_idx)."
+        )
+    if takes == 0 or required > passed:
+        raise TypeError(
+            f"{owner}.{name} takes ({', '.join(p.name for p in positional)}); it is called with (batch, batch_idx"
+            f"{', dataloader_idx' if several_loaders else ''}). Write it as {name}(self, batch, batch_idx)."
+        )
+    if takes >= passed:
+        return step
+    if several_loaders:
+        return lambda batch, batch_idx, dataloader_idx: step(batch, dataloader_idx)
+    return lambda batch, batch_idx: step(batch)
+
+
+def bind_mover(trainer: Trainer, dataloader_idx: int) -> Callable[[Any], Any] | None:
+    """What happens to a batch between the loader and the step; None when nothing does."""
+    from .data.datamodule import DataModule
+
+    hooks: dict[str, Callable[..., Any] | None] = {}
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        data = overridden(trainer.datamodule, name, DataModule) if trainer.datamodule is not None else None
+        hooks[name] = data or overridden(trainer.training_module, name, TrainingModule)
+    strategy = trainer.strategy
+    move = strategy.batch_mover()
+    if not any(hooks.values()):
+        return move
+    before, transfer, after = hooks.values()
+
+    def through_hooks(batch: Any) -> Any:
+        moment, records, idx = metrics._moment, metrics.records, dataloader_idx
+        metrics.enter(phases.BATCH_TRANSFER)
+        if before is not None:
+            batch = before(batch, idx)
+        if transfer is not None:
+            batch = transfer(batch, strategy.device, idx)
+        if move is not None:
+            batch = move(batch)
+        if after is not None:
+            batch = after(batch, idx)
+        metrics._moment, metrics.records = moment, records
+        return batch
+
+    metrics = trainer._metrics
+    return through_hooks

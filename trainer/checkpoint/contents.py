@@ -1,0 +1,308 @@
+"""What a checkpoint holds: gathered from a run, and given back to one."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...loggers import messages
+from .. import seed
+from . import lightning
+from .file import FORMAT
+from .plain import plain
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..trainer import Trainer
+
+
+# ---- gather ----------------------------------------------------------------------------------------------------------
+
+
+def gather(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
+    """Collect everything a run needs to go on from here; every rank must call it.
+
+    Args:
+        trainer: a trainer that has a module.
+        weights_only: only the weights, hyperparameters and counters: enough to use the model, not to train on. The
+            hooks ``on_save_checkpoint`` run all the same, so that averaged weights, for one, are what is saved.
+
+    Raises:
+        RuntimeError: nothing has been run yet.
+    """
+    module = trainer.training_module
+    if module is None:
+        raise RuntimeError(
+            "There is nothing to save: this Trainer has no module yet. Call trainer.save_checkpoint during or after "
+            "fit, validate, test or predict; for a module alone use torch.save(module.state_dict(), path)."
+        )
+    checkpoint: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": lightning.LAYOUT_VERSION,
+        "state_dict": trainer.strategy.model_state(module),
+        "loops": lightning.loops(trainer.state),
+        "paceline": _section(trainer),
+    }
+    if not weights_only:
+        _add_training(trainer, checkpoint)
+    _add_hyperparameters(module, "hparams_name", "hyper_parameters", checkpoint)
+    if trainer.datamodule is not None:
+        _add_datamodule(trainer.datamodule, checkpoint)
+    for hook in trainer._hooks.on_save_checkpoint:
+        hook(checkpoint)
+    return checkpoint
+
+
+def _section(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "versions": {"paceline": _version(), "torch": str(torch.__version__), "python": platform.python_version()},
+        "fn": trainer.state.fn,
+        "stage": trainer.state.stage,
+        "world_size": trainer.world_size,
+        "progress": trainer.state.state_dict(),
+    }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _add_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    from ..data.loaders import loader_state
+
+    strategy = trainer.strategy
+    states = ((callback.state_key, callback.state_dict()) for callback in trainer.callbacks)
+    checkpoint["callbacks"] = {key: state for key, state in states if state}
+    checkpoint["optimizer_states"] = [strategy.optimizer_state(trainer.model, o) for o in trainer.optimizers]
+    checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    checkpoint["paceline"] |= {
+        "random": [seed.random_states()],
+        "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+        "precision": strategy.precision.state_dict(),
+        "metrics": trainer._metrics.state_dict(),
+        "loader": None if trainer.train_dataloader is None else loader_state(trainer.train_dataloader),
+    }
+
+
+def _add_datamodule(datamodule: Any, checkpoint: dict[str, Any]) -> None:
+    _add_hyperparameters(datamodule, "datamodule_hparams_name", "datamodule_hyper_parameters", checkpoint)
+    state = datamodule.state_dict()
+    if state:
+        checkpoint[type(datamodule).__qualname__] = state
+
+
+def _add_hyperparameters(owner: Any, name_key: str, key: str, checkpoint: dict[str, Any]) -> None:
+    hparams = owner.hparams
+    if not hparams:
+        return
+    kept, left_out = {}, {}
+    for name, value in dict(hparams).items():
+        try:
+            kept[name] = plain(value, name)
+        except TypeError:
+            left_out[name] = type(value).__qualname__
+    checkpoint[name_key] = getattr(owner, "_hparams_name", None) or "kwargs"
+    checkpoint[key] = kept
+    if left_out:
+        _say_left_out(type(owner).__name__, left_out)
+
+
+def _say_left_out(owner: str, left_out: dict[str, str]) -> None:
+    listed = ", ".join(f"{name} ({kind})" for name, kind in left_out.items())
+    again = ", ".join(f"{name}=..." for name in left_out)
+    messages.warn_once(
+        f"Hyperparameters of {owner} that are not plain data stay out of its checkpoints: {listed}. "
+        f"Say so with self.save_hyperparameters(ignore={list(left_out)}), and pass them when loading: "
+        f"{owner}.load_from_checkpoint(path, {again})."
+    )
+
+
+# ---- restore ---------------------------------------------------------------------------------------------------------
+
+
+def restore_model(trainer: Trainer, checkpoint: dict[str, Any], callbacks: bool = True) -> None:
+    """Give a checkpoint's weights to the module, and its state to the data module and the callbacks.
+
+    Args:
+        trainer: a trainer whose module is set up.
+        checkpoint: what ``file.read`` returned; hooks may change it.
+        callbacks: False leaves the callbacks as they are, as for validate, test and predict.
+
+    Raises:
+        RuntimeError: the weights do not fit the module.
+    """
+    module = trainer.training_module
+    call(module, "on_load_checkpoint", checkpoint)
+    load_weights(module, checkpoint["state_dict"], module.strict_loading, trainer.strategy.load_model_state)
+    datamodule = trainer.datamodule
+    state = checkpoint.get(type(datamodule).__qualname__)
+    if datamodule is not None and state is not None:
+        datamodule.load_state_dict(state)
+    if callbacks:
+        _restore_callbacks(trainer, checkpoint)
+
+
+def call(owner: Any, hook: str, *args: Any) -> None:
+    """Call a hook that an object may or may not have (None counts as not having it)."""
+    method = getattr(owner, hook, None)
+    if method is not None:
+        method(*args)
+
+
+def _restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    for callback in trainer.callbacks:
+        call(callback, "on_load_checkpoint", trainer, trainer.training_module, checkpoint)
+    states = dict(checkpoint.get("callbacks", {}))
+    for callback in trainer.callbacks:
+        state = states.pop(callback.state_key, None)
+        if state is not None:
+            callback.load_state_dict(state)
+    if states:
+        messages.warn(
+            f"The checkpoint holds the state of callbacks that this Trainer does not have: "
+            f"{messages.names(states, last='and')}. Their state is dropped. To go on where they were, pass them to "
+            "Trainer(callbacks=[...]) with the arguments they had."
+        )
+
+
+def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, load: Any) -> None:
+    """Load weights through ``load(module, state, strict)``; say in full what does not fit.
+
+    Raises:
+        RuntimeError: what is missing, unexpected, or of another shape, and what to do.
+    """
+    try:
+        result = load(module, state, strict)
+    except RuntimeError as error:
+        found = _differences(module, state)
+        if not found:
+            raise
+        raise RuntimeError(
+            f"The checkpoint does not fit {type(module).__name__}: {'; '.join(found)}.{_prefix_hint(module, state)} "
+            f"Build the module with the arguments it had when it was saved ({type(module).__name__}."
+            "load_from_checkpoint takes them from the file), or set strict_loading = False on it to load only the "
+            "weights whose names match."
+        ) from error
+    if result is not None and (result.missing_keys or result.unexpected_keys):
+        messages.warn(
+            f"The checkpoint was loaded into {type(module).__name__} in part (strict_loading is off): "
+            f"{'; '.join(_differences(module, state))}. What is missing keeps the values it had."
+        )
+
+
+def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    own = module.state_dict()
+    missing = [key for key in own if key not in state]
+    unexpected = [key for key in state if key not in own]
+    shapes = [
+        f"{key} {tuple(state[key].shape)} in the file, {tuple(value.shape)} in the module"
+        for key, value in own.items()
+        if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and value.shape != state[key].shape
+    ]
+    kinds = ((missing, "missing in it"), (unexpected, "unexpected"), (shapes, "of another shape"))
+    return [f"{len(keys)} {what} ({_some(keys)})" for keys, what in kinds if keys]
+
+
+def _some(keys: list[str], limit: int = 10) -> str:
+    more = f", and {len(keys) - limit} more" if len(keys) > limit else ""
+    return ", ".join(keys[:limit]) + more
+
+
+def _prefix_hint(module: nn.Module, state: Mapping[str, Any]) -> str:
+    own = set(module.state_dict())
+    first = next(iter(state), "")
+    parts = first.split(".")
+    for n in range(1, len(parts)):
+        prefix = ".".join(parts[:n]) + "."
+        if all(key.startswith(prefix) for key in state) and {key.removeprefix(prefix) for key in state} == own:
+            return f" The names would match without the prefix {prefix!r}: take it off in on_load_checkpoint."
+    return ""
+
+
+def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Give a checkpoint's optimizers, schedulers, loss scale and counters to a run whose optimizers exist.
+
+    Raises:
+        ValueError: the file holds only weights, or other optimizers or schedulers than this run has.
+    """
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(
+            "The checkpoint holds weights only (it was saved with weights_only=True or save_weights_only=True), so a "
+            f"fit cannot go on from it. Use its weights in a new fit: {type(trainer.training_module).__name__}."
+            "load_from_checkpoint(path), then trainer.fit without ckpt_path."
+        )
+    section = checkpoint.get("paceline", {})
+    _restore_optimizers(trainer, checkpoint["optimizer_states"], section.get("optimizers"))
+    states = checkpoint.get("lr_schedulers", [])
+    configs = trainer.lr_scheduler_configs
+    _same_count("learning rate schedulers", len(states), len(configs))
+    for config, state in zip(configs, states, strict=True):
+        config.scheduler.load_state_dict(state)
+    _restore_precision(trainer.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
+    trainer.state.load_state_dict(
+        trainer.state.state_dict() | (section.get("progress") or lightning.progress(checkpoint))
+    )
+    if not section:
+        messages.info(
+            "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "
+            "no random states, so what is drawn from here on differs from the run that was saved."
+        )
+
+
+def _same_count(what: str, saved: int, given: int) -> None:
+    if saved != given:
+        raise ValueError(
+            f"The checkpoint holds {saved} {what}, but configure_optimizers returned {given}. Return the same ones as "
+            "when it was saved, or load only the weights (load_from_checkpoint) and start a new fit."
+        )
+
+
+def _restore_optimizers(trainer: Trainer, states: list[dict[str, Any]], names: list[str] | None) -> None:
+    _same_count("optimizers", len(states), len(trainer.optimizers))
+    for index, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
+        problem = _optimizer_problem(optimizer, state, names[index] if names else "another optimizer")
+        if problem:
+            raise ValueError(
+                f"The checkpoint does not fit optimizer {index} ({type(optimizer).__name__}): {problem}. Make the "
+                "optimizer in configure_optimizers as it was when the file was saved, or load only the weights "
+                "(load_from_checkpoint) and start a new fit."
+            )
+        trainer.strategy.load_optimizer_state(trainer.model, optimizer, state)
+
+
+def _optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: str) -> str:
+    saved, groups = state["param_groups"], optimizer.param_groups
+    if len(saved) != len(groups):
+        return f"{len(saved)} parameter groups were saved, it has {len(groups)}"
+    for index, (one, other) in enumerate(zip(saved, groups, strict=True)):
+        if len(one["params"]) != len(other["params"]):
+            return f"parameter group {index} had {len(one['params'])} parameters, it has {len(other['params'])}"
+    lacking = [key for key in optimizer.defaults if key not in saved[0]]
+    if lacking and saved_name != type(optimizer).__name__:
+        return f"it was saved by {saved_name}, which has no {messages.names(lacking)}"
+    return ""
+
+
+def _restore_precision(precision: Any, state: dict[str, Any] | None) -> None:
+    if state and state.keys() == precision.state_dict().keys():
+        precision.load_state_dict(state)
+    elif state:
+        messages.info(f"The saved loss scale is not used: precision {precision.name!r} scales no losses.")
+
+
+def restore_random(checkpoint: dict[str, Any], rank: int = 0) -> None:
+    """Put every random number generator where it was when the checkpoint was gathered; nothing if it holds none."""
+    states = checkpoint.get("paceline", {}).get("random", [])
+    if rank < len(states):
+        seed.set_random_states(states[rank])

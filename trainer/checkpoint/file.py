@@ -1,0 +1,289 @@
+"""One checkpoint, one file: written whole or not at all, read without running anything that it names."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from ...loggers import messages
+from .plain import plain
+
+#: The layout of the ``paceline`` section. A file with a higher number is refused.
+FORMAT = 1
+
+_BUFFER_BYTES = 1 << 20
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint so that ``path`` is, at any moment and after any crash, the old file or the whole new one.
+
+    The bytes go to a hidden ``.tmp`` file beside it and are synced to disk before that takes its place. Tensors are
+    streamed from where they are; nothing holds the file in memory.
+
+    Raises:
+        TypeError: a value is neither plain data nor a tensor; the message has its place.
+        OSError: it could not be written. What was at ``path`` is still there.
+    """
+    target = Path(path)
+    checkpoint = plain(checkpoint, "checkpoint")
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "A checkpoint is one file, but there is a folder of this name", str(path))
+    temporary = target.with_name(f".{target.name[:180]}.{uuid4().hex[:12]}.tmp")
+    written = 0
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb", buffering=_BUFFER_BYTES) as raw:
+            stream = _Stream(raw)
+            try:
+                _save(checkpoint, stream)
+            finally:
+                written = stream.written
+            raw.flush()
+            os.fsync(raw.fileno())
+        temporary.replace(target)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _not_written(error, checkpoint, target, written) from error
+        raise
+    _sync_folder(target.parent)
+
+
+class _Stream:
+    """What ``torch.save`` writes to. It fails by keeping the error: one raised here is masked by a later one."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self.raw = raw
+        self.written = 0
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self.raw.write(data)
+                self.written += len(data)
+            except BaseException as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None: ...
+
+
+def _save(checkpoint: dict[str, Any], stream: _Stream) -> None:
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        torch.save(checkpoint, stream)  # pyright: ignore[reportArgumentType]
+    except RecursionError:
+        raise ValueError(
+            "The checkpoint holds data that is nested too deeply, or that contains itself, and cannot be written. "
+            "Look at what state_dict() and on_save_checkpoint() of your classes return."
+        ) from None
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    if stream.error is not None:
+        raise stream.error
+
+
+def _not_written(error: OSError, checkpoint: dict[str, Any], target: Path, written: int) -> OSError:
+    kept = "The file that was there before is unchanged. " if target.exists() else ""
+    text = f"{error.strerror or error}: the checkpoint was not saved. {kept}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        needed = sum(_storage_sizes(checkpoint).values())
+        with suppress(OSError):
+            text += f"{shutil.disk_usage(target.parent).free:,} bytes are free there, "
+        text += (
+            f"about {needed:,} are needed, {written:,} had been written. Free space, keep fewer checkpoints "
+            "(save_top_k), or save in another folder (dirpath, default_root_dir). Checkpoint"
+        )
+    else:
+        text += "Make its folder writable, or save in another one (dirpath, default_root_dir). Checkpoint"
+    return OSError(error.errno, text, str(target))
+
+
+def _storage_sizes(value: Any) -> dict[int, int]:
+    """Bytes of every storage that tensors somewhere in ``value`` use, by the storage's address."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        return {storage._cdata: storage.nbytes()}
+    sizes: dict[int, int] = {}
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    for item in inner:
+        sizes.update(_storage_sizes(item))
+    return sizes
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name last through a power cut, where the file system can."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(handle)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(
+    path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu", weights_only: bool = True
+) -> dict[str, Any]:
+    """Read a checkpoint of Paceline or Lightning, after its checksums were found right.
+
+    Args:
+        path: a file, or an open binary file that can seek.
+        map_location: where its tensors go, as for ``torch.load``.
+        weights_only: False unpickles whatever is in it, which runs any code it names: only for files you made.
+
+    Raises:
+        FileNotFoundError: no such file; the message says what lies in the folder.
+        IsADirectoryError: a folder.
+        ValueError: damaged, not a checkpoint, written by a newer version, or it names code.
+    """
+    if isinstance(path, (str, os.PathLike)):
+        path = Path(path)
+        _must_be_file(path)
+        with path.open("rb") as file:
+            return _read(file, str(path), map_location, weights_only)
+    return _read(path, str(getattr(path, "name", path)), map_location, weights_only)
+
+
+def _read(file: IO[bytes], name: str, map_location: Any, weights_only: bool) -> dict[str, Any]:
+    _check_bytes(file, name)
+    file.seek(0)
+    try:
+        checkpoint = torch.load(file, map_location=map_location, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise _refused(file, name, error) from error
+    except (EOFError, LookupError, ValueError, TypeError) as error:
+        raise _damaged(name, f"torch.load says {error!r}") from error
+    except RuntimeError as error:
+        if "PytorchStreamReader" in str(error):
+            raise _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}") from error
+        raise
+    _check_contents(checkpoint, name)
+    return checkpoint
+
+
+def _must_be_file(path: Path) -> None:
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        raise ValueError(
+            f"The checkpoint {str(path)!r} is an address, but checkpoints are read from files. Download it first, for "
+            "example with torch.hub.download_url_to_file(url, 'model.ckpt'), and pass the file."
+        )
+    if path.is_dir():
+        text = f"A checkpoint is one file, but this is a folder. {_files_in(path)} Checkpoint"
+        raise IsADirectoryError(errno.EISDIR, text, str(path))
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, f"There is no such file. {_neighbors(path)} Checkpoint", str(path))
+
+
+def _neighbors(path: Path) -> str:
+    folder = path.parent
+    while not folder.is_dir():
+        folder = folder.parent
+    if folder != path.parent:
+        return f"Its folder does not exist either; the nearest that does is {folder.resolve()}."
+    return f"{_files_in(folder)}{messages.did_you_mean(path.name, _names_in(folder))}"
+
+
+def _names_in(folder: Path) -> list[str]:
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    return [name for name in names if name.endswith((".ckpt", ".pt", ".pth"))] or names
+
+
+def _files_in(folder: Path) -> str:
+    names = _names_in(folder)
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"In {folder.resolve()} there is {', '.join(names[:10]) or 'nothing'}{more}."
+
+
+def _check_bytes(file: IO[bytes], name: str) -> None:
+    """Hold every record against its checksum: ``torch.load`` does not, and would load noise as weights."""
+    file.seek(0)
+    head = file.read(4)
+    if not head:
+        raise _damaged(name, "it is empty")
+    if head[:2] != b"PK":
+        if head[:1] != b"\x80":
+            raise _no_checkpoint(name, f"it starts with the bytes {head!r}")
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            checksums = any(record.CRC for record in records)
+            damaged = archive.testzip() if checksums else None
+    except Exception as error:
+        raise _damaged(name, f"its records cannot be read ({error})") from error
+    if damaged:
+        raise _damaged(name, f"the checksum of its record {damaged!r} is wrong")
+    if not any(record.filename.endswith("/data.pkl") for record in records):
+        raise _no_checkpoint(name, "it is a zip file of something else")
+    if any(record.filename.endswith("/constants.pkl") for record in records):
+        raise _no_checkpoint(name, "it is a TorchScript program", "Load it with torch.jit.load.")
+
+
+def _check_contents(checkpoint: Any, name: str) -> None:
+    if not isinstance(checkpoint, dict):
+        raise _no_checkpoint(name, f"it holds one object of type {type(checkpoint).__name__}")
+    section = checkpoint.get("paceline", {})
+    version = section.get("format", 0)
+    if version > FORMAT:
+        raise ValueError(
+            f"The checkpoint {name!r} has format {version} (of paceline {section['versions']['paceline']}), and this "
+            f"version reads formats up to {FORMAT}. Upgrade paceline, or take only the weights: "
+            "torch.load(path)['state_dict']."
+        )
+    if "state_dict" in checkpoint:
+        return
+    shown = messages.names(list(checkpoint)[:8], last="and") or "nothing"
+    why = f"it has no 'state_dict', only {shown}{' and more' if len(checkpoint) > 8 else ''}"
+    if checkpoint and all(isinstance(value, Tensor) for value in checkpoint.values()):
+        raise _no_checkpoint(name, why, "These look like bare weights: module.load_state_dict(torch.load(path)).")
+    raise _no_checkpoint(name, why)
+
+
+def _no_checkpoint(name: str, why: str, fix: str = "") -> ValueError:
+    fix = fix or "Pass a file written by trainer.save_checkpoint or ModelCheckpoint."
+    return ValueError(f"{name!r} is not a checkpoint: {why}. {fix}")
+
+
+def _damaged(name: str, why: str) -> ValueError:
+    return ValueError(
+        f"The checkpoint {name!r} is damaged or cut short: {why}. Use another one; if this is a copy, copy it again "
+        "and compare the sizes."
+    )
+
+
+def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> ValueError:
+    file.seek(0)
+    found: list[str] = []
+    with suppress(Exception):
+        found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    if not found:
+        return _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}")
+    return ValueError(
+        f"The checkpoint {name!r} was not loaded and nothing in it was run: it names "
+        f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, allow "
+        "these names with torch.serialization.add_safe_globals([...]), or unpickle all of it with weights_only=False."
+    )

@@ -1,0 +1,93 @@
+"""The counters of a run under Lightning's names, so that each can go on from the other's files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..state import RunState
+
+#: The version of Lightning whose layout the files follow.
+LAYOUT_VERSION = "2.6.6"
+
+
+def loops(state: RunState) -> dict[str, Any]:
+    """What Lightning keeps under ``"loops"``, from the counters of a run."""
+    in_epoch = state.batch_idx + 1
+    epoch = _passed(state.epoch, state.batch_idx >= 0 or state.epoch_done, state.epoch_done)
+    return {
+        "fit_loop": {
+            "state_dict": {},
+            "epoch_progress": {"total": epoch, "current": dict(epoch)},
+            "epoch_loop.state_dict": {"_batches_that_stepped": state.updates},
+            "epoch_loop.batch_progress": {
+                "total": _all(state.batches),
+                "current": _all(in_epoch),
+                "is_last_batch": state.epoch_done,
+            },
+            "epoch_loop.scheduler_progress": {"total": _two(0), "current": _two(0)},
+            "epoch_loop.automatic_optimization.state_dict": {},
+            "epoch_loop.automatic_optimization.optim_progress": {
+                "optimizer": {
+                    "step": {"total": _two(state.global_step), "current": _two(in_epoch)},
+                    "zero_grad": {"total": _three(state.global_step), "current": _three(in_epoch)},
+                }
+            },
+            "epoch_loop.manual_optimization.state_dict": {},
+            "epoch_loop.manual_optimization.optim_step_progress": {"total": _two(0), "current": _two(0)},
+            "epoch_loop.val_loop.state_dict": {},
+            "epoch_loop.val_loop.batch_progress": _nothing(),
+        },
+        "validate_loop": {"state_dict": {}, "batch_progress": _nothing()},
+        "test_loop": {"state_dict": {}, "batch_progress": _nothing()},
+        "predict_loop": {"state_dict": {}, "batch_progress": _nothing()},
+    }
+
+
+def progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The counters of a run out of a file that Lightning wrote."""
+    fit = checkpoint.get("loops", {}).get("fit_loop", {})
+    found = {"global_step": checkpoint.get("global_step", 0), "window": 0}
+    try:
+        epoch, batch = fit["epoch_progress"]["current"], fit["epoch_loop.batch_progress"]
+        started, in_epoch = epoch["started"] > epoch["completed"], batch["current"]["completed"]
+        return found | {
+            "epoch": epoch["completed"],
+            "epoch_done": epoch["processed"] > epoch["completed"],
+            "batch_idx": in_epoch - 1 if started else -1,
+            "batches": batch["total"]["completed"],
+            "updates": fit["epoch_loop.state_dict"]["_batches_that_stepped"],
+        }
+    except KeyError:
+        return found | {
+            "epoch": checkpoint.get("epoch", 0),
+            "epoch_done": True,
+            "batch_idx": -1,
+            "batches": found["global_step"],
+            "updates": found["global_step"],
+        }
+
+
+def _passed(completed: int, started: bool, processed: bool) -> dict[str, int]:
+    return {
+        "ready": completed + started,
+        "started": completed + started,
+        "processed": completed + processed,
+        "completed": completed,
+    }
+
+
+def _all(n: int) -> dict[str, int]:
+    return {"ready": n, "started": n, "processed": n, "completed": n}
+
+
+def _two(n: int) -> dict[str, int]:
+    return {"ready": n, "completed": n}
+
+
+def _three(n: int) -> dict[str, int]:
+    return {"ready": n, "started": n, "completed": n}
+
+
+def _nothing() -> dict[str, Any]:
+    return {"total": _all(0), "current": _all(0), "is_last_batch": False}

@@ -1,0 +1,52 @@
+"""``Trainer(compile=...)``: torch.compile in place, so that names in checkpoints stay as they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..loggers import messages
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def compile_in_place(module: nn.Module, settings: bool | Mapping[str, Any]) -> None:
+    """Compile the networks that a module's steps call: its attributes, and itself for ``self(x)``.
+
+    The steps stay Python, so ``self.log`` and the rest of the trainer are outside the graph.
+
+    Args:
+        module: the TrainingModule.
+        settings: True, or arguments for ``torch.compile``.
+    """
+    arguments = dict(settings) if isinstance(settings, Mapping) else {}
+    for target in (module, *_networks(module)):
+        if target._compiled_call_impl is None:
+            target.compile(**arguments)
+
+
+def _networks(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            found += _networks(child)
+        elif any(True for _ in child.parameters()):
+            found.append(child)
+    return found
+
+
+def uncompiled(module: Any) -> Any:
+    """The module inside ``torch.compile(module)``; anything else as it is."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
+        return module
+    inner = module._orig_mod
+    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
+    messages.info_once(
+        "A module wrapped by torch.compile was given: its forward is compiled in place, its steps stay Python. "
+        "Trainer(compile=True) also compiles the networks the steps call."
+    )
+    return inner

@@ -1,0 +1,209 @@
+"""One epoch's batches out of a loader, moved to the device and fetched one ahead where that is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
+
+from ...strategies.transfer import ahead
+from .combined import CombinedLoader, close_iterator
+
+_END = object()
+
+
+class Batches:
+    """The batches of one epoch: those of ``loader`` from number ``skip`` up to number ``limit``.
+
+    Without ``move`` and ``lookahead`` iterating costs no Python call a batch: ``iter()`` hands out the loader's own
+    iterator. :meth:`close` it when done, also after an exception, so that worker processes end at once.
+
+    Args:
+        loader: a DataLoader, a :class:`CombinedLoader` (only its batches, without indices) or any iterable.
+        move: brings a batch to the device; None if there is nothing to do.
+        lookahead: fetch (and move) a batch before the one in front of it is handed out, so that the last one is known
+            as such. If fetching fails, the batch in front of it is handed out first.
+        limit: where the epoch ends if the loader does not end before; ``inf`` for nowhere. Nothing is fetched past it.
+        skip: how many batches at the beginning were done already (they count towards ``limit``). A map-style
+            DataLoader jumps over them without loading anything, other loaders fetch and drop them.
+
+    Attributes:
+        exhausted: whether the batch handed out last is known to be the final one. Stays False without ``lookahead``.
+    """
+
+    __slots__ = ("_iterator", "_limit", "_loader", "_lookahead", "_move", "_skip", "_source", "exhausted")
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        move: Callable[[Any], Any] | None = None,
+        lookahead: bool = False,
+        limit: int | float = float("inf"),
+        skip: int = 0,
+    ) -> None:
+        self._loader = loader
+        self._move = move
+        self._lookahead = lookahead
+        self._limit = limit
+        self._skip = skip
+        self._source: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] | None = None
+        self.exhausted = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        self.exhausted = False
+        self._iterator = self._start()
+        return self._iterator
+
+    def close(self) -> None:
+        """Let go of what a half-read pass holds: worker processes (unless they are persistent), open generators."""
+        iterator, source = self._iterator, self._source
+        self._iterator = self._source = None
+        if isinstance(iterator, Generator):
+            iterator.close()
+        if source is not None and source is not self._loader:
+            close_iterator(source)
+
+    def _start(self) -> Iterator[Any]:
+        limited = self._limit != float("inf")
+        if limited and self._skip >= self._limit:
+            return iter(())
+        source, skip = self._open()
+        self._source = source
+        if limited or skip:
+            end = int(self._limit) - self._skip + skip if limited else None
+            source = islice(source, skip, end)
+        if not self._lookahead:
+            return source if self._move is None else map(self._move, source)
+        side = ahead(self._move)
+        move = side or self._move
+        return self._one_ahead(source if move is None else map(move, source), side.ready if side else None)
+
+    def _open(self) -> tuple[Iterator[Any], int]:
+        """The loader's iterator, and how many of its batches remain to be dropped."""
+        loader = self._loader
+        if isinstance(loader, CombinedLoader):
+            return loader.batches(), self._skip
+        if self._skip and _can_jump(loader):
+            return _jump(loader, self._skip), 0
+        return iter(loader), self._skip
+
+    def _one_ahead(self, source: Iterator[Any], ready: Callable[[], None] | None) -> Iterator[Any]:
+        batch = next(source, _END)
+        while batch is not _END:
+            if ready is not None:
+                ready()
+            try:
+                following = next(source, _END)
+            except Exception:
+                yield batch
+                raise
+            if following is _END:
+                self.exhausted = True
+            yield batch
+            batch = following
+
+
+class _Jump:
+    """A sampler that leaves out its first ``count`` items, the first time it is iterated over."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        count, self._count = self._count, 0
+        return islice(iter(self._sampler), count, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def _can_jump(loader: Any) -> bool:
+    """Whether batches can be left out before they are loaded: the loader takes its indices from a sampler, just now."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    running = getattr(loader, "_iterator", None)
+    return running is None and hasattr(loader.dataset, "__getitem__")
+
+
+def _jump(loader: DataLoader[Any], count: int) -> Iterator[Any]:
+    """The loader's iterator from batch number ``count`` on, as if the batches before had been taken."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = getattr(loader, name)
+    loader.__dict__[name] = _Jump(sampler, count)  # the loader refuses a plain assignment; its iterator reads it once
+    try:
+        return iter(loader)
+    finally:
+        loader.__dict__[name] = sampler
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Return the number of samples in a batch: the first dimension of the first tensor in it, None if there is none.
+
+    Lists, tuples, mappings, dataclasses and other objects are searched in order; a tensor of shape () counts as 1. An
+    object that says its own ``batch_size`` (or ``num_graphs``) is believed.
+    """
+    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if isinstance(first, Tensor) and not isinstance(batch, PackedSequence):
+        return first.shape[0] if first.dim() else 1
+    return next(_sizes(batch, set()), None)
+
+
+def conflicting_sizes(batch: Any) -> tuple[int, ...]:
+    """Return the different first dimensions of a batch's tensors if they differ, in order; otherwise an empty tuple."""
+    sizes = tuple(dict.fromkeys(_sizes(batch, set(), scalars=False)))
+    return sizes if len(sizes) > 1 else ()
+
+
+def _sizes(value: Any, seen: set[int], scalars: bool = True) -> Iterator[int]:
+    """First dimensions of the tensors in ``value``, in order."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            yield value.shape[0]
+        elif scalars:
+            yield 1
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    own = _own_size(value)
+    if own is not None:
+        yield own
+        return
+    for part in _parts(value):
+        yield from _sizes(part, seen, scalars)
+
+
+def _own_size(value: Any) -> int | None:
+    """The size that an object states itself."""
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
+    if isinstance(value, (str, bytes, tuple, list)) or type(value) is dict:
+        return None
+    for name in ("num_graphs", "batch_size"):
+        size = getattr(value, name, None)
+        if isinstance(size, tuple) and size:
+            size = size[0]
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What a container or an object is made of; nothing for everything that cannot hold tensors of a batch."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if isinstance(value, type) or callable(value):
+        return ()
+    return list(getattr(value, "__dict__", {}).values())

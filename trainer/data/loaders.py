@@ -1,0 +1,320 @@
+"""What may be given as loaders, how many batches they have, and what their shuffling is computed from."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ...loggers import messages
+from .combined import CombinedLoader, holds_loaders, length_of
+
+_MISSING = object()
+
+
+def is_loader_collection(loaders: Any) -> bool:
+    """Whether a list, tuple, mapping or dataclass holds loaders, at any depth; a list of batches is one loader.
+
+    The values of a mapping may also be lists of batches, since a mapping cannot be a loader itself.
+    """
+    if isinstance(loaders, Mapping):
+        return holds_loaders(loaders) or any(
+            isinstance(entry, (list, tuple)) and len(entry) > 0 for entry in loaders.values()
+        )
+    return holds_loaders(loaders)
+
+
+def train_loader(loaders: Any) -> Iterable[Any]:
+    """Return the one loader to train from; a collection becomes a ``CombinedLoader`` that ends with its longest."""
+    if isinstance(loaders, CombinedLoader):
+        if loaders.mode == "sequential":
+            raise ValueError(
+                "fit got a CombinedLoader with mode='sequential', but a training step works on batches of all loaders "
+                "at once. Use mode 'max_size_cycle', 'min_size' or 'max_size', or chain the data sets with "
+                "torch.utils.data.ConcatDataset."
+            )
+        return loaders
+    if is_loader_collection(loaders):
+        return CombinedLoader(loaders, "max_size_cycle")
+    return _single(loaders)
+
+
+def eval_loaders(loaders: Any) -> list[Iterable[Any]]:
+    """Return the loaders that are evaluated one after the other."""
+    if loaders is None:
+        return []
+    if isinstance(loaders, CombinedLoader):
+        return list(loaders.flattened) if loaders.mode == "sequential" else [loaders]
+    if is_loader_collection(loaders):
+        return CombinedLoader(loaders, "sequential").flattened
+    if isinstance(loaders, (list, tuple)) and not loaders:
+        return []
+    return [_single(loaders)]
+
+
+def count_batches(loader: Any, limit: float | int | None, what: str) -> int | float:
+    """Return how many batches an epoch has under ``limit_*_batches``; ``inf`` if the loader does not know its length.
+
+    Args:
+        loader: any loader.
+        limit: a number of batches (int), a fraction of them (float), or None for all.
+        what: the loader's name in errors, such as ``"train_dataloader"``.
+    """
+    argument = f"limit_{what.split('_')[0]}_batches"
+    _check_limit(limit, argument)
+    if limit == 0:
+        return 0
+    length = length_of(loader)
+    if length == 0:
+        raise ValueError(_is_empty(loader, what, argument))
+    if isinstance(limit, int):
+        return limit if length is None else min(limit, length)
+    if limit is None or limit == 1.0:
+        return float("inf") if length is None else length
+    if length is None:
+        raise ValueError(
+            f"{argument}={limit} asks for a fraction of {what}, but a {type(loader).__name__} without __len__ has no "
+            f"known number of batches. Give a number of batches ({argument}=100) or 1.0."
+        )
+    batches = int(length * limit + 1e-9)  # 0.29 * 100 is 28.999...
+    if batches == 0:
+        raise ValueError(
+            f"{argument}={limit} of the {length} batches of {what} is less than one batch. "
+            f"Use at least {1 / length:.4g}, or a number of batches such as {argument}=1."
+        )
+    return batches
+
+
+def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
+    """Make the order of the coming epoch a function of ``seed`` and ``epoch`` alone. Call it before each epoch.
+
+    Samplers that draw from torch's global generator get a generator of their own, as does the loader for the seeds of
+    its workers; both are seeded anew each time. A generator that the user gave is left alone. ``set_epoch`` is called
+    wherever the loader, its samplers or its data set have one.
+    """
+    for index, leaf in enumerate(_leaves(loader)):
+        samplers = _samplers(leaf)
+        owners = [*samplers, leaf] if isinstance(leaf, DataLoader) else samplers
+        for place, owner in enumerate(owners):
+            if getattr(owner, "generator", _MISSING) is None:
+                owner.generator = _EpochGenerator()
+            if isinstance(getattr(owner, "generator", None), _EpochGenerator):
+                owner.generator.manual_seed(_mixed(seed, epoch, index, place))
+        for owner in (leaf, *samplers, getattr(leaf, "dataset", None)):
+            set_epoch = getattr(owner, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+
+def loader_state(loader: Any) -> dict[str, Any] | None:
+    """Return what a checkpoint keeps of a loader: its own ``state_dict`` and the states of the user's generators.
+
+    None if it has neither.
+    """
+    states = [_leaf_state(leaf) for leaf in _leaves(loader)]
+    return {"loaders": states} if any(state is not None for state in states) else None
+
+
+def load_loader_state(loader: Any, state: Mapping[str, Any] | None) -> None:
+    """Take back what :func:`loader_state` returned; warn about what finds no place."""
+    if not state:
+        return
+    leaves, states = list(_leaves(loader)), state["loaders"]
+    if len(leaves) != len(states):
+        messages.warn(
+            f"The checkpoint holds the states of {len(states)} loaders, this run trains from {len(leaves)}. They are "
+            "left out, so the data start anew. Give fit the loaders of then to continue where it was."
+        )
+        return
+    for leaf, leaf_state in zip(leaves, states, strict=True):
+        if leaf_state is not None:
+            _load_leaf_state(leaf, leaf_state)
+
+
+def without_shuffling(loader: Any) -> Any:
+    """Return a loader that yields the same data in the same order every epoch, for ``overfit_batches``.
+
+    A DataLoader (of a subclass too) is copied with a sequential sampler in place of its own; what it does not take from
+    a sampler stays as it is.
+    """
+    if isinstance(loader, CombinedLoader):
+        combined = CombinedLoader(loader.iterables, loader.mode)
+        combined.flattened = [without_shuffling(leaf) for leaf in loader.flattened]
+        combined.limits = loader.limits
+        return combined
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    ordered = _in_order(loader.sampler, loader.dataset)
+    batches = loader.batch_sampler
+    if batches is None or hasattr(batches, "sampler"):
+        inner = None if batches is None else _in_order(batches.sampler, loader.dataset)  # type: ignore[attr-defined]
+        return _with_samplers(loader, ordered, inner)
+    raise ValueError(
+        f"overfit_batches needs the same batches every epoch, but the {type(loader).__name__} has a "
+        f"{type(batches).__name__} as batch_sampler, whose order cannot be taken out of it (it has no `sampler`). "
+        "Give a loader with batch_size= and shuffle=False, or a batch sampler that does not shuffle together with "
+        "limit_train_batches= in place of overfit_batches=."
+    )
+
+
+def advise(loader: Any, what: str) -> None:
+    """Say once what about a loader works but is probably not meant: shuffling where nothing is trained."""
+    if what.startswith("train"):
+        return
+    if any(isinstance(sampler, RandomSampler) for leaf in _leaves(loader) for sampler in _samplers(leaf)):
+        messages.warn_once(
+            f"{what} shuffles (shuffle=True or a RandomSampler). The order does not change the metrics, but outputs "
+            "come in another order every time. Use shuffle=False."
+        )
+
+
+class _EpochGenerator(torch.Generator):
+    """A generator that Paceline gave to a sampler; it is seeded before each epoch."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+def _single(loader: Any) -> Iterable[Any]:
+    """Check that something can be iterated over for batches."""
+    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if iterable and not isinstance(loader, (str, bytes, type, Mapping)):
+        return loader
+    raise TypeError(
+        f"{_short(loader)} ({type(loader).__name__}) was given as a loader, but there are no batches to iterate over "
+        "in it. Give a DataLoader, any iterable of batches, or a list or dict of them."
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_limit(limit: float | int | None, argument: str) -> None:
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise TypeError(
+            f"{argument}={limit!r} is a {type(limit).__name__}. Give a number of batches (int), a fraction (float "
+            "between 0 and 1), or None for all."
+        )
+    if isinstance(limit, float) and not 0.0 <= limit <= 1.0:
+        hint = f"; for {int(limit)} batches write {int(limit)}" if limit.is_integer() and limit > 1 else ""
+        raise ValueError(f"{argument}={limit} is a float, so a fraction, and must lie between 0.0 and 1.0{hint}.")
+    if limit < 0:
+        raise ValueError(f"{argument}={limit} is negative. Give 0 or more batches, or None for all.")
+
+
+def _is_empty(loader: Any, what: str, argument: str) -> str:
+    samples = length_of(getattr(loader, "dataset", None))
+    batch_size = getattr(loader, "batch_size", None)
+    if samples and batch_size and getattr(loader, "drop_last", False):
+        return (
+            f"{what} has no batch: its {samples} samples do not fill one of batch_size={batch_size}, and "
+            "drop_last=True drops the rest. Use a smaller batch_size or drop_last=False."
+        )
+    return (
+        f"{what} is empty: len() of this {type(loader).__name__} is 0. Check the data set behind it, or leave it out "
+        f"with {argument}=0."
+    )
+
+
+def _leaves(loader: Any) -> Iterator[Any]:
+    """The loader itself, or those that a CombinedLoader combines."""
+    if isinstance(loader, CombinedLoader):
+        for leaf in loader.flattened:
+            yield from _leaves(leaf)
+    else:
+        yield loader
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """The loader's samplers: its batch sampler, its sampler, and those inside of them."""
+    found: list[Any] = []
+    pending = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    while pending:
+        sampler = pending.pop()
+        if sampler is not None and all(sampler is not other for other in found):
+            found.append(sampler)
+            pending.append(getattr(sampler, "sampler", None))
+    return found
+
+
+def _mixed(*numbers: int) -> int:
+    """One 64-bit seed out of several numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _is_stateful(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The generators that the user gave to a loader or its samplers."""
+    found: list[torch.Generator] = []
+    for owner in (loader, *_samplers(loader)):
+        generator = getattr(owner, "generator", None)
+        ours = isinstance(generator, _EpochGenerator)
+        if isinstance(generator, torch.Generator) and not ours and all(generator is not other for other in found):
+            found.append(generator)
+    return found
+
+
+def _leaf_state(loader: Any) -> dict[str, Any] | None:
+    state: dict[str, Any] = {}
+    if _is_stateful(loader):
+        state["state_dict"] = loader.state_dict()
+    generators = _generators(loader)
+    if generators:
+        state["generators"] = [generator.get_state() for generator in generators]
+    return state or None
+
+
+def _load_leaf_state(loader: Any, state: Mapping[str, Any]) -> None:
+    lost = []
+    if "state_dict" in state:
+        if _is_stateful(loader):
+            loader.load_state_dict(state["state_dict"])
+        else:
+            lost.append("its position (the loader has no load_state_dict now)")
+    saved, generators = state.get("generators", []), _generators(loader)
+    if len(saved) == len(generators):
+        for generator, generator_state in zip(generators, saved, strict=True):
+            generator.set_state(generator_state)
+    else:
+        lost.append(f"the states of {len(saved)} random generators (the loader has {len(generators)} now)")
+    if lost:
+        messages.warn(
+            f"The checkpoint holds of the training loader ({type(loader).__name__}) {' and '.join(lost)}, which finds "
+            "no place. The order of the data will differ from the run before. Give fit the loader of then."
+        )
+
+
+def _in_order(sampler: Any, dataset: Any) -> Any:
+    """A sampler of the same samples in a fixed order."""
+    if isinstance(sampler, SequentialSampler):
+        return sampler
+    if isinstance(sampler, DistributedSampler):
+        ordered = copy.copy(sampler)
+        ordered.shuffle = False
+        return ordered
+    indices = getattr(sampler, "indices", None)
+    return list(indices) if indices is not None else SequentialSampler(dataset)
+
+
+def _with_samplers(loader: DataLoader[Any], sampler: Any, inner: Any) -> DataLoader[Any]:
+    """A copy of a loader with other samplers; ``inner`` goes into a copy of its batch sampler."""
+    clone = copy.copy(loader)
+    replaced = {"sampler": sampler, "_iterator": None}
+    if inner is not None:
+        replaced["batch_sampler"] = copy.copy(loader.batch_sampler)
+        replaced["batch_sampler"].sampler = inner
+    clone.__dict__.update(replaced)  # a loader refuses plain assignments of these; the copy has no iterator yet
+    return clone

@@ -1,0 +1,183 @@
+"""Where a run's loaders come from, how many batches each gives, and what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from ...loggers import messages
+from ..hooks import overridden
+from .datamodule import DataModule
+from .loaders import advise, count_batches, eval_loaders, seed_shuffling, train_loader, without_shuffling
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+INF = float("inf")
+
+#: The hook that gives a stage's loaders.
+HOOK = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+STEP = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+class DataSource:
+    """The loaders of one run: given to the entry point, or made by the hooks of the DataModule or the module.
+
+    Args:
+        trainer: whose limits apply.
+        given: loaders by stage (``"train"``, ``"validate"``, ``"test"``, ``"predict"``); None where there are none.
+    """
+
+    def __init__(self, trainer: Trainer, given: dict[str, Any]) -> None:
+        self.trainer = trainer
+        self.given = given
+        self.train_loader: Any = None
+        self.num_training_batches: int | float = INF
+        self.eval: dict[str, tuple[list[Any], list[int | float]]] = {}
+        self._loaded_at = 0
+
+    # ---- finding ---------------------------------------------------------------------------------------------------
+
+    def defined(self, stage: str) -> bool:
+        """Whether there are loaders for a stage."""
+        return self.given.get(stage) is not None or self._hook(stage) is not None
+
+    def _hook(self, stage: str) -> Callable[[], Any] | None:
+        from ..module import TrainingModule
+
+        trainer, name = self.trainer, HOOK[stage]
+        found = overridden(trainer.datamodule, name, DataModule) if trainer.datamodule is not None else None
+        return found or overridden(trainer.training_module, name, TrainingModule)
+
+    def _load(self, stage: str) -> Any:
+        if self.given.get(stage) is not None:
+            return self.given[stage]
+        hook = self._hook(stage)
+        owner = type(self.trainer.training_module).__name__
+        if hook is None:
+            raise ValueError(
+                f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule defines "
+                f"{HOOK[stage]}(). Pass a loader, or define the hook."
+            )
+        loaders = hook()
+        if loaders is None:
+            raise TypeError(f"{HOOK[stage]}() returned None. Return a DataLoader or another iterable over batches.")
+        return loaders
+
+    def limit(self, stage: str) -> int | float | None:
+        """``limit_*_batches`` of a stage with ``overfit_batches`` and ``fast_dev_run`` applied."""
+        trainer = self.trainer
+        if trainer.fast_dev_run:
+            return int(trainer.fast_dev_run)
+        if trainer.overfit_batches and stage in ("train", "validate"):
+            return trainer.overfit_batches
+        name = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}[stage]
+        return getattr(trainer, f"limit_{name}_batches")
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def train(self) -> Any:
+        """Make the training loader, once."""
+        if self.train_loader is None:
+            loader = train_loader(self._load("train"))
+            if self.trainer.overfit_batches:
+                loader = without_shuffling(loader)
+            self.num_training_batches = count_batches(loader, self.limit("train"), "train_dataloader")
+            self.train_loader = loader
+            self._loaded_at = self.trainer.state.epoch
+        return self.train_loader
+
+    def reload_if_due(self) -> None:
+        """Call the loader hooks again, every ``reload_dataloaders_every_n_epochs``."""
+        every, epoch = self.trainer.reload_dataloaders_every_n_epochs, self.trainer.state.epoch
+        if every and epoch - self._loaded_at >= every:
+            self.train_loader = None
+            self.eval.pop("validate", None)
+        self.train()
+
+    def val_check_batch(self) -> int | float:
+        """After how many batches to validate; inf: after the epoch's last."""
+        interval, batches = self.trainer.val_check_interval, self.num_training_batches
+        if isinstance(interval, int) and not isinstance(interval, bool):
+            if interval > batches and self.trainer.check_val_every_n_epoch is not None:
+                raise ValueError(
+                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an epoch, so "
+                    "validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
+                )
+            return interval
+        if interval == 1.0 or not isinstance(interval, float):
+            return INF
+        if batches == INF:
+            raise ValueError(
+                f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no length. "
+                "Pass a number of batches (an int), or give the loader a __len__."
+            )
+        return max(1, int(batches * interval))
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    def validates(self) -> bool:
+        """Whether this fit can validate: it has a loader, a step, and is not limited to 0 batches."""
+        from ..module import TrainingModule
+
+        trainer = self.trainer
+        loader = self.defined("validate")
+        step = overridden(trainer.training_module, "validation_step", TrainingModule) is not None
+        owner = type(trainer.training_module).__name__
+        if loader and not step:
+            messages.warn_once(f"A val_dataloader was given but {owner} has no validation_step: there is no validation.")
+        if step and not loader and trainer.state.fn == "fit":
+            messages.warn_once(f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation.")
+        return loader and step and self.limit("validate") != 0
+
+    def evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
+        """The loaders of a stage and how many batches of each to take."""
+        trainer = self.trainer
+        if kind not in self.eval:
+            loaders = eval_loaders(self._load(kind))
+            if trainer.overfit_batches and kind == "validate":
+                loaders = [without_shuffling(loader) for loader in loaders]
+            limits = [count_batches(one, self.limit(kind), HOOK[kind]) for one in loaders]
+            for loader in loaders:
+                advise(loader, HOOK[kind])
+            self.eval[kind] = (loaders, limits)
+        loaders, limits = self.eval[kind]
+        for loader in loaders:
+            seed_shuffling(loader, trainer.state.shuffle_seed, trainer.state.epoch)
+        if trainer.state.stage == "sanity_check" and trainer.num_sanity_val_steps != -1:
+            limits = [min(limit, trainer.num_sanity_val_steps) for limit in limits]
+        return loaders, limits
+
+    def track_indices(self, loader: Any) -> Callable[[], list[int]] | None:
+        """A function that gives the sample indices of each next batch; None where the order is not known beforehand."""
+        sampler = getattr(loader, "batch_sampler", None)
+        if type(sampler) is not BatchSampler or not isinstance(sampler.sampler, SequentialSampler):
+            return None
+        indices = iter(sampler)
+        return lambda: list(next(indices))
+
+    # ---- lengths ---------------------------------------------------------------------------------------------------
+
+    def length(self, loader: Any) -> int | float:
+        """Batches a loader says it has, or inf."""
+        return count_batches(loader, None, "dataloader")
+
+    def length_known(self) -> bool:
+        """Whether the training loader says how many batches it has."""
+        return self.length(self.train_loader) != INF
+
+    def cut(self) -> int | float:
+        """After how many training batches to stop fetching; inf where the loader ends there by itself."""
+        return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
+
+    def looks_ahead(self, loader: Any) -> bool:
+        """Whether batches are fetched one ahead: to overlap copies to a device, or to know the last one."""
+        return self.trainer.strategy.device.type == "cuda" or self.length(loader) == INF
+

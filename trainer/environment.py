@@ -1,0 +1,35 @@
+"""Settings of torch that a run changes and puts back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+@contextmanager
+def numerics(trainer: Trainer) -> Iterator[None]:
+    """Anomaly mode, deterministic algorithms and cuDNN's benchmark as the Trainer's arguments ask, during a run."""
+    anomaly = torch.is_anomaly_enabled()
+    deterministic = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    benchmark = torch.backends.cudnn.benchmark
+    if trainer.detect_anomaly:
+        torch.autograd.set_detect_anomaly(True)
+    if trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=trainer.deterministic == "warn")
+        torch.backends.cudnn.benchmark = False
+    if trainer.benchmark is not None:
+        torch.backends.cudnn.benchmark = trainer.benchmark
+    try:
+        yield
+    finally:
+        torch.autograd.set_detect_anomaly(anomaly)
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        torch.backends.cudnn.benchmark = benchmark

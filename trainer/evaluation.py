@@ -1,0 +1,156 @@
+"""Validation, test and prediction: one loop with another step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from . import phases
+from .binding import bind_mover, bind_step
+from .data.batches import Batches
+from .hooks import check_signature, overridden
+from .signals import interruption
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+Kind = Literal["validate", "test", "predict"]
+
+#: What hooks call a stage.
+WORDS = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+class EvalLoop:
+    """Runs the module over every batch of every loader of a stage, without gradients.
+
+    Args:
+        trainer: attached, with its module set up.
+        kind: ``"validate"``, ``"test"`` or ``"predict"``.
+        keep_predictions: collect what ``predict_step`` returns; otherwise nothing outlives its batch.
+    """
+
+    def __init__(self, trainer: Trainer, kind: Kind, keep_predictions: bool = False) -> None:
+        self.trainer = trainer
+        self.kind = kind
+        self.word = WORDS[kind]
+        self.keep = keep_predictions
+        self.metrics = trainer._metrics
+        self.predictions: list[list[Any]] = []
+
+    def hooks(self, moment: str) -> tuple[Callable[..., Any], ...]:
+        """The bound hooks ``on_<stage>_<moment>``."""
+        return getattr(self.trainer._hooks, f"on_{self.word}_{moment}")
+
+    def run(self, zero_grad: bool = False) -> list[dict[str, float]]:
+        """One pass. Returns the logged epoch values by name, a dict per loader (empty for predict).
+
+        Args:
+            zero_grad: tell the module that gradients may be freed (validation between two windows of a fit).
+        """
+        trainer, module = self.trainer, self.trainer.training_module
+        loaders, limits = trainer._source.evaluation(self.kind)
+        if zero_grad and self.kind == "validate":
+            module.on_validation_model_zero_grad()
+        with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+            getattr(module, f"on_{self.word}_model_eval")()
+            try:
+                results = self.evaluate(loaders, limits)
+            finally:
+                getattr(module, f"on_{self.word}_model_train")()
+        return results
+
+    def evaluate(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
+        """The hooks and batches of the pass, with gradients off and the module in eval mode."""
+        trainer, metrics = self.trainer, self.metrics
+        metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_START)
+        for moment in ("start", "epoch_start"):
+            for hook in self.hooks(moment):
+                hook()
+        step = bind_step(trainer, f"{self.word}_step", several_loaders=len(loaders) > 1)
+        if len(loaders) > 1:
+            self.check_hooks()
+        self.predictions, trainer.predict_batch_indices, trainer.current_batch_indices = [], [], None
+        for idx, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
+            self.run_loader(step, loader, limit, idx if len(loaders) > 1 else None)
+        metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_EPOCH_END)
+        metrics.epoch_ended = True
+        if self.kind == "predict":
+            trainer.predictions = self.predictions if len(loaders) > 1 else self.predictions[0]
+        for hook in self.hooks("epoch_end"):
+            hook()
+        found = metrics.finish_epoch()
+        numbers = {}
+        if trainer.state.stage != "sanity_check":
+            numbers = metrics.send_epoch(found, trainer.state.updates, trainer.state.epoch)
+        metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_END)
+        for hook in self.hooks("end"):
+            hook()
+        if self.kind == "predict" or not numbers:
+            return [{} for _ in loaders]
+        return [
+            {r.epoch_key: numbers[r.epoch_key] for at, r, _ in found if at in (idx, None)} for idx in range(len(loaders))
+        ]
+
+    def run_loader(self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None) -> None:
+        """Every batch of one loader. ``dataloader_idx`` is passed on when there are several."""
+        trainer, state, metrics = self.trainer, self.trainer.state, self.metrics
+        starts, ends = self.hooks("batch_start"), self.hooks("batch_end")
+        extra = () if dataloader_idx is None else (dataloader_idx,)
+        metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_BATCH, dataloader_idx)
+        source = trainer._source
+        known = source.length(loader)
+        batches = Batches(
+            loader,
+            bind_mover(trainer, dataloader_idx or 0),
+            lookahead=source.looks_ahead(loader),
+            limit=limit if limit < known else float("inf"),
+        )
+        kept: list[Any] = []
+        taken: list[list[int]] = []
+        indices = source.track_indices(loader) if self.kind == "predict" and self.writes() else None
+        batch_idx = -1
+        for batch in batches:
+            batch_idx += 1
+            metrics.batch = batch
+            if indices is not None:
+                trainer.current_batch_indices = indices()
+                taken.append(trainer.current_batch_indices)
+            for hook in starts:
+                hook(batch, batch_idx, *extra)
+            outputs = step(batch, batch_idx, *extra)
+            for hook in ends:
+                hook(outputs, batch, batch_idx, *extra)
+            if self.keep:
+                kept.append(outputs)
+            if metrics.steps_in_evaluation:
+                metrics.flush_eval_step()
+            if state.signum:
+                raise interruption(state.signum)
+        batches.close()
+        if batch_idx + 1 != limit and known != float("inf"):
+            raise RuntimeError(
+                f"The {self.word} dataloader has a length of {known} batches, but yielded {batch_idx + 1} where {limit} were "
+                "expected. Correct __len__, or remove it."
+            )
+        self.predictions.append(kept)
+        trainer.predict_batch_indices.append(taken)
+
+    def writes(self) -> bool:
+        """Whether somebody looks at the indices of the samples in a predicted batch."""
+        return bool(self.hooks("batch_end") or self.hooks("epoch_end"))
+
+    def check_hooks(self) -> None:
+        """With several loaders batch hooks also get ``dataloader_idx``: those that cannot take it are named now."""
+        from ..callbacks.base import Callback
+        from .module import TrainingModule
+
+        trainer = self.trainer
+        owners = [(c, Callback, 2) for c in trainer.callbacks] + [(trainer.training_module, TrainingModule, 0)]
+        for moment in ("batch_start", "batch_end"):
+            name = f"on_{self.word}_{moment}"
+            for owner, base, given in owners:
+                method = overridden(owner, name, base)
+                if method is not None:
+                    check_signature(owner, name, method, given, extra=1)

@@ -1,0 +1,108 @@
+"""The loss in what ``training_step`` returned, its weight in the accumulation window, and the errors for what is no loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..strategies.base import Strategy
+    from .module import TrainingModule
+
+
+class LossReader:
+    """Reads the form of the output on the first batch and holds the later ones to it.
+
+    Attributes:
+        by_items: ``training_step`` returns ``num_items``: losses are weighed by them.
+        items: items in the window so far, on this rank; a number or a scalar tensor.
+    """
+
+    def __init__(self, module: TrainingModule, strategy: Strategy) -> None:
+        self.owner = f"{type(module).__name__}.training_step"
+        self.strategy = strategy
+        self.by_items = False
+        self.items: Any = 0
+        self._unit = 1.0
+        self._form_known = False
+
+    def read(self, output: Any) -> Tensor | None:
+        """The loss to run backward on, a scalar; None to skip the batch."""
+        if output is None:
+            return self._skip()
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise self._no_loss(output, loss)
+        items = output.get("num_items") if isinstance(output, Mapping) else None
+        if not self._form_known:
+            self._form_known, self.by_items = True, items is not None
+            self._unit = self._unit_of(items) if self.by_items else 1.0
+        if (items is not None) != self.by_items:
+            raise ValueError(
+                f"{self.owner} returned 'num_items' on some batches only, so the window's losses cannot be weighed. "
+                "Return it on every batch, or on none."
+            )
+        if items is None:
+            return loss
+        self.items = self.items + items
+        return loss * (items / self._unit)
+
+    def finish_window(self) -> Tensor:
+        """The factor that turns the window's summed gradients into the mean over all items of all ranks; shape ()."""
+        device = self.strategy.device
+        total = self.strategy.reduce(torch.as_tensor(self.items, device=device, dtype=torch.float32), "mean")
+        self.items = 0
+        return self._unit / total.clamp(min=torch.finfo(torch.float32).tiny)
+
+    def _unit_of(self, items: Any) -> float:
+        """A power of two near the first batch's items: keeps the weighed loss in fp16's range and costs no rounding."""
+        first = float(items)
+        if not 0 <= first < math.inf:
+            raise ValueError(f"{self.owner} returned num_items={first}. Return how many items the mean is over, 0 or more.")
+        return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
+
+    def _skip(self) -> None:
+        if self.strategy.world_size > 1:
+            raise RuntimeError(
+                f"{self.owner} returned None to skip a batch on rank {self.strategy.global_rank}; the other ranks would wait "
+                "for its gradients. Return a loss multiplied by zero instead."
+            )
+
+    def problem(self, loss: Tensor) -> Exception | None:
+        """What is wrong with a loss whose backward failed, if it is the loss."""
+        if not loss.requires_grad:
+            return RuntimeError(
+                f"{self.owner} returned a loss that no parameter can learn from: it has no graph (requires_grad=False). "
+                "Compute it from the module's output without .item(), .detach() or torch.no_grad(), check that some "
+                "parameters are not frozen, or return None to skip this batch."
+            )
+        return None if loss.numel() == 1 else self._no_loss(loss, loss)
+
+    def finite(self, output: Any) -> Any:
+        """Pass ``output`` on, or raise if its loss is NaN or infinite (this waits for the device)."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
+            raise RuntimeError(
+                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before the weights "
+                "are spoiled. Look at the batch and the learning rate; torch's anomaly trace names the operation in backward."
+            )
+        return output
+
+    def _no_loss(self, output: Any, loss: Any) -> Exception:
+        if isinstance(loss, Tensor):
+            return ValueError(
+                f"{self.owner} returned a loss of shape {tuple(loss.shape)}, which is not one number. "
+                "Return its mean: loss.mean()."
+            )
+        if isinstance(output, Mapping) and loss is None:
+            what = f"a dict without 'loss' (keys: {', '.join(map(repr, output))})"
+        else:
+            what = f"{type(loss).__name__} ({loss!r:.60})"
+        return TypeError(
+            f"{self.owner} returned {what}, so there is nothing to run backward on. "
+            "Return the loss tensor, or put it under 'loss'. Return None to skip this batch."
+        )

@@ -1,0 +1,302 @@
+"""What ``self.log`` writes to.
+
+The first sight of a name checks everything and makes a record; after that a call is one dictionary hit and one update of
+the record, on the device the value lives on. Values leave the device when somebody reads them: all together, once per
+flush, and on an accelerator without waiting for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..loggers import messages
+from .data.batches import batch_size_of, conflicting_sizes
+from .phases import EVAL_BATCH, SETUP, Moment
+from .records import Options, Record, make_record
+
+if TYPE_CHECKING:
+    from ..strategies.base import Strategy
+    from .state import RunState
+
+Table = dict[str, Record]
+Send = Callable[[dict[str, float], int], None]
+
+
+class MetricStore:
+    """All values logged in a run, by stage, moment and loader.
+
+    Attributes:
+        records: the table that ``self.log`` looks into just now.
+        batch: the batch under way, whose size weighs epoch means.
+        epoch_ended: the epoch's values can be computed (true in ``on_*_epoch_end``).
+        steps_in_evaluation: an evaluation step logs with ``on_step=True``, so each of its batches is flushed.
+        sent: the values last sent to the loggers.
+    """
+
+    def __init__(self, state: RunState, strategy: Strategy, send: Send | None) -> None:
+        self.state = state
+        self.strategy = strategy
+        self.send = send
+        self.records: Table = {}
+        self.batch: Any = None
+        self.epoch_ended = False
+        self.sent: dict[str, float] = {}
+        self.steps_in_evaluation = False
+        self._moment: Moment = SETUP
+        self._tables: dict[tuple[str, str, int | None], Table] = {}
+        self._finished: dict[str, Tensor] = {}
+        self._resumed: dict[str, dict[str, Any]] = {}
+        self._copies: list[_HostCopy] = []
+        self._bar = _BarValues()
+        self._eval_steps: dict[str, int] = {}
+        self._sized: tuple[Any, int] | None = None
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def enter(self, moment: Moment, dataloader_idx: int | None = None) -> None:
+        """Say what ``self.log`` means from here on."""
+        self._moment = moment
+        self.records = self._tables.setdefault((self.state.stage or "", moment.name, dataloader_idx), {})
+        self._dataloader_idx = dataloader_idx
+
+    def define(self, name: str, value: Any, options: Options) -> Record:
+        """First sight of ``name`` in this moment: check the call, make its record."""
+        known = self.records.get(name)
+        if known is not None:
+            changed = ", ".join(
+                f"{f}={getattr(known.options, f)!r} then {getattr(options, f)!r}"
+                for f in Options._fields
+                if getattr(known.options, f) != getattr(options, f)
+            )
+            raise ValueError(
+                f"self.log({name!r}) was called twice in {self._hook()} with different arguments ({changed}), so it is "
+                "not clear how to reduce it. Use one set of arguments, or two names."
+            )
+        if self._moment.instead:
+            raise RuntimeError(
+                f"self.log({name!r}) was called in {self._hook()}, where no metrics are kept. "
+                f"Log it in {self._moment.instead.format(stage=self._stage_word())} instead."
+            )
+        record = make_record(name, value, options, self._moment, self._hook(), self._dataloader_idx, self._weight)
+        resumed = self._resumed.pop(f"{self.state.stage}|{self._moment.name}|{record.key}", None)
+        if resumed is not None:
+            record.load(resumed)
+        self.records[name] = record
+        if self._moment is EVAL_BATCH and record.on_step:
+            self.steps_in_evaluation = True
+        return record
+
+    def _weight(self, name: str) -> int:
+        """The batch's size, found once per batch; its form is examined on the first."""
+        batch = self.batch
+        if self._sized is not None and self._sized[0] is batch:
+            return self._sized[1]
+        size = batch_size_of(batch) if batch is not None else 1
+        if size is None:
+            messages.warn_once(
+                f"No tensor was found in the batch of type {type(batch).__name__}, so the epoch mean of {name!r} weighs "
+                f"every batch alike. Pass self.log({name!r}, ..., batch_size=...) to weigh by samples."
+            )
+            size = 1
+        elif self._sized is None and len(sizes := conflicting_sizes(batch)) > 1:
+            messages.warn_once(
+                f"The batch holds tensors of different first dimensions ({', '.join(map(str, sizes))}); {size} was taken "
+                f"as its size for the epoch mean of {name!r}. Pass self.log({name!r}, ..., batch_size=...) to be sure."
+            )
+        self._sized = (batch, size)
+        return size
+
+    def _hook(self) -> str:
+        return self._moment.name.format(stage=self._stage_word())
+
+    def _stage_word(self) -> str:
+        return {"sanity_check": "validation", "validate": "validation"}.get(self.state.stage or "", self.state.stage or "")
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    def _stage_records(self, stage: str | None) -> Iterator[tuple[int | None, Record]]:
+        for (name, _, dataloader_idx), table in self._tables.items():
+            if name == stage:
+                for record in table.values():
+                    yield dataloader_idx, record
+
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Every value logged so far, by name: what callbacks monitor."""
+        found = dict(self._finished)
+        for _, record in self._stage_records(self.state.stage):
+            if record.options.rank_zero_only or not record.seen:
+                continue
+            if record.on_step and (value := record.step_value()) is not None:
+                found[record.step_key] = found[record.key] = value
+            if record.on_epoch and self.epoch_ended:
+                found[record.epoch_key] = found[record.key] = record.compute(self.strategy)
+        return found
+
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values logged with ``prog_bar=True``, as numbers. On an accelerator possibly one refresh old."""
+        found: dict[str, Any] = {}
+        for _, record in self._stage_records(self.state.stage):
+            if record.options.prog_bar and record.on_step and (value := record.step_value()) is not None:
+                found[record.step_key] = value
+        return self._bar.read(found)
+
+    def flush_step(self, stage_step: int, epoch: int) -> None:
+        """Send the step values that are new since the last flush to the loggers."""
+        fresh: dict[str, Any] = {}
+        for record in self.records.values():
+            if record.fresh and record.on_step and record.logger:
+                record.fresh = False
+                value = record.step_value()
+                if value is not None:
+                    fresh[record.step_key] = value
+        self.drain(wait=False)
+        if fresh:
+            self._copies.append(_HostCopy(fresh, stage_step, epoch))
+            self.drain(wait=False)
+
+    def flush_eval_step(self) -> None:
+        """Send an evaluation batch's step values, against a counter of the stage's own."""
+        stage = self.state.stage or ""
+        step = self._eval_steps.get(stage, 0)
+        self._eval_steps[stage] = step + 1
+        self.flush_step(step, self.state.epoch)
+
+    def drain(self, wait: bool = True) -> None:
+        """Hand the values that have reached the host to the loggers, in order; all of them if ``wait``."""
+        while self._copies and (wait or self._copies[0].ready()):
+            copy = self._copies.pop(0)
+            self._write(copy.values(), copy.step, copy.epoch)
+
+    def _write(self, values: dict[str, float], step: int, epoch: int) -> None:
+        if self.send is None:
+            return
+        if "step" in values:
+            step = int(values.pop("step"))
+        values["epoch"] = epoch
+        self.sent.update(values)
+        self.send(values, step)
+
+    # ---- epochs ----------------------------------------------------------------------------------------------------
+
+    def finish_epoch(self) -> list[tuple[int | None, Record, Tensor]]:
+        """Compute the stage's epoch values and start over. Returns (loader, record, value) of each."""
+        results: list[tuple[int | None, Record, Tensor]] = []
+        for dataloader_idx, record in self._stage_records(self.state.stage):
+            if not record.seen:
+                continue
+            if record.on_step and not record.options.rank_zero_only and (value := record.step_value()) is not None:
+                self._finished[record.step_key] = self._finished[record.key] = value
+            if record.on_epoch:
+                value = record.compute(self.strategy)
+                results.append((dataloader_idx, record, value))
+                if not record.options.rank_zero_only:
+                    self._finished[record.epoch_key] = self._finished[record.key] = value
+        for _, record in self._stage_records(self.state.stage):
+            record.reset()
+        self.epoch_ended = False
+        self.batch = self._sized = None
+        return results
+
+    def send_epoch(self, results: list[tuple[int | None, Record, Tensor]], step: int, epoch: int) -> dict[str, float]:
+        """Bring epoch values to the host in one transfer, show them to the bar, send them to the loggers."""
+        self.drain()
+        numbers = to_host({record.epoch_key: value for _, record, value in results})
+        self._bar.keep({r.epoch_key: numbers[r.epoch_key] for _, r, _ in results if r.options.prog_bar})
+        logged = {r.epoch_key: numbers[r.epoch_key] for _, r, _ in results if r.logger}
+        if logged:
+            self._write(logged, step, epoch)
+        return numbers
+
+    def discard(self) -> None:
+        """Forget what the stage has logged (the sanity check's values are no result)."""
+        for key in [key for key in self._tables if key[0] == self.state.stage]:
+            del self._tables[key]
+        self._finished.clear()
+        self._copies.clear()
+        self._bar.clear()
+        self.epoch_ended = False
+        self.batch = self._sized = None
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Finished values and running sums, as tensors and plain data."""
+        running = {
+            f"{stage}|{moment}|{record.key}": state
+            for (stage, moment, _), table in self._tables.items()
+            for record in table.values()
+            if record.seen and (state := record.dump())
+        }
+        return {"finished": {k: v.cpu() for k, v in self._finished.items()}, "running": running, "eval": self._eval_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back :meth:`state_dict`; running sums join their records when the names are logged again."""
+        self._finished = {k: v.to(self.strategy.device) for k, v in state["finished"].items()}
+        self._resumed = dict(state["running"])
+        self._eval_steps = dict(state["eval"])
+
+
+def to_host(values: dict[str, Any]) -> dict[str, float]:
+    """Numbers of scalar tensors, with one transfer for all that are not on the CPU (this waits for the device)."""
+    away = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.device.type != "cpu"}
+    numbers = dict(zip(away, torch.stack([v.reshape(()).float() for v in away.values()]).tolist(), strict=True)) if away else {}
+    return {k: numbers[k] if k in numbers else float(v) for k, v in values.items()}
+
+
+class _HostCopy:
+    """Scalar values on their way to the host: started at once, read when they have arrived."""
+
+    def __init__(self, values: dict[str, Any], step: int = 0, epoch: int = 0) -> None:
+        self.step, self.epoch = step, epoch
+        self._event: Any = None
+        away = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.device.type == "cuda"}
+        if not away:
+            self._numbers = to_host(values)
+            return
+        stacked = torch.stack([v.reshape(()).float() for v in away.values()])
+        self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+        self._names = list(away)
+        self._numbers = {k: 0.0 if k in away else float(v) for k, v in values.items()}
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def values(self) -> dict[str, float]:
+        if self._event is not None:
+            self._event.synchronize()
+            self._numbers.update(zip(self._names, self._host.tolist(), strict=True))
+        return self._numbers
+
+
+class _BarValues:
+    """What the progress bar shows: the last values that have reached the host."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, float] = {}
+        self._copy: _HostCopy | None = None
+
+    def read(self, values: dict[str, Any]) -> dict[str, float]:
+        if self._copy is not None and self._copy.ready():
+            self._shown.update(self._copy.values())
+            self._copy = None
+        if self._copy is None and values:
+            copy = _HostCopy(values)
+            if copy.ready():
+                self._shown.update(copy.values())
+            else:
+                self._copy = copy
+        return dict(self._shown)
+
+    def keep(self, values: dict[str, float]) -> None:
+        self._shown.update(values)
+
+    def clear(self) -> None:
+        self._shown.clear()
+        self._copy = None
+

@@ -1,0 +1,427 @@
+"""``TrainingModule``: the user's model, its steps and what it may ask of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from ..loggers import messages
+from .hparams import HyperparametersMixin
+from .module_hooks import ModuleHooks
+from .records import Options
+
+if TYPE_CHECKING:
+    from ..loggers.base import Logger
+    from .metrics import MetricStore
+    from .optimizers import ManagedOptimizer
+    from .trainer import Trainer
+
+
+class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
+    """A ``torch.nn.Module`` that says what one step of it is. Subclass it; give it to ``Trainer.fit``.
+
+    Define ``training_step`` and ``configure_optimizers``, and of the other steps and hooks what you need. A method counts
+    as defined when your class defines it or the instance carries it (``module.training_step = f`` works); None means
+    "not defined".
+
+    Example:
+        >>> class Regression(TrainingModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(4, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         x, y = batch
+        ...         loss = torch.nn.functional.mse_loss(self.layer(x), y)
+        ...         self.log("train_loss", loss)
+        ...         return loss
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+    """
+
+    _trainer: Trainer | None = None
+    _metric_store: MetricStore | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization: bool = True
+        self.strict_loading: bool = True
+        self.example_input_array: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_trainer", "_metric_store", "_compiled_call_impl")}
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of a batch: ``training_step(batch, batch_idx)``.
+
+        ``training_step(batch)`` and ``training_step(dataloader_iter)`` work too.
+
+        Returns:
+            The loss, a scalar tensor of shape (); or a dict with it under ``"loss"`` and, to weigh micro-batches of
+            different sizes exactly, the number of items the mean is over under ``"num_items"``; or None to skip the batch.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx).")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch: ``validation_step(batch, batch_idx)``, with several loaders also ``dataloader_idx``."""
+        raise NotImplementedError(f"{type(self).__name__} has no validation_step. Define it to validate.")
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``validation_step``, for ``Trainer.test``."""
+        raise NotImplementedError(f"{type(self).__name__} has no test_step. Define it to test.")
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Predict from a batch; ``self(batch)`` by default."""
+        return self(batch)
+
+    # ---- logging ---------------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a number under a name: for the loggers, the bar and callbacks that monitor it.
+
+        In a training step the step's value is kept, in evaluation steps the epoch's mean, weighed by batch size.
+
+        Args:
+            name: the key. With both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
+            value: a number, a tensor with one element, or a torchmetrics ``Metric`` (computed and reset by the trainer).
+                Tensors stay on their device; nothing waits for it.
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers (the default).
+            on_step: keep the value of the step. None: True in training steps, else False.
+            on_epoch: reduce over the epoch. None: False in training steps, else True.
+            reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+            enable_graph: keep the autograd graph of the last value.
+            sync_dist: reduce epoch values over all processes.
+            sync_dist_group: the process group to reduce over.
+            add_dataloader_idx: with several loaders, add ``/dataloader_idx_N`` to the name.
+            batch_size: weight of this value in an epoch mean. None: found in the batch.
+            metric_attribute: accepted for compatibility; a Metric is found by itself.
+            rank_zero_only: called on rank 0 only; such a value cannot be monitored.
+
+        Raises:
+            ValueError: no single number, contradictory flags, or other arguments than at the first call.
+            RuntimeError: logging makes no sense in this hook.
+        """
+        store = self._metric_store
+        if store is None:
+            return self._log_in_vain(name)
+        options = (
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            enable_graph,
+            sync_dist,
+            sync_dist_group,
+            add_dataloader_idx,
+            metric_attribute,
+            rank_zero_only,
+        )
+        record = store.records.get(name)
+        if record is None or record.options != options:
+            record = store.define(name, value, Options(*options))
+        record.update(value, batch_size)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+        """Log every entry of a dict, or every metric of a torchmetrics ``MetricCollection``, with ``log``'s arguments."""
+        if hasattr(dictionary, "compute_groups"):
+            items: Any = dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
+        elif isinstance(dictionary, Mapping):
+            items = dictionary.items()
+        else:
+            raise TypeError(
+                f"self.log_dict got {type(dictionary).__name__}. Pass a dict of names and values, or use self.log(name, value)."
+            )
+        for name, value in items:
+            self.log(name, value, **kwargs)
+
+    def _log_in_vain(self, name: str) -> None:
+        trainer = self._trainer
+        why = "Trainer(barebones=True) keeps no metrics" if trainer is not None else "no Trainer runs this module"
+        messages.warn_once(f"self.log({name!r}) has no effect: {why}.", key=f"log in vain: {why}")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0, above the progress bar if there is one."""
+        if self._trainer is None:
+            print(*args, **kwargs)  # noqa: T201 - it is what was asked for
+        else:
+            self._trainer.print(*args, **kwargs)
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger of the trainer, or None."""
+        return self._trainer.logger if self._trainer is not None else None
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers of the trainer."""
+        return self._trainer.loggers if self._trainer is not None else []
+
+    # ---- optimization ----------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizers and schedulers.
+
+        Returns:
+            An optimizer; a list; a pair (optimizers, schedulers); a dict ``{"optimizer", "lr_scheduler"}`` or a list of
+            such dicts, where ``"lr_scheduler"`` is a scheduler or a dict with ``scheduler, interval ("epoch" or "step"),
+            frequency, monitor, strict, name``; or None.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no configure_optimizers, so fit cannot change its weights. Define it, for example: "
+            "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
+        )
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them when there are several.
+
+        Args:
+            use_pl_optimizer: give them as the trainer manages them (precision, counting); False: as you made them.
+        """
+        trainer = self.trainer
+        found = trainer._managed if use_pl_optimizer else trainer.optimizers
+        return found[0] if len(found) == 1 else list(found)
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, the list of them when there are several, or None."""
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return (found[0] if len(found) == 1 else found) if found else None
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward on the loss, a scalar already scaled for fp16. Override to pass ``retain_graph`` and the like."""
+        loss.backward(*args, **kwargs)
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """In manual optimization: ``loss.backward()`` with precision and strategy taken into account."""
+        trainer = self.trainer
+        for hook in trainer._hooks.on_before_backward:
+            hook(loss)
+        trainer.strategy.backward(loss, how=lambda scaled: self.backward(scaled, *args, **kwargs))
+        for hook in trainer._hooks.on_after_backward:
+            hook()
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: ManagedOptimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """One optimizer step in automatic optimization. Override to skip or schedule steps; run the closure either way."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clear the gradients, right after the step that used them."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Advance a scheduler; ``metric`` is the monitored value of a plateau scheduler, else None."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients before a step, with the Trainer's settings. Override for a rule of your own."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of an optimizer's parameters, unscaled first under fp16, over all shards.
+
+        Args:
+            optimizer: whose parameters.
+            gradient_clip_val: the largest norm or value; None: do nothing.
+            gradient_clip_algorithm: ``"norm"`` (default) or ``"value"``.
+        """
+        if gradient_clip_val is None:
+            return
+        if gradient_clip_algorithm not in (None, "norm", "value"):
+            raise ValueError(messages.unknown("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")))
+        strategy = self.trainer.strategy
+        raw = getattr(optimizer, "optimizer", optimizer)
+        strategy.unscale_gradients(raw)
+        parameters = [p for group in raw.param_groups for p in group["params"]]
+        if gradient_clip_algorithm == "value":
+            strategy.clip_by_value(parameters, float(gradient_clip_val))
+        else:
+            strategy.clip_by_norm(parameters, float(gradient_clip_val))
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let only this optimizer's parameters require gradients (several optimizers, manual optimization)."""
+        raw = getattr(optimizer, "optimizer", optimizer)
+        mine = {p for group in raw.param_groups for p in group["params"]}
+        others = {p for o in self.trainer.optimizers for group in o.param_groups for p in group["params"]} - mine
+        before = self.__dict__.setdefault("_requires_grad", {})
+        for parameter in others:
+            before.setdefault(parameter, parameter.requires_grad)
+            parameter.requires_grad_(False)
+        for parameter in mine:
+            if parameter in before:
+                parameter.requires_grad_(before[parameter])
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Undo :meth:`toggle_optimizer`."""
+        for parameter, required in self.__dict__.pop("_requires_grad", {}).items():
+            parameter.requires_grad_(required)
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """:meth:`toggle_optimizer` as a context."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def freeze(self) -> Self:
+        """Stop all parameters from learning and go to eval mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        return self.eval()
+
+    def unfreeze(self) -> Self:
+        """Let all parameters learn and go to train mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
+        return self.train()
+
+    # ---- the trainer -----------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that runs this module.
+
+        Raises:
+            RuntimeError: none does.
+        """
+        if self._trainer is None:
+            raise RuntimeError(
+                f"{type(self).__name__} is not attached to a Trainer. Use self.trainer only in a hook or step that a Trainer runs."
+            )
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        for module in self.modules():
+            if isinstance(module, TrainingModule):
+                module.__dict__["_trainer"] = trainer
+                module.__dict__["_metric_store"] = None if trainer is None or trainer.barebones else trainer._metrics
+
+    @property
+    def current_epoch(self) -> int:
+        """The trainer's epoch; 0 without a trainer."""
+        return self._trainer.current_epoch if self._trainer is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        """The trainer's optimizer steps; 0 without a trainer."""
+        return self._trainer.global_step if self._trainer is not None else 0
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all; 0 without a trainer."""
+        return self._trainer.global_rank if self._trainer is not None else 0
+
+    @property
+    def local_rank(self) -> int:
+        """This process on its node; 0 without a trainer."""
+        return self._trainer.local_rank if self._trainer is not None else 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are; the trainer's device for a module without any; CPU without a trainer."""
+        for tensor in self.parameters():
+            return tensor.device
+        return self._trainer.strategy.device if self._trainer is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the floating-point parameters; torch's default without any."""
+        for tensor in self.parameters():
+            if tensor.is_floating_point():
+                return tensor.dtype
+        return torch.get_default_dtype()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the module is on a CUDA device."""
+        return self.device.type == "cuda"
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
+        return self.trainer.strategy.all_gather(data, group, sync_grads)
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Build a module from a checkpoint's hyperparameters and load its weights.
+
+        Args:
+            checkpoint_path: a file of Paceline's, or a Lightning ``.ckpt``.
+            map_location: where to put the tensors; CPU by default.
+            hparams_file: a ``.yaml`` or ``.csv`` with constructor arguments, instead of those in the checkpoint.
+            strict: all keys must match; None: the module's ``strict_loading``.
+            weights_only: always True in effect: a file can hold data, not code. False is refused.
+            **kwargs: constructor arguments; they win over the saved ones.
+        """
+        from .checkpoint.load_module import load_from_checkpoint
+
+        return load_from_checkpoint(cls, checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
+
+    @torch.no_grad()
+    def to_onnx(self, file_path: str | Path | IO[bytes], input_sample: Any = None, **kwargs: Any) -> Any:
+        """Export ``forward`` to ONNX.
+
+        Args:
+            file_path: where to write.
+            input_sample: example arguments of ``forward``; ``example_input_array`` if None.
+            **kwargs: for ``torch.onnx.export``.
+        """
+        sample = self.example_input_array if input_sample is None else input_sample
+        if sample is None:
+            raise ValueError(
+                f"{type(self).__name__}.to_onnx needs an example input. Pass input_sample=, or set self.example_input_array."
+            )
+        arguments = sample if isinstance(sample, tuple) else (sample,)
+        training = self.training
+        trainer, self.trainer = self._trainer, None  # the exporter walks the attributes
+        try:
+            self.eval()
+            return torch.onnx.export(self, arguments, file_path, **kwargs)  # type: ignore[arg-type]
+        finally:
+            self.trainer = trainer
+            self.train(training)

@@ -1,0 +1,191 @@
+"""Every accepted form of ``configure_optimizers()``, the error for all others, and the optimizer that steps are counted on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
+
+from ..loggers import messages
+
+if TYPE_CHECKING:
+    from .module import TrainingModule
+    from .trainer import Trainer
+
+FORMS = (
+    "an optimizer; a list of optimizers; a pair (optimizers, schedulers); a dict {'optimizer': ..., 'lr_scheduler': ...}; "
+    "a list of such dicts; or None for a module without optimizer"
+)
+
+
+@dataclass
+class SchedulerConfig:
+    """A scheduler and when it advances.
+
+    Attributes:
+        scheduler: anything with ``step()``.
+        interval: ``"epoch"`` or ``"step"`` (an optimizer update).
+        frequency: advance every so many intervals.
+        monitor: the logged name a plateau scheduler looks at.
+        strict: raise, rather than warn, when ``monitor`` was not logged.
+        name: what ``LearningRateMonitor`` calls it.
+        reduce_on_plateau: pass the monitored value to ``step``.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool = False
+
+
+class ManagedOptimizer:
+    """What ``self.optimizers()`` gives: the optimizer, whose ``step`` goes through precision and strategy and is counted.
+
+    Everything else (``param_groups``, ``state``, ``zero_grad``) is the optimizer's own, found at ``.optimizer``.
+    """
+
+    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
+        self.optimizer = optimizer
+        self._trainer = trainer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:
+        """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were."""
+        trainer = self._trainer
+        if not trainer.training_module.automatic_optimization:
+            trainer.strategy.unscale_gradients(self.optimizer)
+            for hook in trainer._hooks.on_before_optimizer_step:
+                hook(self.optimizer)
+        stepped = trainer.strategy.optimizer_step(self.optimizer, closure)
+        if stepped:
+            state = trainer.state
+            state.global_step += 1
+            if not state.stepped:
+                state.stepped = True
+                state.updates += 1
+        return stepped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of this optimizer's parameters."""
+        for hook in self._trainer._hooks.on_before_zero_grad:
+            hook(self.optimizer)
+        self.optimizer.zero_grad(set_to_none)
+
+    def toggle_model(self, sync_grad: bool = True) -> Any:
+        """Context in which only this optimizer's parameters require gradients."""
+        return self._trainer.training_module.toggled_optimizer(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    def __repr__(self) -> str:
+        return f"ManagedOptimizer({self.optimizer!r})"
+
+
+def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Call ``module.configure_optimizers`` and bring what it returns to one form.
+
+    Raises:
+        TypeError: it returned something else than an accepted form.
+        ValueError: a scheduler dict with an unknown key or value, a plateau scheduler without ``monitor``.
+    """
+    given = module.configure_optimizers()
+    owner = f"{type(module).__name__}.configure_optimizers()"
+    optimizers, schedulers = _split(given, owner)
+    if module.automatic_optimization and len(optimizers) > 1:
+        raise RuntimeError(
+            f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
+            "self.automatic_optimization = False in __init__ and step them in training_step, or join them by param groups."
+        )
+    configs = [_scheduler(s, owner, module.automatic_optimization) for s in schedulers]
+    for config in configs:
+        of = getattr(config.scheduler, "optimizer", None)
+        if of is not None and not any(of is optimizer for optimizer in optimizers):
+            raise ValueError(
+                f"{owner} returned a {type(config.scheduler).__name__} for an optimizer that it did not return, so the "
+                "learning rate in use would never change. Build the scheduler on the returned optimizer."
+            )
+    return optimizers, configs
+
+
+def _split(given: Any, owner: str) -> tuple[list[Optimizer], list[Any]]:
+    if given is None:
+        messages.warn_once(f"{owner} returned None: fit runs without an optimizer and no weight is changed by the trainer.")
+        return [], []
+    if isinstance(given, Mapping):
+        return _from_dicts([given], owner)
+    if isinstance(given, (list, tuple)) and given and all(isinstance(g, Mapping) for g in given):
+        return _from_dicts(given, owner)
+    if isinstance(given, (list, tuple)) and len(given) == 2 and _is_list(given[0]) and _is_list(given[1]):
+        return _optimizers(given[0], owner), list(given[1])
+    return _optimizers(given if isinstance(given, (list, tuple)) else [given], owner), []
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _optimizers(given: Sequence[Any], owner: str) -> list[Optimizer]:
+    for one in given:
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"{owner} returned {type(one).__name__} where an optimizer was expected. Return {FORMS}."
+            )
+    return list(given)
+
+
+def _from_dicts(dicts: Sequence[Mapping[str, Any]], owner: str) -> tuple[list[Optimizer], list[Any]]:
+    known = ("optimizer", "lr_scheduler", "monitor", "frequency")
+    optimizers: list[Any] = []
+    schedulers: list[Any] = []
+    for one in dicts:
+        for key in one:
+            if key not in known:
+                raise ValueError(messages.unknown(f"key in the dict that {owner} returned:", key, known))
+        if "optimizer" not in one:
+            raise ValueError(f"{owner} returned a dict with the keys {sorted(one)} and no 'optimizer'. Return {FORMS}.")
+        optimizers.append(one["optimizer"])
+        scheduler = one.get("lr_scheduler")
+        if scheduler is not None:
+            if "monitor" in one and not isinstance(scheduler, Mapping):
+                scheduler = {"scheduler": scheduler, "monitor": one["monitor"]}
+            schedulers.append(scheduler)
+    return _optimizers(optimizers, owner), schedulers
+
+
+def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
+    settings = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    names = [f.name for f in fields(SchedulerConfig)]
+    for key in settings:
+        if key not in names:
+            raise ValueError(messages.unknown(f"key in a scheduler dict of {owner}:", key, names))
+    scheduler = settings.get("scheduler")
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"{owner} returned {type(scheduler).__name__} as a scheduler; it has no step(). Return a "
+            "torch.optim.lr_scheduler, or a dict {'scheduler': ..., 'interval': 'step'}."
+        )
+    if isinstance(scheduler, (OneCycleLR, CyclicLR)) and "interval" not in settings and automatic:
+        settings["interval"] = "step"
+        messages.info_once(
+            f"{type(scheduler).__name__} advances every optimizer step, so interval='step' is used. Return "
+            "{'scheduler': ..., 'interval': 'epoch'} to advance it once an epoch instead."
+        )
+    settings.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
+    config = SchedulerConfig(**settings)
+    if config.interval not in ("epoch", "step"):
+        raise ValueError(messages.unknown(f"scheduler interval in {owner}:", config.interval, ("epoch", "step")))
+    if not isinstance(config.frequency, int) or config.frequency < 1:
+        raise ValueError(f"{owner} returned a scheduler with frequency={config.frequency!r}. Use an integer of 1 or more.")
+    if config.reduce_on_plateau and config.monitor is None and automatic:
+        raise ValueError(
+            f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to look at. Return "
+            "{'scheduler': ..., 'monitor': 'val_loss'} with a name that you log."
+        )
+    return config
+

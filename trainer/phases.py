@@ -1,0 +1,45 @@
+"""The moments of a run, as far as ``self.log`` has to tell them apart.
+
+The loop says which moment it is when the phase changes, a few times an epoch, instead of noting the current hook on the
+module for every call.
+"""
+
+from __future__ import annotations
+
+
+class Moment:
+    """A stretch of a run in which ``self.log`` behaves in one way.
+
+    Args:
+        name: the hook or step, as the user knows it.
+        on_step: default of ``on_step``; ``on_epoch`` defaults to its opposite.
+        step_allowed: whether ``on_step=True`` makes sense.
+        instead: where to log when logging makes no sense here; empty when it does.
+    """
+
+    __slots__ = ("instead", "name", "on_step", "step_allowed")
+
+    def __init__(self, name: str, *, on_step: bool = False, step_allowed: bool = False, instead: str = "") -> None:
+        self.name = name
+        self.on_step = on_step
+        self.step_allowed = step_allowed
+        self.instead = instead
+
+
+TRAIN_BATCH = Moment("a training batch", on_step=True, step_allowed=True)
+EVAL_BATCH = Moment("an evaluation batch", step_allowed=True)
+
+ON_TRAIN_START = Moment("on_train_start")
+ON_TRAIN_EPOCH_START = Moment("on_train_epoch_start")
+ON_TRAIN_EPOCH_END = Moment("on_train_epoch_end")
+ON_EVAL_START = Moment("on_{stage}_start")
+ON_EVAL_EPOCH_END = Moment("on_{stage}_epoch_end")
+
+_STEP = "training_step or on_train_epoch_end"
+SETUP = Moment("setup, configure_* and on_fit_start", instead=_STEP)
+SANITY_HOOK = Moment("a sanity-check hook", instead="validation_step")
+LR_SCHEDULER_STEP = Moment("lr_scheduler_step", instead="training_step (or use the LearningRateMonitor callback)")
+BATCH_TRANSFER = Moment("a batch-transfer hook", instead="the step that gets the batch")
+ON_TRAIN_END = Moment("on_train_end, on_fit_end and teardown", instead="on_train_epoch_end")
+ON_EVAL_END = Moment("on_{stage}_end", instead="on_{stage}_epoch_end")
+PREDICT = Moment("predict", instead="a callback that writes what it needs; predict keeps no metrics")

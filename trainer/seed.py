@@ -1,0 +1,145 @@
+"""Randomness: one seed for everything, and the random states that a checkpoint keeps.
+
+numpy is asked only where somebody has imported it already.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..loggers import messages
+
+SEED_VARIABLE = "PACELINE_GLOBAL_SEED"
+WORKERS_VARIABLE = "PACELINE_SEED_WORKERS"
+_OTHER_SEED_VARIABLE = "PL_GLOBAL_SEED"
+_MAX_SEED = 2**32 - 1
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Seed python's ``random``, numpy and torch (all devices); processes started later learn the seed too.
+
+    Args:
+        seed: 0 to 4294967295. None takes ``PACELINE_GLOBAL_SEED``, then ``PL_GLOBAL_SEED``, then 0.
+        workers: also seed data loading workers by rank. Within one process torch gives every worker a seed of its own
+            already, derived from this one, for ``random``, numpy and torch alike.
+        verbose: say which seed was set.
+
+    Returns:
+        The seed in force.
+    """
+    value = _seed_from_environment() if seed is None else _valid_seed(seed, "seed_everything(seed={!r})")
+    if value is None:
+        value = 0
+        messages.warn(f"seed_everything() found no seed ({SEED_VARIABLE} is not set), so 0 is used. Pass a seed.")
+    os.environ[SEED_VARIABLE] = str(value)
+    os.environ[WORKERS_VARIABLE] = str(int(workers))
+    if verbose:
+        messages.info(f"Seed set to {value}")
+    random.seed(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(value)
+    torch.manual_seed(value)
+    return value
+
+
+def reset_seed() -> None:
+    """Seed everything once more with the seed of the last :func:`seed_everything`; without one nothing happens."""
+    if _seed_from_environment() is not None:
+        seed_everything(workers=os.environ.get(WORKERS_VARIABLE, "0") == "1", verbose=False)
+
+
+def _seed_from_environment() -> int | None:
+    for variable in (SEED_VARIABLE, _OTHER_SEED_VARIABLE):
+        text = os.environ.get(variable)
+        if text:
+            return _valid_seed(text, f"The environment variable {variable}={{!r}}")
+    return None
+
+
+def _valid_seed(seed: Any, said: str) -> int:
+    try:
+        value = int(seed)
+    except (TypeError, ValueError):
+        value = -1
+    if not 0 <= value <= _MAX_SEED:
+        raise ValueError(f"{said.format(seed)} is not a seed: it has to be a whole number from 0 to {_MAX_SEED}.")
+    return value
+
+
+def random_states() -> dict[str, Any]:
+    """The state of every random number generator in use, as plain data and tensors.
+
+    ``torch``: shape (n,), uint8, on the CPU; ``cuda``: one such tensor a device, only if CUDA is in use (reading them
+    waits for the devices).
+    """
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy.random" in sys.modules:
+        name, keys, *rest = sys.modules["numpy.random"].get_state()
+        states["numpy"] = (name, keys.tolist(), *rest)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put the generators back to what :func:`random_states` returned; says which of them this machine does not have."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(states["torch"].cpu())
+    missing = []
+    if "numpy" in states and not _set_numpy_state(states["numpy"]):
+        missing.append("numpy")
+    if "cuda" in states and not _set_cuda_states(states["cuda"]):
+        missing.append("cuda")
+    if "mps" in states and not torch.backends.mps.is_available():
+        missing.append("mps")
+    elif "mps" in states:
+        torch.mps.set_rng_state(states["mps"].cpu())
+    if missing:
+        messages.warn_once(
+            f"The random state of {messages.names(missing, last='and')} was saved but could not be put back here "
+            "(not imported in this process, or other devices than when it was saved), so what is drawn from there "
+            "differs from the run that was saved. Import numpy before fit, or use the same number of devices."
+        )
+
+
+def _set_numpy_state(state: tuple[Any, ...]) -> bool:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    name, keys, *rest = state
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    return True
+
+
+def _set_cuda_states(states: list[torch.Tensor]) -> bool:
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index, state in enumerate(states[:found]):
+        torch.cuda.set_rng_state(state.cpu(), index)
+    return found == len(states)
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Whatever is drawn or seeded inside leaves no trace outside.
+
+    Args:
+        include_cuda: whether CUDA's generators count too (reading them waits for the devices).
+    """
+    states = random_states()
+    if not include_cuda:
+        states.pop("cuda", None)
+    try:
+        yield
+    finally:
+        set_random_states(states)

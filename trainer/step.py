@@ -1,0 +1,232 @@
+"""The mathematics of one training batch: forward, backward, update.
+
+Three forms with one call, ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the straight line),
+:class:`ClosureStep` (LBFGS and modules that override ``optimizer_step``) and :class:`ManualStep`. Which one, and everything
+it calls, is chosen when the run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from .hooks import overridden
+from .loss import LossReader
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+Outputs = Any
+
+
+class ManualStep:
+    """Runs ``training_step``; the user's own code calls backward and steps."""
+
+    def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
+        self.trainer = trainer
+        self.state = trainer.state
+        self.forward = forward
+
+    def __call__(self, batch: Any, batch_idx: int) -> Outputs:
+        return self.forward(batch, batch_idx)
+
+
+class TrainStep(ManualStep):
+    """Forward, backward and, on the last micro-batch of a window, the update.
+
+    A window is ``accumulate_grad_batches`` micro-batches, fewer at the end of an epoch. Its gradient is the mean over the
+    micro-batches really in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the mean over all
+    items of the window on all ranks.
+    """
+
+    def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
+        super().__init__(trainer, forward)
+        module, hooks, strategy = trainer.training_module, trainer._hooks, trainer.strategy
+        from .module import TrainingModule
+
+        self.optimizer: Optimizer = trainer.optimizers[0]
+        self.accumulate = trainer.accumulate_grad_batches
+        self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
+        self.before_step, self.before_zero = hooks.on_before_optimizer_step, hooks.on_before_zero_grad
+        self.sync = strategy.sync_gradients if strategy.communicates_gradients else None
+        own_backward = overridden(module, "backward", TrainingModule)
+        self.backward = partial(strategy.backward, how=own_backward) if own_backward else strategy.backward
+        self.unscale = strategy.unscale_gradients if strategy.precision.scaler is not None else None
+        self.clip = self._clipping(module)
+        self.take = strategy.optimizer_step
+        own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
+        plain = type(self.optimizer).zero_grad is Optimizer.zero_grad and own_zero is None
+        self.clear = clear_gradients if plain else partial(self._zero_grad, module.optimizer_zero_grad)
+        self.losses = LossReader(module, strategy)
+
+    def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
+        from .module import TrainingModule
+
+        trainer = self.trainer
+        own = overridden(module, "configure_gradient_clipping", TrainingModule)
+        if own is None and trainer.gradient_clip_val is None:
+            return None
+        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        return lambda optimizer: (own or module.clip_gradients)(optimizer, value, algorithm)
+
+    def _zero_grad(self, zero: Callable[..., Any], optimizer: Optimizer) -> None:
+        zero(self.state.epoch, self.state.batch_idx, optimizer)
+
+    def __call__(self, batch: Any, batch_idx: int) -> Outputs:
+        state = self.state
+        complete = state.window + 1 >= self.accumulate or state.is_last_batch
+        if self.sync is not None:
+            self.sync(complete)
+        output = self.forward(batch, batch_idx)
+        loss = output if type(output) is Tensor and not self.losses.by_items else self.losses.read(output)
+        if loss is not None:
+            self.differentiate(loss)
+            state.window += 1
+        if complete and state.window:
+            self.update()
+        return output
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Backward of one micro-batch."""
+        if self.accumulate > 1 and not self.losses.by_items:
+            loss = loss / self.accumulate
+        for hook in self.before_backward:
+            hook(loss)
+        try:
+            self.backward(loss)
+        except RuntimeError:
+            problem = self.losses.problem(loss)
+            if problem is not None:
+                raise problem from None
+            raise
+        for hook in self.after_backward:
+            hook()
+
+    def update(self) -> None:
+        """Complete the gradients, step, clear."""
+        optimizer, state = self.optimizer, self.state
+        self.complete()
+        stepped = self.take(optimizer)
+        for hook in self.before_zero:
+            hook(optimizer)
+        self.clear(optimizer)
+        state.window = 0
+        if stepped:
+            state.stepped = True
+            state.global_step += 1
+            state.updates += 1
+
+    def complete(self) -> None:
+        """Give the gradients their final size: unscaled, weighed by the window's true content, clipped."""
+        optimizer = self.optimizer
+        if self.unscale is not None:
+            self.unscale(optimizer)
+        if self.losses.by_items:
+            self.trainer.strategy.scale_gradients(optimizer, self.losses.finish_window())
+        elif self.state.window != self.accumulate:
+            self.trainer.strategy.scale_gradients(optimizer, self.accumulate / self.state.window)
+        for hook in self.before_step:
+            hook(optimizer)
+        if self.clip is not None:
+            self.clip(optimizer)
+
+
+class ClosureStep(TrainStep):
+    """For optimizers that evaluate the loss themselves and modules that override ``optimizer_step``.
+
+    The closure runs forward, backward, hooks and clipping; the first call of a batch may find gradients of earlier
+    micro-batches of the window, a further one (LBFGS) starts from cleared gradients.
+    """
+
+    def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
+        super().__init__(trainer, forward)
+        if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS: it evaluates the loss of one batch several "
+                "times, so gradients of earlier batches would be lost. Use a larger batch and accumulate_grad_batches=1."
+            )
+        self.managed = trainer._managed[0]
+
+    def __call__(self, batch: Any, batch_idx: int) -> Outputs:
+        state = self.state
+        if not (state.window + 1 >= self.accumulate or state.is_last_batch):
+            return super().__call__(batch, batch_idx)
+        if self.sync is not None:
+            self.sync(True)
+        evaluated: list[Any] = []
+        earlier = (state.window, self.losses.items)
+
+        def closure() -> Tensor | None:
+            if evaluated:
+                self.clear(self.optimizer)
+                state.window, self.losses.items = earlier
+            with torch.enable_grad():
+                output = self.forward(batch, batch_idx)
+            evaluated[:] = [output]
+            loss = self.losses.read(output)
+            if loss is not None:
+                self.differentiate(loss)
+                state.window += 1
+                self.complete()
+            return loss
+
+        self.trainer.training_module.optimizer_step(state.epoch, batch_idx, self.managed, closure)
+        if not evaluated:
+            raise RuntimeError(
+                f"{type(self.trainer.training_module).__name__}.optimizer_step did not run the closure, so this batch was not "
+                "trained on. Call optimizer.step(closure=optimizer_closure), or optimizer_closure() to skip the step."
+            )
+        for hook in self.before_zero:
+            hook(self.optimizer)
+        self.clear(self.optimizer)
+        state.window = 0
+        return evaluated[0]
+
+
+class IteratorStep:
+    """For ``training_step(dataloader_iter)``: hands the iterator over and checks that it was used."""
+
+    def __init__(self, step: ManualStep) -> None:
+        self.step = step
+
+    def __call__(self, batch: Any, batch_idx: int) -> Outputs:
+        taken = batch.taken
+        outputs = self.step(batch, batch_idx)
+        if batch.taken == taken:
+            raise RuntimeError(
+                "training_step(dataloader_iter) returned without calling next(dataloader_iter), so training would never "
+                "advance. Call it once: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
+            )
+        return outputs
+
+
+def clear_gradients(optimizer: Optimizer) -> None:
+    """What ``optimizer.zero_grad()`` does, without its bookkeeping (6 us a step on a small model)."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def choose_step(trainer: Trainer, forward: Callable[..., Any]) -> Callable[[Any, int], Outputs]:
+    """The step for this module and its optimizers."""
+    from .module import TrainingModule
+
+    module = trainer.training_module
+    if not module.automatic_optimization or not trainer.optimizers:
+        return ManualStep(trainer, forward)
+    closed = overridden(module, "optimizer_step", TrainingModule) is not None or isinstance(trainer.optimizers[0], LBFGS)
+    return ClosureStep(trainer, forward) if closed else TrainStep(trainer, forward)
+
+
+def detached(output: Any) -> dict[str, Any] | None:
+    """``training_step``'s output as ``on_train_batch_end`` gets it: a dict whose tensors are detached."""
+    if output is None:
+        return None
+    if not isinstance(output, Mapping):
+        output = {"loss": output}
+    return {k: v.detach() if isinstance(v, Tensor) else v for k, v in output.items()}

@@ -1,0 +1,387 @@
+"""``Trainer``: its arguments, the four entry points, and what happens on an error, a signal or Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks.base import Callback
+from ..loggers import messages
+from ..loggers.base import Logger
+from ..strategies.base import Strategy
+from ..strategies.choose import choose_strategy
+from ..strategies.precision.base import Precision
+from . import arguments as check
+from .attach import attach
+from .defaults import choose_callbacks, choose_loggers
+from .environment import numerics
+from .evaluation import EvalLoop
+from .loop import FitLoop
+from .results import show_results
+from .signals import watch
+from .state import Fn, RunState
+from .status import TrainerStatus
+
+if TYPE_CHECKING:
+    from .data.datamodule import DataModule
+    from .module import TrainingModule
+
+
+@dataclass
+class Request:
+    """What an entry point was asked to do."""
+
+    fn: Fn
+    module: Any
+    datamodule: Any = None
+    loaders: dict[str, Any] = field(default_factory=dict)
+    ckpt_path: Any = None
+    keep_predictions: bool = False
+
+
+class Trainer(TrainerStatus):
+    """Runs a :class:`TrainingModule`: ``fit``, ``validate``, ``test``, ``predict``.
+
+    Args:
+        accelerator: ``"auto"`` (CUDA, then MPS, then CPU), ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"mps"``.
+        strategy: ``"auto"``, a name such as ``"cpu"`` or ``"single_device"``, or a Strategy.
+        devices: how many, which, or ``"auto"``.
+        num_nodes: machines.
+        precision: ``"32-true"`` (default), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``, ``"bf16-mixed"``,
+            their aliases, or a Precision.
+        logger: None or True for TensorBoard, False for none, a Logger or several.
+        callbacks: one Callback or several. A progress bar, a model summary and a ``ModelCheckpoint`` are added.
+        fast_dev_run: try everything on n batches (True: 1), without logging or saving.
+        max_epochs: epochs to train in all; -1 for no limit; 1000 if no other limit is given.
+        min_epochs: ``should_stop`` is ignored before.
+        max_steps: optimizer steps to make in all; -1 for no limit.
+        min_steps: ``should_stop`` is ignored before.
+        max_time: ``"DD:HH:MM:SS"``, a timedelta or its arguments; the run stops after that time.
+        limit_train_batches: number (int) or share (float) of the batches of an epoch; 0 turns training off.
+        limit_val_batches: the same for validation.
+        limit_test_batches: the same for test.
+        limit_predict_batches: the same for predict.
+        overfit_batches: train and validate on the first n batches (or share), in order.
+        val_check_interval: validate after this share of an epoch (float), these many batches (int) or this time (duration).
+        check_val_every_n_epoch: epochs between validations; None counts batches over epochs.
+        num_sanity_val_steps: validation batches to try before training; -1 for all, 0 for none. 2 by default.
+        log_every_n_steps: updates between two records of step metrics. 50 by default.
+        enable_checkpointing: add a ``ModelCheckpoint`` if none is given.
+        enable_progress_bar: add a ``RichProgressBar`` if none is given.
+        enable_model_summary: add a ``ModelSummary`` if none is given.
+        accumulate_grad_batches: micro-batches an update; a short last window counts what is in it.
+        gradient_clip_val: clip gradients to this norm (or value).
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        deterministic: use deterministic algorithms; ``"warn"`` to warn where there is none.
+        benchmark: ``torch.backends.cudnn.benchmark``.
+        inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``.
+        use_distributed_sampler: shard loaders over processes.
+        profiler: None.
+        detect_anomaly: torch's anomaly mode, and an error on a loss that is not finite. Slow.
+        barebones: switch off everything that is not the loop.
+        plugins: a Precision.
+        sync_batchnorm: synchronize BatchNorm over processes.
+        reload_dataloaders_every_n_epochs: make the loaders again so often.
+        default_root_dir: where logs and checkpoints go by default; the working directory if None.
+        enable_autolog_hparams: log ``save_hyperparameters`` at the start of a fit.
+        compile: compile the module in place; True, or a dict of ``torch.compile`` arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        strategy: str | Strategy = "auto",
+        devices: int | str | list[int] = "auto",
+        num_nodes: int = 1,
+        precision: str | int | Precision | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        callbacks: Callback | list[Callback] | None = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | Mapping[str, int] | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | Mapping[str, int] | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: None = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Precision | list[Precision] | None = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | Path | None = None,
+        enable_autolog_hparams: bool = True,
+        compile: bool | Mapping[str, Any] = False,
+    ) -> None:
+        given = dict(locals())
+        self.state = RunState()
+        self._check_limits(given)
+        self._check_steps(given)
+        self._check_flags(given)
+        self.strategy = choose_strategy(strategy, accelerator, devices, num_nodes, precision, plugins)
+        self.default_root_dir = os.path.abspath(os.fspath(default_root_dir)) if default_root_dir else os.getcwd()
+        self.loggers = choose_loggers(logger, self)
+        self.callbacks = choose_callbacks(callbacks, given, self)
+        self._clear()
+
+    def _check_limits(self, given: Mapping[str, Any]) -> None:
+        for name in (*check.LIMITS, "overfit_batches"):
+            setattr(self, name, check.check_limit(name, given[name]))
+        self.max_epochs = check.check_count("max_epochs", given["max_epochs"], none=True, unlimited=True)
+        self.max_steps = check.check_count("max_steps", given["max_steps"], unlimited=True)
+        self.min_epochs = check.check_count("min_epochs", given["min_epochs"], none=True)
+        self.min_steps = check.check_count("min_steps", given["min_steps"], none=True)
+        self.fast_dev_run = check.check_fast_dev_run(given["fast_dev_run"])
+        if self.fast_dev_run:
+            self.max_epochs, self.max_steps = 1, self.fast_dev_run
+        self.max_epochs = check.check_limits_of_time(self.max_epochs, self.max_steps, given["max_time"])
+        every = check.check_count("check_val_every_n_epoch", given["check_val_every_n_epoch"], least=1, none=True)
+        self.check_val_every_n_epoch = every
+        self.val_check_interval, self._val_seconds = check.check_val_interval(given["val_check_interval"], every)
+        sanity = 2 if given["num_sanity_val_steps"] is None else given["num_sanity_val_steps"]
+        self.num_sanity_val_steps = check.check_count("num_sanity_val_steps", sanity, unlimited=True)
+        if self.fast_dev_run or given["barebones"]:
+            self.num_sanity_val_steps = 0
+
+    def _check_steps(self, given: Mapping[str, Any]) -> None:
+        self.accumulate_grad_batches = check.check_count(
+            "accumulate_grad_batches", given["accumulate_grad_batches"], least=1
+        )
+        check.check_clipping(given["gradient_clip_val"], given["gradient_clip_algorithm"])
+        self.gradient_clip_val, self.gradient_clip_algorithm = given["gradient_clip_val"], given["gradient_clip_algorithm"]
+        every = 50 if given["log_every_n_steps"] is None else given["log_every_n_steps"]
+        self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62
+        name = "reload_dataloaders_every_n_epochs"
+        self.reload_dataloaders_every_n_epochs = check.check_count(name, given[name])
+
+    def _check_flags(self, given: Mapping[str, Any]) -> None:
+        check.check_flags(given)
+        for name in ("deterministic", "benchmark", "inference_mode", "use_distributed_sampler", "detect_anomaly"):
+            setattr(self, name, given[name])
+        self.barebones, self.sync_batchnorm = given["barebones"], given["sync_batchnorm"]
+        self.enable_autolog_hparams, self.compile = given["enable_autolog_hparams"], given["compile"]
+
+    # ---- entry points ----------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: TrainingModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train.
+
+        Args:
+            model: the module.
+            train_dataloaders: a DataLoader, any iterable over batches, a collection of those, or a DataModule.
+            val_dataloaders: one or several.
+            datamodule: instead of loaders.
+            ckpt_path: go on from this file; ``"best"`` and ``"last"`` find one.
+            weights_only: accepted for compatibility; files never run code.
+        """
+        loaders = {"train": train_dataloaders, "validate": val_dataloaders}
+        return self._run(Request("fit", model, datamodule, loaders, ckpt_path))
+
+    def validate(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run ``validation_step`` over the validation data; returns the logged values, a dict per loader.
+
+        Args:
+            model: the module; None: that of the last run, with its best checkpoint.
+            dataloaders: one or several.
+            ckpt_path: load these weights first; ``"best"`` and ``"last"`` find them.
+            verbose: print a table.
+            datamodule: instead of loaders.
+            weights_only: accepted for compatibility; files never run code.
+        """
+        results = self._run(Request("validate", model, datamodule, {"validate": dataloaders}, ckpt_path))
+        if verbose and self.is_global_zero:
+            show_results(results, "validate")
+        return results
+
+    def test(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run ``test_step`` over the test data. Arguments and result as for :meth:`validate`."""
+        results = self._run(Request("test", model, datamodule, {"test": dataloaders}, ckpt_path))
+        if verbose and self.is_global_zero:
+            show_results(results, "test")
+        return results
+
+    def predict(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Run ``predict_step`` over the data to predict from.
+
+        Args:
+            model: the module; None: that of the last run, with its best checkpoint.
+            dataloaders: one or several.
+            datamodule: instead of loaders.
+            return_predictions: False keeps nothing: callbacks see each batch as it comes (``BasePredictionWriter``).
+            ckpt_path: load these weights first.
+            weights_only: accepted for compatibility; files never run code.
+
+        Returns:
+            What ``predict_step`` returned, a list over batches (with several loaders a list of those), or None.
+        """
+        keep = return_predictions is not False
+        self._run(Request("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, keep))
+        return self.predictions if keep else None
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
+        """Write a checkpoint of the run as it stands, whole or not at all. Every rank must call.
+
+        Args:
+            filepath: the file.
+            weights_only: leave out optimizers, callbacks and random states; such a file cannot be resumed from.
+            storage_options: must be None.
+
+        Raises:
+            AttributeError: no module is attached yet.
+            OSError: the file could not be written; an older one of that name is untouched.
+        """
+        from .checkpoint import file
+        from .checkpoint.contents import gather
+
+        if self._module is None:
+            raise AttributeError(
+                f"Trainer.save_checkpoint({str(filepath)!r}): there is no module to save yet. Call fit (or validate, test, "
+                "predict) first."
+            )
+        if storage_options is not None:
+            raise ValueError(f"save_checkpoint(storage_options={storage_options!r}): files are written locally. Leave it out.")
+        self._metrics.drain()
+        for logger in self.loggers if self.is_global_zero else []:
+            logger.save()
+        checkpoint = gather(self, bool(weights_only))
+        if self.is_global_zero:
+            file.write(checkpoint, filepath)
+        self.strategy.barrier("save_checkpoint")
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Context in which layers are made on the run's device and in its dtype."""
+        return self.strategy.init_context()
+
+    # ---- one run ---------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """No module, no data: the state between construction and the first run."""
+        from .data.source import DataSource
+        from .metrics import MetricStore
+
+        self._module = None
+        self.model = None
+        self.datamodule = None
+        self.optimizers = []
+        self.lr_scheduler_configs = []
+        self._managed = []
+        self._source = DataSource(self, {})
+        self._metrics = MetricStore(self.state, self.strategy, None)
+        self._hooks: Any = None
+        self.predictions: Any = None
+        self.predict_batch_indices: list[list[list[int]]] = []
+        self.current_batch_indices: list[int] | None = None
+        self.ckpt_path: Any = None
+
+    def _run(self, request: Request) -> Any:
+        state = self.state
+        state.fn, state.stage, state.status, state.signum, state.should_stop = request.fn, None, "running", 0, False
+        failed = True
+        try:
+            with watch(state), numerics(self):
+                resumed = attach(self, request)
+                loop = FitLoop(self, resumed) if request.fn == "fit" else self._evaluation(request)
+                result = loop.run()
+                for hook in self._hooks.on_fit_end if request.fn == "fit" else ():
+                    hook()
+            failed = False
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._teardown(request.fn, failed)
+        return result
+
+    def _evaluation(self, request: Request) -> EvalLoop:
+        kind: Any = request.fn
+        self.state.stage = kind
+        return EvalLoop(self, kind, request.keep_predictions)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
+        self.state.status = "interrupted"
+        self._quietly([lambda: self._metrics.drain()])
+        if self._hooks is not None:
+            self._quietly([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
+
+    def _teardown(self, fn: str, failed: bool) -> None:
+        jobs: list[Any] = []
+        if self._hooks is not None:
+            jobs += [lambda hook=hook: hook(fn) for hook in self._hooks.teardown]
+        status = ("interrupted" if self.state.signum else "failed") if failed else "success"
+        if self.is_global_zero:
+            jobs += [lambda logger=logger: logger.finalize(status) for logger in self.loggers]
+        jobs.append(self.strategy.teardown)
+        try:
+            if failed:
+                self._quietly(jobs)
+            else:
+                self.state.status = "finished"
+                for job in jobs:
+                    job()
+        finally:
+            self.state.fn = self.state.stage = None
+
+    @staticmethod
+    def _quietly(jobs: Iterable[Any]) -> None:
+        for job in jobs:
+            try:
+                job()
+            except Exception as error:  # the run has failed already: what comes after may not hide why
+                messages.warn(f"While the run was ending after an error, {type(error).__name__} came up as well: {error}")
