@@ -1,0 +1,433 @@
+"""Training in stages: layers that are frozen at first and join the optimizer later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..loggers import messages
+from .base import Callback
+from .weight_averaging import checked_count
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+    Modules = nn.Module | Iterable["Modules"]
+
+
+class BaseFinetuning(Callback):
+    """Freezes layers before the optimizers are made and lets them join an optimizer at the epoch you choose.
+
+    Subclass it and write :meth:`freeze_before_training` and :meth:`finetune_function`. In ``configure_optimizers`` pass
+    only the parameters that train: ``[p for p in self.parameters() if p.requires_grad]``.
+
+    A checkpoint keeps which parameters were added, by name, and which are frozen; a resumed run has the same parameter
+    groups, and ``finetune_function`` runs once for each epoch. Schedulers follow: a new group takes the course of the
+    first group's learning rate, starting from its own.
+
+    Example:
+        >>> class UnfreezeEncoder(BaseFinetuning):
+        ...     def freeze_before_training(self, pl_module):
+        ...         self.freeze(pl_module.encoder)
+        ...
+        ...     def finetune_function(self, pl_module, epoch, optimizer):
+        ...         if epoch == 5:
+        ...             self.unfreeze_and_add_param_group(pl_module.encoder, optimizer, lr=1e-4)
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._restored: dict[str, Any] = {}
+        self._added: list[list[list[str]]] = []
+        self._trainable: list[str] = []
+        self._tracking: list[str] = []
+        self._latest_epoch = -1
+
+    def freeze_before_training(self, pl_module: TrainingModule) -> None:
+        """Freeze what is not to train at first. Runs in ``setup`` of a fit, before the optimizers are made."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define freeze_before_training(pl_module), which says what is frozen at "
+            "first. Define it, for example with self.freeze(pl_module.backbone)."
+        )
+
+    def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze what is due. Runs at the start of every epoch (0-based), once for each optimizer."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define finetune_function(pl_module, epoch, optimizer), which says what "
+            "joins the training when. Define it, for example with self.unfreeze_and_add_param_group(...)."
+        )
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[nn.Module]:
+        """The layers in ``modules`` (a module or a nested iterable of them) that are leaves or own parameters, once."""
+        if isinstance(modules, nn.Module):
+            found = list(modules.modules())
+        elif isinstance(modules, Iterable):
+            found = [layer for module in modules for layer in BaseFinetuning.flatten_modules(module)]
+        else:
+            raise TypeError(
+                f"Expected a module or an iterable of modules, got {modules!r} of type {type(modules).__name__}. "
+                "Pass layers such as pl_module.backbone or [pl_module.stem, pl_module.blocks]."
+            )
+        unique = {id(module): module for module in found}.values()
+        return [m for m in unique if not m._modules or any(p is not None for p in m._parameters.values())]
+
+    @staticmethod
+    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Parameter]:
+        """The parameters in ``modules`` whose ``requires_grad`` is as asked, each once.
+
+        Args:
+            modules: a module or a nested iterable of modules.
+            train_bn: also those of BatchNorm layers.
+            requires_grad: the trainable ones, or (False) the frozen ones.
+        """
+        seen: set[int] = set()
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, _BatchNorm) and not train_bn:
+                continue
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad == requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Let all parameters in ``modules`` train and BatchNorm layers follow the data's statistics."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            _make_layer_trainable(module)
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze the parameters that one layer owns itself; a BatchNorm layer's running statistics stand still."""
+        if isinstance(module, _BatchNorm):
+            module.track_running_stats = False
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad = False
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freeze all parameters in ``modules``.
+
+        Args:
+            modules: a module or a nested iterable of modules.
+            train_bn: leave BatchNorm layers trainable.
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, _BatchNorm) and train_bn:
+                _make_layer_trainable(module)
+            else:
+                BaseFinetuning.freeze_module(module)
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Parameter]) -> list[Parameter]:
+        """Those of ``params`` that ``optimizer`` does not hold yet; warns about the others."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        params = list(params)
+        new = [p for p in params if id(p) not in held]
+        if len(new) < len(params):
+            messages.warn(
+                f"{len(params) - len(new)} of {len(params)} parameters to unfreeze are in the optimizer already "
+                "and stay in their groups. Give the optimizer only parameters that train at first: "
+                "[p for p in self.parameters() if p.requires_grad]."
+            )
+        return new
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Unfreeze ``modules`` and give their parameters to ``optimizer`` as a new group.
+
+        Args:
+            modules: a module or a nested iterable of modules.
+            optimizer: receives the parameters that it does not hold yet.
+            lr: the new group's learning rate; None: that of the first group divided by ``initial_denom_lr``.
+            initial_denom_lr: see ``lr``.
+            train_bn: unfreeze BatchNorm layers too; otherwise they stay as they are.
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            if train_bn or not isinstance(module, _BatchNorm):
+                _make_layer_trainable(module)
+        params = list(BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True))
+        params = BaseFinetuning.filter_on_optimizer(optimizer, params)
+        if params:
+            rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
+            for parameter in params:
+                parameter.grad = None  # what gathered while no optimizer cleared it is of old weights
+            optimizer.add_param_group({"params": params, "lr": rate})
+
+    # ---- the run -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if stage == "fit":
+            self._forget()
+            self.freeze_before_training(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._added = [[] for _ in trainer.optimizers]
+        if self._restored:
+            self._restore(trainer, pl_module, self._restored)
+            self._restored = {}
+
+    def _restore(self, trainer: Trainer, pl_module: TrainingModule, state: dict[str, Any]) -> None:
+        """Freeze and add as it was when the state was saved. The optimizers' own state is loaded after this."""
+        parameters = dict(pl_module.named_parameters())
+        added = state["added"]
+        self._check_restored(type(pl_module).__name__, len(trainer.optimizers), parameters, added)
+        trainable, tracking = set(state["trainable"]), set(state["tracking"])
+        for name, parameter in parameters.items():
+            parameter.requires_grad = name in trainable
+        for name, module in pl_module.named_modules():
+            if isinstance(module, _BatchNorm):
+                module.track_running_stats = name in tracking
+        for optimizer, groups in zip(trainer.optimizers, added, strict=True):
+            before = len(optimizer.param_groups)
+            for names in groups:
+                optimizer.add_param_group({"params": [parameters[name] for name in names]})
+            _extend_schedulers(trainer, optimizer, before)
+        self._added, self._trainable, self._tracking = added, state["trainable"], state["tracking"]
+        self._latest_epoch = state["latest_epoch"]
+
+    def _check_restored(self, module: str, optimizers: int, parameters: Any, added: list[list[list[str]]]) -> None:
+        if len(added) != optimizers:
+            raise RuntimeError(
+                f"The checkpoint's {type(self).__name__} worked on {len(added)} optimizers, but {module}."
+                f"configure_optimizers returned {optimizers}. Resume with the module that wrote the checkpoint."
+            )
+        missing = [name for groups in added for names in groups for name in names if name not in parameters]
+        if missing:
+            raise RuntimeError(
+                f"The checkpoint's {type(self).__name__} added {len(missing)} parameters that {module} does not have "
+                f"({messages.names(missing[:3], 'and')}). Resume with the module that wrote the checkpoint."
+            )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        epoch = trainer.current_epoch
+        if epoch <= self._latest_epoch:
+            return
+        self._latest_epoch = epoch
+        for index, optimizer in enumerate(trainer.optimizers):
+            before = len(optimizer.param_groups)
+            self.finetune_function(pl_module, epoch, optimizer)
+            _extend_schedulers(trainer, optimizer, before)
+            self._added[index] += self._names(pl_module, optimizer.param_groups[before:])
+        self._trainable = [name for name, p in pl_module.named_parameters() if p.requires_grad]
+        self._tracking = [
+            name for name, m in pl_module.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats
+        ]
+
+    def _names(self, pl_module: TrainingModule, groups: list[dict[str, Any]]) -> list[list[str]]:
+        if not groups:
+            return []
+        names = {id(p): name for name, p in pl_module.named_parameters()}
+        unknown = [tuple(p.shape) for group in groups for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise ValueError(
+                f"{type(self).__name__}.finetune_function added a parameter of shape {unknown[0]} that is none of "
+                f"{type(pl_module).__name__}'s, so a resumed run could not find it. Make it an attribute of the module."
+            )
+        return [[names[id(p)] for p in group["params"]] for group in groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "added": self._added,
+            "trainable": self._trainable,
+            "tracking": self._tracking,
+            "latest_epoch": self._latest_epoch,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict if state_dict["latest_epoch"] >= 0 else {}
+
+
+def _make_layer_trainable(layer: nn.Module) -> None:
+    if isinstance(layer, _BatchNorm):
+        layer.track_running_stats = layer.running_mean is not None
+    for parameter in layer.parameters(recurse=False):
+        parameter.requires_grad = True
+
+
+def _extend_schedulers(trainer: Trainer, optimizer: Optimizer, before: int) -> None:
+    """Give each group from index ``before`` on its place in the schedulers of ``optimizer``."""
+    for config in trainer.lr_scheduler_configs:
+        if getattr(config.scheduler, "optimizer", None) is optimizer:
+            for index in range(before, len(optimizer.param_groups)):
+                _extend_scheduler(config.scheduler, index)
+
+
+#: What a scheduler keeps for each group: as attributes, and in the group itself.
+_LISTS = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
+_GROUP_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+
+
+def _extend_scheduler(scheduler: Any, index: int) -> None:
+    """Let a scheduler treat group ``index`` as it treats the first group, learning rates in proportion."""
+    for child in getattr(scheduler, "_schedulers", ()):
+        _extend_scheduler(child, index)
+    first, group = scheduler.optimizer.param_groups[0], scheduler.optimizer.param_groups[index]
+    ratio = group["lr"] / first["lr"] if first["lr"] else 1.0
+    for name in _LISTS:
+        values = getattr(scheduler, name, None)
+        if isinstance(values, list) and len(values) == index:
+            values.append(values[0] * ratio if name.endswith(("lrs", "_lr")) else values[0])
+    for key in _GROUP_KEYS:
+        if key in first and key not in group:
+            group[key] = first[key] * ratio if key.endswith("_lr") else first[key]
+
+
+def double(epoch: int) -> float:
+    """The default of ``lambda_func``: twice the learning rate, each epoch."""
+    return 2.0
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Trains a module's ``backbone`` from a given epoch on, at a learning rate that grows until it meets the others'.
+
+    The module needs an attribute ``backbone`` that is an ``nn.Module`` made in ``__init__``, and one optimizer, of the
+    parameters that train at first.
+
+    Args:
+        unfreeze_backbone_at_epoch: index (0-based) of the first epoch in which the backbone trains.
+        lambda_func: ``lambda_func(epoch)`` is what the backbone's learning rate is multiplied by at the start of each
+            epoch after that; it receives the epoch counted from 1.
+        backbone_initial_ratio_lr: the backbone's first learning rate as a share of the first group's.
+        backbone_initial_lr: the backbone's first learning rate itself.
+        should_align: hold the backbone's learning rate at the first group's once it reaches that.
+        initial_denom_lr: the same as ``backbone_initial_ratio_lr=1 / initial_denom_lr``. Give one of the three.
+        train_bn: train BatchNorm layers of the backbone: from the start, as the others stand still. If False they stay
+            frozen throughout.
+        verbose: say the learning rates at the start of each epoch.
+        rounding: decimals of the learning rates that are said.
+
+    Raises:
+        TypeError: for an argument of the wrong kind, or a module without ``backbone``.
+        ValueError: for an argument out of range, contradictory learning rates, or more than one optimizer.
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = double,
+        backbone_initial_ratio_lr: float = 0.1,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        checked_count(name, "unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0)
+        checked_count(name, "rounding", rounding, 0)
+        if not callable(lambda_func):
+            raise TypeError(
+                f"{name}(lambda_func={lambda_func!r}) cannot be called. Give a function of the epoch that returns what "
+                "the backbone's learning rate is multiplied by, such as lambda epoch: 1.5."
+            )
+        _check_rates(name, backbone_initial_ratio_lr, backbone_initial_lr, initial_denom_lr)
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.initial_denom_lr = initial_denom_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.rounding = rounding
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        backbone = getattr(pl_module, "backbone", None)
+        if stage == "fit" and not isinstance(backbone, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} needs {type(pl_module).__name__}.backbone to be an nn.Module when the fit "
+                f"begins, but found {backbone!r}. Make it in __init__, or subclass BaseFinetuning for other layers."
+            )
+        super().setup(trainer, pl_module, stage)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.previous_backbone_lr: float | None = None
+        self._group: int | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"{type(self).__name__} adds the backbone to one optimizer, but {type(pl_module).__name__}."
+                f"configure_optimizers returned {len(trainer.optimizers)}. Subclass BaseFinetuning and choose the "
+                "optimizer in finetune_function."
+            )
+        super().on_fit_start(trainer, pl_module)
+
+    def freeze_before_training(self, pl_module: TrainingModule) -> None:
+        self.freeze(pl_module.backbone, train_bn=self.train_bn)
+
+    def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
+        if epoch < self.unfreeze_backbone_at_epoch:
+            return
+        current = float(optimizer.param_groups[0]["lr"])
+        if self.previous_backbone_lr is None:
+            rate = self._first_rate(current)
+            before = len(optimizer.param_groups)
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, rate, train_bn=self.train_bn)
+            self._group = before if len(optimizer.param_groups) > before else None
+        else:
+            rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            rate = min(rate, current) if self.should_align else rate
+            if self._group is not None:
+                optimizer.param_groups[self._group]["lr"] = rate
+        self.previous_backbone_lr = rate
+        if self.verbose and self._group is not None:
+            messages.info(
+                f"Epoch {epoch}: learning rate {round(current, self.rounding)}, "
+                f"backbone {round(rate, self.rounding)}"
+            )
+
+    def _first_rate(self, current: float) -> float:
+        if self.backbone_initial_lr is not None:
+            return self.backbone_initial_lr
+        if self.initial_denom_lr != _DENOMINATOR:
+            return current / self.initial_denom_lr
+        return current * self.backbone_initial_ratio_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"previous_backbone_lr": self.previous_backbone_lr, "group": self._group}
+
+    def _restore(self, trainer: Trainer, pl_module: TrainingModule, state: dict[str, Any]) -> None:
+        super()._restore(trainer, pl_module, state)
+        self.previous_backbone_lr, self._group = state["previous_backbone_lr"], state["group"]
+
+
+_RATIO, _DENOMINATOR = 0.1, 10.0
+
+
+def _check_rates(owner: str, ratio: float, rate: float | None, denominator: float) -> None:
+    values = {"backbone_initial_ratio_lr": ratio, "backbone_initial_lr": rate, "initial_denom_lr": denominator}
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise TypeError(f"{owner}({name}={value!r}) is a {type(value).__name__}. Give a positive number.")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{owner}({name}={value}) would not let the backbone train. Give a positive number.")
+    defaults = {"backbone_initial_ratio_lr": _RATIO, "backbone_initial_lr": None, "initial_denom_lr": _DENOMINATOR}
+    given = [name for name, value in values.items() if value != defaults[name]]
+    if len(given) > 1:
+        raise ValueError(
+            f"{owner} got {messages.names(given, 'and')}, which each say the backbone's first learning rate, so all "
+            "but one would be ignored. Give one of them."
+        )

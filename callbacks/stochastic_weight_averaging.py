@@ -1,0 +1,322 @@
+"""Stochastic weight averaging: the mean of the weights at the ends of the last epochs, and a learning rate for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import SWALR
+
+from ..loggers import messages
+from .base import Callback
+from .weight_averaging import (
+    CURRENT_KEY,
+    AverageOne,
+    WeightAverage,
+    checked_count,
+    checked_device,
+    equal_weights,
+    load_current,
+    one_by_one,
+)
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+_CPU = torch.device("cpu")
+
+
+class StochasticWeightAveraging(Callback):
+    """Averages the weights at the end of each of the last epochs and gives the module the mean when the fit ends.
+
+    From the start epoch on, a schedule towards ``swa_lrs`` takes the place of the run's scheduler. When the fit ends
+    the mean takes the place of the weights, and BatchNorm statistics are estimated anew for it: one more pass over the
+    training data through ``training_step``, without gradients and without logging. Validation and the checkpoints
+    written during the fit use the weights under training; the average lies in this callback's state. A checkpoint
+    written after the fit holds the mean, and the weights under training beside it.
+
+    Args:
+        swa_lrs: the learning rate to anneal to: one for all parameter groups, or a list with one for each.
+        swa_epoch_start: first epoch to average, counted from 1; a float is the fraction of ``max_epochs`` at which
+            that epoch is found (0.8 of 10 epochs: the 8th).
+        annealing_epochs: epochs from the present learning rate to ``swa_lrs``; 0 changes it at once.
+        annealing_strategy: ``"cos"`` or ``"linear"``.
+        avg_fn: ``avg_fn(average, current, n_averaged)`` makes the new average of one tensor; the mean if None.
+        device: where the average lives; next to the weights if None.
+
+    Raises:
+        TypeError: for an argument of the wrong kind.
+        ValueError: for an argument out of range; when the fit starts, for what cannot be averaged this way.
+
+    References:
+        Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018.
+    """
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: AverageOne | None = None,
+        device: torch.device | str | None = _CPU,
+    ) -> None:
+        name = type(self).__name__
+        _check_rates(name, swa_lrs)
+        _check_start(name, swa_epoch_start)
+        if annealing_strategy not in ("cos", "linear"):
+            raise ValueError(messages.unknown("annealing_strategy", annealing_strategy, ("cos", "linear")))
+        if avg_fn is not None and not callable(avg_fn):
+            raise TypeError(
+                f"{name}(avg_fn={avg_fn!r}) cannot be called. "
+                "Give a function of (average, current, n_averaged) that returns a tensor, or None for the mean."
+            )
+        self._swa_lrs = swa_lrs
+        self._swa_epoch_start = swa_epoch_start
+        self._annealing_epochs = checked_count(name, "annealing_epochs", annealing_epochs, 0)
+        self._annealing_strategy: Literal["cos", "linear"] = annealing_strategy
+        self._avg_fn = avg_fn
+        self._device = checked_device(name, device)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._average: WeightAverage | None = None
+        self._restored: dict[str, Any] = {}
+        self._start = 0
+        self._last_epoch = -1
+        self._final = False
+        self._held_statistics: dict[str, Tensor] = {}
+
+    @property
+    def swa_start(self) -> int:
+        """Index (0-based) of the first epoch that is averaged; known once a fit has started."""
+        return self._start
+
+    @property
+    def n_averaged(self) -> int:
+        """How many epochs are in the average."""
+        return self._average.n_averaged if self._average else 0
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if stage == "fit":
+            self._forget()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._check_run(trainer, pl_module)
+        self._start = self._start_epoch(trainer)
+        self._last_epoch = self._restored.get("latest_update_epoch", -1)
+        if self._restored.get("active"):
+            self._begin(trainer, pl_module)
+            state = self._restored["average_model_state"]
+            if self._average is not None and self._restored["n_averaged"]:
+                self._average.load(trainer.strategy, state, self._restored["n_averaged"])
+        self._restored = {}
+
+    def _check_run(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        me, module = type(self).__name__, type(pl_module).__name__
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"{me} anneals the learning rate of one optimizer, but {module}.configure_optimizers returned "
+                f"{len(trainer.optimizers)}. Use EMAWeightAveraging, which leaves learning rates alone."
+            )
+        if len(trainer.lr_scheduler_configs) > 1:
+            raise ValueError(
+                f"{me} takes the place of the learning-rate scheduler, but {module}.configure_optimizers returned "
+                f"{len(trainer.lr_scheduler_configs)} of them. Return one (SequentialLR joins several) or none."
+            )
+        if not pl_module.automatic_optimization and any(isinstance(m, _BatchNorm) for m in pl_module.modules()):
+            raise ValueError(
+                f"{me} estimates BatchNorm statistics by running training_step without gradients, but "
+                f"{module}.training_step optimizes manually and would train. Use WeightAveraging, which averages them."
+            )
+
+    def _start_epoch(self, trainer: Trainer) -> int:
+        start = self._swa_epoch_start
+        if isinstance(start, float):
+            if trainer.max_epochs is None or trainer.max_epochs < 0:
+                raise ValueError(
+                    f"{type(self).__name__}(swa_epoch_start={start}) is a fraction of max_epochs, but this run has "
+                    f"max_epochs={trainer.max_epochs}. Set max_epochs, or give the first epoch as an integer."
+                )
+            start = int(trainer.max_epochs * start)
+        return max(start - 1, 0)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        epoch = trainer.current_epoch
+        if self._average is None and epoch >= self._start:
+            if epoch > self._start:
+                messages.warn(
+                    f"{type(self).__name__} starts in epoch {epoch}, after its first epoch {self._start}: the run was "
+                    "resumed from a checkpoint without its state. Only the epochs from here on are averaged."
+                )
+            self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        average = one_by_one(self._avg_fn) if self._avg_fn is not None else equal_weights()
+        self._average = WeightAverage(pl_module, average, self._device, use_buffers=False)
+        optimizer = trainer.optimizers[0]
+        rates, groups = self._swa_lrs, len(optimizer.param_groups)
+        if isinstance(rates, list) and len(rates) != groups:
+            raise ValueError(
+                f"{type(self).__name__}(swa_lrs={rates}) gives {len(rates)} learning rates, but the optimizer of "
+                f"{type(pl_module).__name__} has {groups} parameter groups. Give one for each, or one number for all."
+            )
+        scheduler = SWALR(
+            optimizer,
+            rates,  # type: ignore[arg-type]  # torch takes a list as well
+            anneal_epochs=self._annealing_epochs,
+            anneal_strategy=self._annealing_strategy,
+        )
+        _replace_scheduler(trainer.lr_scheduler_configs, scheduler)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        epoch = trainer.current_epoch
+        if self._average is not None and epoch > self._last_epoch:
+            self._average.update()
+            self._last_epoch = epoch
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self.n_averaged:
+            self._finish(trainer, pl_module)
+        else:
+            messages.warn(
+                f"{type(self).__name__} averaged nothing: the fit ended after {trainer.current_epoch} epochs, before "
+                f"its first epoch {self._start} (0-based) did, so {type(pl_module).__name__} keeps its last weights. "
+                "Train longer, or lower swa_epoch_start."
+            )
+
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self.n_averaged:  # a resumed fit that had nothing left to train
+            self._finish(trainer, pl_module)
+
+    def _finish(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self._final or self._average is None:
+            return
+        self._held_statistics = _statistics(pl_module)
+        self._average.show()
+        self._final = True
+        if self._held_statistics:
+            _estimate_statistics(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "active": self._average is not None,
+            "n_averaged": self.n_averaged,
+            "latest_update_epoch": self._last_epoch,
+            "average_model_state": self._average.averages() if self._average is not None else {},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        if self._final and self._average is not None and self._average.module is pl_module:
+            trained = self._average.held_state(trainer.strategy) | self._held_statistics
+            checkpoint[CURRENT_KEY] = {n: trained.get(n, value) for n, value in checkpoint["state_dict"].items()}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn == "fit" and CURRENT_KEY in checkpoint:
+            load_current(trainer, pl_module, checkpoint)
+
+
+def _check_rates(owner: str, rates: Any) -> None:
+    values = rates if isinstance(rates, list) else [rates]
+    if not values or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
+        raise TypeError(
+            f"{owner}(swa_lrs={rates!r}) is no learning rate. "
+            "Give a positive number, or a list with a positive number for each parameter group."
+        )
+    if not all(0 < v < math.inf for v in values):
+        raise ValueError(
+            f"{owner}(swa_lrs={rates!r}) holds a learning rate that would not train. Give positive, finite numbers."
+        )
+
+
+def _check_start(owner: str, start: Any) -> None:
+    if isinstance(start, bool) or not isinstance(start, (int, float)):
+        raise TypeError(
+            f"{owner}(swa_epoch_start={start!r}) is a {type(start).__name__}. "
+            "Give the first epoch to average, an integer counted from 1, or a fraction of max_epochs from 0.0 to 1.0."
+        )
+    if (isinstance(start, int) and start < 1) or (isinstance(start, float) and not 0.0 <= start <= 1.0):
+        raise ValueError(
+            f"{owner}(swa_epoch_start={start}) is out of range: an integer counts epochs from 1, a float is a fraction "
+            "of max_epochs. Give an integer of at least 1 or a float from 0.0 to 1.0."
+        )
+
+
+def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
+    """Let ``scheduler`` run once an epoch in place of the one there is, if any."""
+    ours = {"scheduler": scheduler, "interval": "epoch", "frequency": 1, "monitor": None, "strict": True, "name": None}
+    ours["reduce_on_plateau"] = False
+    if configs:
+        messages.info(f"{type(scheduler).__name__} takes the place of {type(configs[0].scheduler).__name__}.")
+        for name, value in ours.items():
+            setattr(configs[0], name, value)
+    else:
+        configs.append(SimpleNamespace(**ours))
+
+
+def _training_layers(module: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers whose statistics a training step changes."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.training
+    }
+
+
+def _statistics(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the statistics that a training step changes, under their names in a ``state_dict``."""
+    return {
+        f"{name}.{key}" if name else key: buffer.clone()
+        for name, layer in _training_layers(module).items()
+        for key, buffer in layer.named_buffers(recurse=False)
+    }
+
+
+def _estimate_statistics(trainer: Trainer, module: TrainingModule) -> None:
+    """Replace BatchNorm statistics by the means over one pass of the training data, over all ranks."""
+    layers = list(_training_layers(module).values())
+    momenta = [layer.momentum for layer in layers]
+    step, move = trainer._bind_step("training_step"), trainer._mover(0)
+    try:
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # the plain mean over all batches
+        with torch.no_grad(), _without_logging(module):
+            for batch_idx, batch in enumerate(trainer._source.train_iterable()):
+                if batch_idx >= trainer.num_training_batches:
+                    break
+                step(batch if move is None else move(batch), batch_idx)
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+    for layer in layers:
+        for buffer in (layer.running_mean, layer.running_var):
+            if buffer is not None:
+                buffer.copy_(trainer.strategy.reduce(buffer, "mean"))
+
+
+@contextmanager
+def _without_logging(module: nn.Module) -> Iterator[None]:
+    """Let ``self.log`` of a module and of modules in it do nothing."""
+    loggers = [m for m in module.modules() if hasattr(type(m), "log_dict") and "log" not in vars(m)]
+    for m in loggers:
+        vars(m)["log"] = _ignore
+    try:
+        yield
+    finally:
+        for m in loggers:
+            del vars(m)["log"]
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Stands in for ``log``."""

@@ -1,0 +1,491 @@
+"""Averages of the weights, kept beside the training: the arithmetic, and the callbacks that show and save them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from ..loggers import messages
+from .base import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..strategies.base import Strategy
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+AverageOne = Callable[[Tensor, Tensor, int], Tensor]
+"""``avg_fn(average, current, n_averaged)`` returns the new average of one tensor; all three of that tensor's shape."""
+AverageMany = Callable[[list[Tensor], list[Tensor], int], None]
+"""``multi_avg_fn(averages, currents, n_averaged)`` updates a list of averages in place."""
+
+#: Where a checkpoint keeps the weights under training while its ``state_dict`` holds their average.
+CURRENT_KEY = "current_model_state"
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class WeightAverage:
+    """The running average of a module's weights, in tensors of its own; the module itself is never copied.
+
+    Weights in half precision are averaged in float32, where small updates are not rounded away. Tensors that an average
+    makes no sense of (integers, such as BatchNorm's batch counter, and buffers that hold infinities or NaN, such as an
+    attention mask) are not averaged: the module's own value counts at any time.
+
+    Args:
+        module: the module whose weights are averaged.
+        average: how a list of averages takes in the current weights.
+        device: where the averages live; next to each weight if None.
+        use_buffers: average the buffers too.
+
+    Attributes:
+        n_averaged: how many times the weights have been taken in. At 0 there is no average yet.
+        held: the current weights, while the module shows the averages; else None.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        average: AverageMany,
+        device: torch.device | None = None,
+        use_buffers: bool = True,
+    ) -> None:
+        self.module = module
+        self.n_averaged = 0
+        self.held: list[Tensor] | None = None
+        self._average = average
+        self._places: list[tuple[dict[str, Tensor], str]] = []
+        self._index: dict[str, int] = {}
+        self._averages: list[Tensor] = []
+        known: dict[int, int] = {}
+        for name, owner, key in _averaged_places(module, use_buffers):
+            tensor = owner[key]
+            if id(tensor) not in known:
+                known[id(tensor)] = len(self._averages)
+                self._places.append((owner, key))
+                self._averages.append(_copy_for_average(tensor, device))
+            self._index[name] = known[id(tensor)]
+        self._groups = self._group()
+
+    def _group(self) -> list[tuple[list[Tensor], list[tuple[dict[str, Tensor], str]], bool]]:
+        """Averages of one device and dtype, where their current values are found, and whether these need converting."""
+        groups: dict[Any, tuple[list[Tensor], list[tuple[dict[str, Tensor], str]], bool]] = {}
+        for average, (owner, key) in zip(self._averages, self._places, strict=True):
+            differs = owner[key].dtype != average.dtype or owner[key].device != average.device
+            group = groups.setdefault((average.device, average.dtype, differs), ([], [], differs))
+            group[0].append(average)
+            group[1].append((owner, key))
+        return list(groups.values())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the module's weights into the average; the first time the average becomes a copy of them."""
+        for averages, places, convert in self._groups:
+            current = [owner[key].detach() for owner, key in places]
+            if convert:
+                current = [c.to(a.device, a.dtype) for a, c in zip(averages, current, strict=True)]
+            if self.n_averaged:
+                self._average(averages, current, self.n_averaged)
+            else:
+                torch._foreach_copy_(averages, current)
+        self.n_averaged += 1
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Put the averages into the module and hold its own weights aside. Does nothing before the first update."""
+        if self.held is None and self.n_averaged:
+            pairs = list(zip(self._places, self._averages, strict=True))
+            with torch.inference_mode(False):
+                self.held = [owner[key].detach().to(average.device, copy=True) for (owner, key), average in pairs]
+            for (owner, key), average in pairs:
+                owner[key].copy_(average)
+
+    @torch.no_grad()
+    def hide(self) -> None:
+        """Put the weights that :meth:`show` held aside back. Can be repeated, also after it was interrupted."""
+        if self.held is not None:
+            for (owner, key), weight in zip(self._places, self.held, strict=True):
+                owner[key].copy_(weight)
+            self.held = None
+
+    def averages(self) -> dict[str, Tensor]:
+        """The averages under the names of the weights; tied weights appear under each of their names."""
+        return {name: self._averages[index] for name, index in self._index.items()}
+
+    def average_state(self, strategy: Strategy) -> dict[str, Any]:
+        """The averages as a whole ``state_dict`` of the averaged tensors only."""
+        return strategy.model_state(_tree(self.averages()))
+
+    def held_state(self, strategy: Strategy) -> dict[str, Any]:
+        """The weights that are held aside, as :meth:`average_state`; empty when none are."""
+        if self.held is None:
+            return {}
+        return strategy.model_state(_tree({name: self.held[index] for name, index in self._index.items()}))
+
+    def load(self, strategy: Strategy, state: Mapping[str, Any], n_averaged: int) -> None:
+        """Take over averages from a ``state_dict``. Weights it does not name keep the module's present values."""
+        averages = self.averages()
+        known = {name: value for name, value in state.items() if name in averages}
+        strategy.load_model_state(_tree(averages), known, strict=False)
+        self.n_averaged = n_averaged
+
+
+def _averaged_places(module: nn.Module, use_buffers: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Name, owner and key of every tensor to average; tied tensors come once for each name."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        dot = prefix + "." if prefix else ""
+        for key, parameter in owner._parameters.items():
+            if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
+                yield dot + key, owner._parameters, key
+        for key, buffer in owner._buffers.items() if use_buffers else ():
+            if buffer is not None and (buffer.is_floating_point() or buffer.is_complex()) and _is_finite(buffer):
+                yield dot + key, owner._buffers, key
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())  # waits for the device, once a fit
+
+
+def _copy_for_average(tensor: Tensor, device: torch.device | None) -> Tensor:
+    dtype = torch.float32 if tensor.dtype in _HALF else tensor.dtype
+    return tensor.detach().to(device or tensor.device, dtype, copy=True)
+
+
+def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module without code that holds tensors under dotted names, so that a strategy can gather or load it."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, key = name.split(".")
+        node = root
+        for part in path:
+            if part not in node._modules:
+                node.add_module(part, nn.Module())
+            node = node.get_submodule(part)
+        node.register_buffer(key, tensor)
+    return root
+
+
+def one_by_one(avg_fn: AverageOne) -> AverageMany:
+    """The function of lists that applies ``avg_fn`` to each tensor."""
+
+    def average(averages: list[Tensor], current: list[Tensor], n_averaged: int) -> None:
+        for a, c in zip(averages, current, strict=True):
+            a.copy_(avg_fn(a, c, n_averaged))
+
+    return average
+
+
+def equal_weights() -> AverageMany:
+    """The function that makes the arithmetic mean of all weights taken in."""
+    return get_swa_multi_avg_fn()
+
+
+def checked_device(owner: str, device: torch.device | str | int | None) -> torch.device | None:
+    """``device`` as a ``torch.device``, or the error for what is none."""
+    if device is None or isinstance(device, torch.device):
+        return device
+    if isinstance(device, (str, int)) and not isinstance(device, bool):
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{owner}(device={device!r}) names no device that PyTorch knows. "
+                "Give 'cpu', 'cuda', 'cuda:0' or a torch.device, or None for the device of the weights."
+            ) from error
+    raise TypeError(
+        f"{owner}(device={device!r}) is a {type(device).__name__}, not a device. "
+        "Give a name such as 'cpu', a torch.device, or None for the device of the weights."
+    )
+
+
+def checked_count(owner: str, name: str, value: Any, minimum: int) -> int:
+    """``value`` if it is an integer of at least ``minimum``, else the error."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"{owner}({name}={value!r}) is a {type(value).__name__}, but {name} counts: "
+            f"give an integer of at least {minimum}."
+        )
+    if value < minimum:
+        raise ValueError(f"{owner}({name}={value}) is too small. Give an integer of at least {minimum}.")
+    return value
+
+
+class WeightAveraging(Callback):
+    """Keeps an average of the weights and lets it take their place wherever the model is judged or handed on.
+
+    Validation during a fit runs with the averages. A checkpoint's ``state_dict`` holds the averages, and the weights
+    under training lie beside them under ``current_model_state``, so that a resumed run continues both. When the fit
+    ends, the module holds the averages. After an exception it holds the weights under training.
+
+    The average is updated after every optimizer step (accumulated micro-batches count as one, a step that fp16 skipped
+    as none). Override :meth:`should_update` for another rhythm. Before the first update the weights themselves are
+    used. Averages of half-precision weights are kept, and saved, in float32.
+
+    Args:
+        device: where the average lives; next to the weights if None. ``"cpu"`` saves GPU memory, at the price of a copy
+            that waits for the device at each update.
+        use_buffers: average floating-point buffers (BatchNorm statistics) too. Otherwise the buffers are those of the
+            weights under training; ``torch.optim.swa_utils.update_bn`` re-estimates them.
+        **kwargs: ``avg_fn(average, current, n_averaged)`` or ``multi_avg_fn(averages, currents, n_averaged)``, as in
+            ``torch.optim.swa_utils.AveragedModel``. Without either, all updates weigh the same.
+
+    Raises:
+        TypeError: for another keyword, or a ``device`` that is none.
+        ValueError: for both functions at once, or an unknown device.
+    """
+
+    def __init__(
+        self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any
+    ) -> None:
+        name = type(self).__name__
+        for key, value in kwargs.items():
+            self._check_argument(key, value)
+        if kwargs.get("avg_fn") is not None and kwargs.get("multi_avg_fn") is not None:
+            raise ValueError(
+                f"{name} got both avg_fn and multi_avg_fn, and only one of them can make the average. "
+                "Give avg_fn for one tensor at a time or multi_avg_fn for a list of them."
+            )
+        self._device = checked_device(name, device)
+        self._use_buffers = use_buffers
+        self._avg_fn: AverageOne | None = kwargs.get("avg_fn")
+        self._multi_avg_fn: AverageMany | None = kwargs.get("multi_avg_fn")
+        self._forget()
+
+    def _check_argument(self, key: str, value: Any) -> None:
+        name = type(self).__name__
+        if key not in ("avg_fn", "multi_avg_fn"):
+            raise TypeError(
+                f"{name} has no argument {key!r}.{messages.did_you_mean(key, _ARGUMENTS)} "
+                f"Choose {messages.names(_ARGUMENTS)}."
+            )
+        if value is not None and not callable(value):
+            raise TypeError(
+                f"{name}({key}={value!r}) cannot be called. Give a function such as "
+                "torch.optim.swa_utils.get_ema_multi_avg_fn(0.99) for multi_avg_fn, or None for the equal mean."
+            )
+
+    def _forget(self) -> None:
+        self._average: WeightAverage | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._restored: dict[str, Any] = {}
+        self._last_step = 0
+        self._last_epoch = -1
+        self._final = False
+        self._epoch = 0
+        self._previous_step = 0
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to take the weights into the average now; by default after every optimizer step.
+
+        Args:
+            step_idx: index of the optimizer step just made (0-based); None when an epoch has ended.
+            epoch_idx: index of the epoch that has ended (0-based); None after a step.
+        """
+        return step_idx is not None
+
+    @property
+    def n_averaged(self) -> int:
+        """How many times the weights have been taken into the average of the present or last fit."""
+        return self._average.n_averaged if self._average else 0
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        others = [type(c).__name__ for c in trainer.callbacks if isinstance(c, WeightAveraging) and c is not self]
+        if others:
+            raise ValueError(
+                f"Trainer(callbacks=...) holds {type(self).__name__} and {messages.names(others, 'and')}, but only one "
+                "average can take the place of the weights in validation and checkpoints. Remove one of them."
+            )
+        self._forget()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._average = WeightAverage(pl_module, self._averaging(), self._device, self._use_buffers)
+        if self._loaded is not None:
+            self._average.load(trainer.strategy, self._loaded, self._restored["n_averaged"])
+            self._loaded = None
+
+    def _averaging(self) -> AverageMany:
+        if self._avg_fn is not None:
+            return one_by_one(self._avg_fn)
+        return self._multi_avg_fn or equal_weights()
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._last_step = trainer.state.global_step
+        self._last_epoch = self._restored.get("latest_update_epoch", -1)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int
+    ) -> None:
+        state = trainer.state
+        step = state.global_step
+        if step == self._last_step:
+            return
+        self._previous_step, self._last_step, self._epoch = self._last_step, step, state.epoch
+        if self.should_update(step_idx=step - 1) and self._average is not None:
+            self._average.update()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        epoch = trainer.current_epoch
+        if epoch > self._last_epoch and self.should_update(epoch_idx=epoch) and self._average is not None:
+            self._average.update()
+            self._last_epoch = epoch
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if trainer.state.fn == "fit" and self._average is not None:
+            self._average.show()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._hide()
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self._average is None:
+            return
+        if not self._average.n_averaged:
+            messages.warn(
+                f"{type(self).__name__} never updated its average in {trainer.state.global_step} steps, so "
+                f"{type(pl_module).__name__} keeps its last weights. Train longer, or let the updates start earlier."
+            )
+        self._finish()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._finish()  # a resumed fit that had nothing left to train
+
+    def _finish(self) -> None:
+        if self._average is not None:
+            self._average.show()
+            self._final = True
+
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+        self._hide()
+
+    def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        self._hide()
+
+    def _hide(self) -> None:
+        if self._average is not None and not self._final:
+            self._average.hide()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_averaged": self.n_averaged, "latest_update_epoch": self._last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        average = self._average
+        if average is None or average.module is not pl_module or not average.n_averaged:
+            return
+        state = checkpoint["state_dict"]
+        checkpoint[CURRENT_KEY] = _replaced(state, average.held_state(trainer.strategy))
+        if not self._final:
+            checkpoint["state_dict"] = _replaced(state, average.average_state(trainer.strategy))
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit":
+            return
+        own = checkpoint.get("callbacks", {}).get(self.state_key)
+        if CURRENT_KEY in checkpoint:
+            load_current(trainer, pl_module, checkpoint)
+        if own and own["n_averaged"] and CURRENT_KEY in checkpoint:
+            self._loaded = checkpoint["state_dict"]
+        elif not own:
+            messages.info(
+                f"The checkpoint holds no average of {type(self).__name__}: a new one starts with the resumed weights."
+            )
+
+
+_ARGUMENTS = ("device", "use_buffers", "avg_fn", "multi_avg_fn")
+
+
+def _replaced(state: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with the tensors that ``values`` names; what a module keeps out of its state stays out."""
+    return {name: values.get(name, value) for name, value in state.items()}
+
+
+def load_current(trainer: Trainer, pl_module: TrainingModule, checkpoint: Mapping[str, Any]) -> None:
+    """Give a module the weights under training in place of the averages that were loaded with ``state_dict``."""
+    trainer.strategy.load_model_state(pl_module, checkpoint[CURRENT_KEY], strict=pl_module.strict_loading)
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Keeps an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
+
+    The average starts as a copy of the weights at the first update. See :class:`WeightAveraging` for where it is used.
+
+    Args:
+        device: where the average lives; next to the weights if None.
+        use_buffers: average floating-point buffers (BatchNorm statistics) too.
+        decay: how much of the average remains at an update, in [0, 1].
+        update_every_n_steps: optimizer steps from one update to the next.
+        update_starting_at_step: index (0-based) of the first optimizer step that may update; None: any.
+        update_starting_at_epoch: index (0-based) of the first epoch whose steps may update; None: any.
+        **kwargs: nothing more; it is there to tell about misspelled arguments.
+
+    Raises:
+        TypeError: for an argument of the wrong kind, or an averaging function (use :class:`WeightAveraging` for that).
+        ValueError: for an argument out of range.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        name = type(self).__name__
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)):
+            raise TypeError(
+                f"{name}(decay={decay!r}) is a {type(decay).__name__}, but decay is the share of the average that "
+                "remains at an update. Give a number from 0 to 1, such as 0.999."
+            )
+        if not 0 <= decay <= 1:
+            raise ValueError(
+                f"{name}(decay={decay}) lies outside [0, 1], so the average would not stay among the weights. "
+                "Give the share of the average that remains at an update, such as 0.999."
+            )
+        super().__init__(device, use_buffers, **kwargs)
+        self.decay = float(decay)
+        self.update_every_n_steps = checked_count(name, "update_every_n_steps", update_every_n_steps, 1)
+        self.update_starting_at_step = _optional_index(name, "update_starting_at_step", update_starting_at_step)
+        self.update_starting_at_epoch = _optional_index(name, "update_starting_at_epoch", update_starting_at_epoch)
+
+    def _check_argument(self, key: str, value: Any) -> None:
+        if key in ("avg_fn", "multi_avg_fn"):
+            raise TypeError(
+                f"{type(self).__name__} got {key}, but it makes its average from decay. "
+                f"Use WeightAveraging({key}=...) for a function of your own."
+            )
+        choices: Sequence[str] = ("decay", "update_every_n_steps", "update_starting_at_step")
+        choices = (*_ARGUMENTS[:2], *choices, "update_starting_at_epoch")
+        raise TypeError(
+            f"{type(self).__name__} has no argument {key!r}.{messages.did_you_mean(key, choices)} "
+            f"Choose {messages.names(choices)}."
+        )
+
+    def _averaging(self) -> AverageMany:
+        return get_ema_multi_avg_fn(self.decay)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to update: after the first step, then whenever ``update_every_n_steps`` more steps have been made."""
+        if step_idx is None:
+            return False
+        if self.update_starting_at_step is not None and step_idx < self.update_starting_at_step:
+            return False
+        if self.update_starting_at_epoch is not None and self._epoch < self.update_starting_at_epoch:
+            return False
+        # With several optimizers a batch makes several steps: a multiple of n may lie between two calls.
+        return step_idx // self.update_every_n_steps > (self._previous_step - 1) // self.update_every_n_steps
+
+
+def _optional_index(owner: str, name: str, value: Any) -> int | None:
+    return None if value is None else checked_count(owner, name, value, 0)
