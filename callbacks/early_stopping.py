@@ -156,7 +156,7 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason = reason
-            self.stopping_reason_message = text or "Another process asked to stop."
+            self.stopping_reason_message = text if stop else "Another process asked to stop."
         if text and self.verbose:
             self._say(trainer, text)
 
