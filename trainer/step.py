@@ -84,7 +84,9 @@ class TrainStep(ManualStep):
             self.sync(complete)
         output = self.forward(batch, batch_idx)
         loss = output if type(output) is Tensor and not self.losses.by_items else self.losses.read(output)
-        if loss is not None:
+        if loss is None:
+            complete = state.is_last_batch  # a skipped batch takes no place in the window
+        else:
             self.differentiate(loss)
             state.window += 1
         if complete and state.window:
@@ -172,6 +174,7 @@ class ClosureStep(TrainStep):
             if loss is not None:
                 self.differentiate(loss)
                 state.window += 1
+            if state.window:
                 self.complete()
             return loss
 

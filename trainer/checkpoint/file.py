@@ -23,6 +23,7 @@ from .plain import plain
 FORMAT = 1
 
 _BUFFER_BYTES = 1 << 20
+_DOS_FOLDER = 0x10
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -39,36 +40,44 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         OSError: it could not be written. What was at ``path`` is still there.
     """
     target = Path(path)
-    checkpoint = plain(checkpoint, "checkpoint")
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "A checkpoint is one file, but there is a folder of this name", str(path))
-    temporary = target.with_name(f".{target.name[:180]}.{uuid4().hex[:12]}.tmp")
-    written = 0
+    temporary = target.with_name(_temporary_name(target.name))
+    stream = _Stream()
     try:
+        checkpoint = plain(checkpoint, "checkpoint")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb", buffering=_BUFFER_BYTES) as raw:
-            stream = _Stream(raw)
-            try:
-                _save(checkpoint, stream)
-            finally:
-                written = stream.written
-            raw.flush()
-            os.fsync(raw.fileno())
+        with temporary.open("xb", buffering=_BUFFER_BYTES) as stream.raw:
+            _save(checkpoint, stream)
+            stream.raw.flush()
+            os.fsync(stream.raw.fileno())
         temporary.replace(target)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise _not_written(error, checkpoint, target, written) from error
+            raise _not_written(error, checkpoint, target, stream.written) from error
+        if isinstance(error, RecursionError):
+            raise ValueError(
+                "The checkpoint holds data that is nested too deeply, or that contains itself, and cannot be written. "
+                "Look at what state_dict() and on_save_checkpoint() of your classes return."
+            ) from None
         raise
     _sync_folder(target.parent)
+
+
+def _temporary_name(name: str) -> str:
+    longest_name = 255
+    ending = f".{uuid4().hex[:12]}.tmp"
+    return f".{name}{ending}" if len(os.fsencode(name)) + len(ending) < longest_name else f".checkpoint{ending}"
 
 
 class _Stream:
     """What ``torch.save`` writes to. It fails by keeping the error: one raised here is masked by a later one."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self.raw = raw
+    raw: IO[bytes]
+
+    def __init__(self) -> None:
         self.written = 0
         self.error: BaseException | None = None
 
@@ -89,11 +98,6 @@ def _save(checkpoint: dict[str, Any], stream: _Stream) -> None:
     torch.serialization.set_crc32_options(True)
     try:
         torch.save(checkpoint, stream)  # pyright: ignore[reportArgumentType]
-    except RecursionError:
-        raise ValueError(
-            "The checkpoint holds data that is nested too deeply, or that contains itself, and cannot be written. "
-            "Look at what state_dict() and on_save_checkpoint() of your classes return."
-        ) from None
     finally:
         torch.serialization.set_crc32_options(checksums)
     if stream.error is not None:
@@ -178,7 +182,7 @@ def _read(file: IO[bytes], name: str, map_location: Any, weights_only: bool) -> 
     except (EOFError, LookupError, ValueError, TypeError) as error:
         raise _damaged(name, f"torch.load says {error!r}") from error
     except RuntimeError as error:
-        if "PytorchStreamReader" in str(error):
+        if "inline_container" in str(error) or "PytorchStreamReader" in str(error):
             raise _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}") from error
         raise
     _check_contents(checkpoint, name)
@@ -233,14 +237,20 @@ def _check_bytes(file: IO[bytes], name: str) -> None:
             records = archive.infolist()
             checksums = any(record.CRC for record in records)
             damaged = archive.testzip() if checksums else None
+            damaged = damaged or next((r.filename for r in records if _is_odd(r)), None)
     except Exception as error:
         raise _damaged(name, f"its records cannot be read ({error})") from error
     if damaged:
-        raise _damaged(name, f"the checksum of its record {damaged!r} is wrong")
+        raise _damaged(name, f"its record {damaged!r} does not match its checksum")
     if not any(record.filename.endswith("/data.pkl") for record in records):
         raise _no_checkpoint(name, "it is a zip file of something else")
     if any(record.filename.endswith("/constants.pkl") for record in records):
         raise _no_checkpoint(name, "it is a TorchScript program", "Load it with torch.jit.load.")
+
+
+def _is_odd(record: zipfile.ZipInfo) -> bool:
+    """Whether torch would read other bytes than the checksum covers: another length, or a folder (nothing at all)."""
+    return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
 
 
 def _check_contents(checkpoint: Any, name: str) -> None:

@@ -41,7 +41,7 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         if mode not in MODES:
             raise ValueError(messages.unknown("CombinedLoader mode", mode, MODES))
-        self._mode = mode
+        self._mode: Mode = mode
         self._flattened: list[Any] = []
         self._build = _compile(iterables, self._flattened, "iterables", outermost=True)
         self._limits: list[int | float] | None = None
@@ -255,8 +255,10 @@ def close_iterator(iterator: Iterator[Any]) -> None:
     """End a half-read iterator: close a generator, shut the workers of a DataLoader down unless they are persistent."""
     if isinstance(iterator, Generator):
         iterator.close()
-    elif hasattr(iterator, "_shutdown_workers") and not getattr(iterator, "_persistent_workers", False):
-        iterator._shutdown_workers()
+        return
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None and not getattr(iterator, "_persistent_workers", False):
+        shutdown()
 
 
 def _closing(limited: tuple[Iterator[Any], Iterator[Any]]) -> Iterator[Any]:

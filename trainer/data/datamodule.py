@@ -76,8 +76,12 @@ class DataModule(HyperparametersMixin):
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Bring a batch to the device and return it. Define it for kinds of batches that Paceline cannot look into."""
-        return transfer.move(batch, device)
+        """Bring a batch to the device (and the run's input dtype) and return it.
+
+        Define it for kinds of batches that Paceline cannot look into.
+        """
+        dtype = None if self.trainer is None else self.trainer.strategy.precision.input_dtype
+        return transfer.move(batch, device, dtype)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """After a batch came to the device. Return it, changed or not: the place for augmentation on the device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ def advise(loader: Any, what: str) -> None:
 class _EpochGenerator(torch.Generator):
     """A generator that Paceline gave to a sampler; it is seeded before each epoch."""
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __reduce__(self) -> Any:
         return type(self), ()
 
 
@@ -212,6 +212,12 @@ def _check_limit(limit: float | int | None, argument: str) -> None:
 
 
 def _is_empty(loader: Any, what: str, argument: str) -> str:
+    if isinstance(loader, CombinedLoader):
+        lengths = ", ".join(f"{type(leaf).__name__}: {length_of(leaf)}" for leaf in loader.flattened)
+        return (
+            f"{what} has no batch: the CombinedLoader (mode {loader.mode!r}) combines loaders of lengths [{lengths}]. "
+            f"Fill the empty ones or take them out, or leave all out with {argument}=0."
+        )
     samples = length_of(getattr(loader, "dataset", None))
     batch_size = getattr(loader, "batch_size", None)
     if samples and batch_size and getattr(loader, "drop_last", False):
@@ -299,7 +305,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any]) -> None:
 
 def _in_order(sampler: Any, dataset: Any) -> Any:
     """A sampler of the same samples in a fixed order."""
-    if isinstance(sampler, SequentialSampler):
+    if isinstance(sampler, (SequentialSampler, Sequence)):
         return sampler
     if isinstance(sampler, DistributedSampler):
         ordered = copy.copy(sampler)
@@ -312,9 +318,10 @@ def _in_order(sampler: Any, dataset: Any) -> Any:
 def _with_samplers(loader: DataLoader[Any], sampler: Any, inner: Any) -> DataLoader[Any]:
     """A copy of a loader with other samplers; ``inner`` goes into a copy of its batch sampler."""
     clone = copy.copy(loader)
-    replaced = {"sampler": sampler, "_iterator": None}
+    replaced: dict[str, Any] = {"sampler": sampler, "_iterator": None}
     if inner is not None:
-        replaced["batch_sampler"] = copy.copy(loader.batch_sampler)
-        replaced["batch_sampler"].sampler = inner
+        batches: Any = copy.copy(loader.batch_sampler)
+        batches.sampler = inner
+        replaced["batch_sampler"] = batches
     clone.__dict__.update(replaced)  # a loader refuses plain assignments of these; the copy has no iterator yet
     return clone
