@@ -314,7 +314,7 @@ def _shape(value: Any) -> Any:
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Run in eval mode; afterwards every module is in the mode it was, and random numbers go on as if nothing had been."""
+    """Run in eval mode; afterwards modes and random numbers are as if nothing had been run."""
     modes = {child: child.training for child in module.modules()}
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     # A compiled module is not compiled for the example's shapes.

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from time import time
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 from .progress import Bar, DrawnProgressBar, PlainLines, Surface, is_terminal, metric_text, notebook_display
@@ -160,6 +160,7 @@ class _Tqdm:
             drawn.reset(bar.total)
             drawn.total = bar.total
             drawn.initial = drawn.n = drawn.last_print_n = bar.first
+            drawn.start_t = drawn.last_print_t = time() - perf_counter() + bar.started
             if bar.description != self._plain_descriptions[bar.stage]:
                 drawn.set_description(bar.description, refresh=False)
             self._drawn[bar.stage] = (bar, drawn)

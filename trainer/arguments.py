@@ -110,14 +110,6 @@ def check_barebones(given: Mapping[str, Any]) -> None:
             )
 
 
-def check_limits_of_time(max_epochs: int | None, max_steps: int, max_time: Any) -> int | None:
-    """``max_epochs`` as the loop takes it: without any limit given, 1000 epochs and a word about it."""
-    if max_epochs is None and max_steps == -1 and max_time is None:
-        messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
-        return 1000
-    return max_epochs
-
-
 def check_flags(given: Mapping[str, Any]) -> None:
     """Options that exclude each other or do not exist."""
     if given["profiler"] is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..callbacks.base import Callback
+from ..callbacks.timer import Timer
 from ..loggers import messages
 from .binding import takes_iterator
 from .compiling import compile_in_place, uncompiled
@@ -58,6 +59,9 @@ def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None) -> dict[str, 
     """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
     from .checkpoint.contents import restore_training
 
+    if trainer.max_epochs is None and trainer.max_steps == -1 and not any(isinstance(c, Timer) for c in trainer.callbacks):
+        messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
+        trainer.max_epochs = 1000
     if checkpoint is not None:
         _restore_model(trainer, checkpoint, callbacks=True)
     setup_optimizers(trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ..loggers import messages
@@ -14,6 +15,7 @@ from .data.handover import HandOver
 from .data.loaders import seed_shuffling
 from .evaluation import EvalLoop
 from .hooks import overridden
+from .loss import LossReader
 from .module import TrainingModule
 from .signals import interruption
 from .step import IteratorStep, choose_step, detached
@@ -42,13 +44,8 @@ class FitLoop:
         self.max_epochs = float("inf") if trainer.max_epochs in (-1, None) else trainer.max_epochs
         self.val_clock = time.monotonic()
         self.takes_iterator = takes_iterator(trainer.training_module.training_step)
-        module = trainer.training_module
-        self.own_lr_step = overridden(module, "lr_scheduler_step", TrainingModule) is not None
-        module_steps_lr = trainer.lr_scheduler_configs if module.automatic_optimization else []
-        self.step_schedulers = [c for c in module_steps_lr if c.interval == "step" and not c.reduce_on_plateau]
-        self.epoch_schedulers = [c for c in module_steps_lr if c.interval == "epoch" and not c.reduce_on_plateau]
-        self.step_plateaus = [c for c in module_steps_lr if c.interval == "step" and c.reduce_on_plateau]
-        self.epoch_plateaus = [c for c in module_steps_lr if c.interval == "epoch" and c.reduce_on_plateau]
+        self.own_lr_step = overridden(trainer.training_module, "lr_scheduler_step", TrainingModule) is not None
+        self.losses = LossReader(trainer.training_module, trainer.strategy)
 
     def run(self) -> None:
         """Train until a limit is reached, somebody stops it, or an exception ends it."""
@@ -88,53 +85,52 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_EPOCH_START)
         for hook in hooks.on_train_epoch_start:
             hook()
-        num_batches = trainer.num_training_batches
-        batches = self.batches(start_batch)
-        step = choose_step(trainer, self.forward)
+        step = choose_step(trainer, self.forward, self.losses)
         if self.takes_iterator:
             step = IteratorStep(step)
+        schedules = self.bind_schedulers()
         starts, ends = hooks.on_train_batch_start, hooks.on_train_batch_end
         max_steps, log_every = self.max_steps, trainer.log_every_n_steps
         validates, validation_due = self.validates_this_epoch(), self.validation_due
-        schedules = bool(self.step_schedulers or self.epoch_schedulers or self.step_plateaus)
+        num_batches, batches = trainer.num_training_batches, self.batches(start_batch)
         batch_idx = start_batch - 1
         metrics.enter(phases.TRAIN_BATCH)
         self.restore_random(start_batch == 0)
         iterator = iter(batches)
         self.restore_random(True)
-        for batch in iterator:
-            batch_idx += 1
-            if batch_idx >= num_batches:
-                raise RuntimeError(self.length_lie(batch_idx + 1, "more"))
-            state.batch_idx = batch_idx
-            state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
-            state.stepped = False
-            metrics.batch = batch
-            if starts and any([hook(batch, batch_idx) == -1 for hook in starts]):
-                break
-            outputs = step(batch, batch_idx)
-            state.batches += 1
-            if schedules:
-                self.step_lr()
-            if ends:
-                outputs = detached(outputs)
-                for hook in ends:
-                    hook(outputs, batch, batch_idx)
-            if state.stepped and (state.updates % log_every == 0 or state.should_stop):
-                metrics.flush_step(state.updates, state.epoch)
-            if validates and validation_due(batch_idx):
-                self.validate()
-            if self.step_plateaus and state.stepped:
-                self.advance(self.step_plateaus, state.updates)
-            if state.should_stop or state.signum or state.global_step >= max_steps:
-                if state.signum:
-                    raise interruption(state.signum)
-                if state.global_step >= max_steps or self.may_stop():
+        with closing(batches):
+            for batch in iterator:
+                batch_idx += 1
+                if batch_idx >= num_batches:
+                    raise RuntimeError(self.length_lie(batch_idx + 1, "more"))
+                state.batch_idx = batch_idx
+                state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
+                state.stepped = False
+                metrics.batch = batch
+                if starts and any([hook(batch, batch_idx) == -1 for hook in starts]):
                     break
-        else:
-            if batch_idx + 1 < num_batches and trainer._source.length_known():
-                raise RuntimeError(self.length_lie(batch_idx + 1, "only"))
-        batches.close()
+                outputs = step(batch, batch_idx)
+                state.batches += 1
+                if schedules:
+                    self.step_lr()
+                if ends:
+                    outputs = detached(outputs)
+                    for hook in ends:
+                        hook(outputs, batch, batch_idx)
+                if state.stepped and (state.updates % log_every == 0 or state.should_stop):
+                    metrics.flush_step(state.updates, state.epoch)
+                if validates and validation_due(batch_idx):
+                    self.validate()
+                if self.step_plateaus and state.stepped:
+                    self.advance(self.step_plateaus, state.updates)
+                if state.should_stop or state.signum or state.global_step >= max_steps:
+                    if state.signum:
+                        raise interruption(state.signum)
+                    if state.global_step >= max_steps or self.may_stop():
+                        break
+            else:
+                if batch_idx + 1 < num_batches and trainer._source.length_known():
+                    raise RuntimeError(self.length_lie(batch_idx + 1, "only"))
         self.end_epoch()
 
     def batches(self, start_batch: int) -> Any:
@@ -224,6 +220,16 @@ class FitLoop:
 
     # ---- learning rates --------------------------------------------------------------------------------------------
 
+    def bind_schedulers(self) -> bool:
+        """Sort the schedulers by when they advance, once an epoch (callbacks may replace them); False if no batch has to."""
+        trainer = self.trainer
+        found = trainer.lr_scheduler_configs if trainer.training_module.automatic_optimization else []
+        self.step_schedulers = [c for c in found if c.interval == "step" and not c.reduce_on_plateau]
+        self.epoch_schedulers = [c for c in found if c.interval == "epoch" and not c.reduce_on_plateau]
+        self.step_plateaus = [c for c in found if c.interval == "step" and c.reduce_on_plateau]
+        self.epoch_plateaus = [c for c in found if c.interval == "epoch" and c.reduce_on_plateau]
+        return bool(self.step_schedulers or self.epoch_schedulers or self.step_plateaus)
+
     def step_lr(self) -> None:
         """Advance the schedulers that follow this batch."""
         state = self.state
@@ -272,8 +278,7 @@ class FitLoop:
     def may_stop(self) -> bool:
         """``should_stop`` is respected after ``min_epochs`` and ``min_steps``."""
         trainer, state = self.trainer, self.state
-        epochs = state.epoch + (1 if state.is_last_batch and not state.epoch_done else 0)
-        if epochs >= (trainer.min_epochs or 0) and state.global_step >= (trainer.min_steps or 0):
+        if state.epoch >= (trainer.min_epochs or 0) and state.global_step >= (trainer.min_steps or 0):
             return True
         messages.info_once(
             f"Asked to stop, but goes on until min_epochs={trainer.min_epochs or 0} and min_steps={trainer.min_steps or 0}."

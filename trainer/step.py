@@ -44,8 +44,9 @@ class TrainStep(ManualStep):
     items of the window on all ranks.
     """
 
-    def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
+    def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> None:
         super().__init__(trainer, forward)
+        self.losses = losses
         module, hooks, strategy = trainer.training_module, trainer._hooks, trainer.strategy
         from .module import TrainingModule
 
@@ -62,7 +63,6 @@ class TrainStep(ManualStep):
         own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
         plain = type(self.optimizer).zero_grad is Optimizer.zero_grad and own_zero is None
         self.clear = clear_gradients if plain else partial(self._zero_grad, module.optimizer_zero_grad)
-        self.losses = LossReader(module, strategy)
 
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
         from .module import TrainingModule
@@ -145,8 +145,8 @@ class ClosureStep(TrainStep):
     micro-batches of the window, a further one (LBFGS) starts from cleared gradients.
     """
 
-    def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
-        super().__init__(trainer, forward)
+    def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> None:
+        super().__init__(trainer, forward, losses)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS: it evaluates the loss of one batch several "
@@ -215,15 +215,15 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def choose_step(trainer: Trainer, forward: Callable[..., Any]) -> Callable[[Any, int], Outputs]:
-    """The step for this module and its optimizers."""
+def choose_step(trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> Callable[[Any, int], Outputs]:
+    """The step for this module and its optimizers, chosen anew each epoch: callbacks may change the accumulation."""
     from .module import TrainingModule
 
     module = trainer.training_module
     if not module.automatic_optimization or not trainer.optimizers:
         return ManualStep(trainer, forward)
     closed = overridden(module, "optimizer_step", TrainingModule) is not None or isinstance(trainer.optimizers[0], LBFGS)
-    return ClosureStep(trainer, forward) if closed else TrainStep(trainer, forward)
+    return (ClosureStep if closed else TrainStep)(trainer, forward, losses)
 
 
 def detached(output: Any) -> dict[str, Any] | None:

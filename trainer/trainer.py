@@ -158,7 +158,6 @@ class Trainer(TrainerStatus):
         self.fast_dev_run = check.check_fast_dev_run(given["fast_dev_run"])
         if self.fast_dev_run:
             self.max_epochs, self.max_steps = 1, self.fast_dev_run
-        self.max_epochs = check.check_limits_of_time(self.max_epochs, self.max_steps, given["max_time"])
         every = check.check_count("check_val_every_n_epoch", given["check_val_every_n_epoch"], least=1, none=True)
         self.check_val_every_n_epoch = every
         self.val_check_interval, self._val_seconds = check.check_val_interval(given["val_check_interval"], every)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Mapping
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...loggers import messages
 from .. import seed
+from ..data.loaders import loader_state
 from . import lightning
 from .file import FORMAT
 from .plain import plain
@@ -32,16 +33,8 @@ def gather(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
         trainer: a trainer that has a module.
         weights_only: only the weights, hyperparameters and counters: enough to use the model, not to train on. The
             hooks ``on_save_checkpoint`` run all the same, so that averaged weights, for one, are what is saved.
-
-    Raises:
-        RuntimeError: nothing has been run yet.
     """
     module = trainer.training_module
-    if module is None:
-        raise RuntimeError(
-            "There is nothing to save: this Trainer has no module yet. Call trainer.save_checkpoint during or after "
-            "fit, validate, test or predict; for a module alone use torch.save(module.state_dict(), path)."
-        )
     checkpoint: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
@@ -63,7 +56,11 @@ def gather(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
 def _section(trainer: Trainer) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "versions": {"paceline": _version(), "torch": str(torch.__version__), "python": platform.python_version()},
+        "versions": {
+            "paceline": sys.modules[__name__.partition(".")[0]].__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
         "fn": trainer.state.fn,
         "stage": trainer.state.stage,
         "world_size": trainer.world_size,
@@ -71,16 +68,7 @@ def _section(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _version() -> str:
-    try:
-        return metadata.version("paceline")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def _add_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    from ..data.loaders import loader_state
-
     strategy = trainer.strategy
     states = ((callback.state_key, callback.state_dict()) for callback in trainer.callbacks)
     checkpoint["callbacks"] = {key: state for key, state in states if state}
