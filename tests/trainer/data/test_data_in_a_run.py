@@ -143,6 +143,18 @@ def test_no_worker_is_left_after_a_fit(limit, trained):
     assert not set(multiprocessing.active_children()) - before
 
 
+def test_no_worker_is_left_after_an_exception(trainer):
+    class Fails(Seen):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("on purpose")
+
+    before = set(multiprocessing.active_children())
+    with pytest.raises(RuntimeError, match="on purpose") as error:
+        trainer().fit(Fails(), numbers(20, num_workers=2))
+    assert error.value is not None
+    assert not set(multiprocessing.active_children()) - before
+
+
 class Digits(DataModule):
     """A data module that notes its hooks."""
 
