@@ -468,6 +468,14 @@ def test_without_shuffling_keeps_everything_else_of_a_subclass():
     assert isinstance(source.batch_sampler.sampler, RandomSampler)
 
 
+def test_without_shuffling_a_loader_whose_workers_are_running_gets_its_own():
+    source = loader(6, shuffle=True, num_workers=1, persistent_workers=True)
+    order(source)
+    ordered = without_shuffling(source)
+    assert order(ordered) == order(ordered) == [[0, 1], [2, 3], [4, 5]]
+    CombinedLoader([source, ordered]).reset()
+
+
 def test_without_shuffling_keeps_a_batch_samplers_own_ways():
     source = loader(6, batch_sampler=Everything(RandomSampler(range(6)), 3, False), batch_size=1)
     assert order(without_shuffling(source)) == [[2, 1, 0], [5, 4, 3]]
