@@ -18,7 +18,7 @@ from .hooks import overridden
 from .loss import LossReader
 from .module import TrainingModule
 from .signals import interruption
-from .step import IteratorStep, choose_step, detached
+from .step import IteratorStep, Step, choose_step, detached
 
 if TYPE_CHECKING:
     from .optimizers import SchedulerConfig
@@ -78,14 +78,14 @@ class FitLoop:
 
     # ---- one epoch -------------------------------------------------------------------------------------------------
 
-    def run_epoch(self, start_batch: int) -> None:
+    def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: a call less a batch, read in one go
         """One pass over the training data, from ``start_batch`` on."""
         trainer, state, hooks, metrics = self.trainer, self.state, self.hooks, self.metrics
         trainer._source.reload_if_due()
         metrics.enter(phases.ON_TRAIN_EPOCH_START)
         for hook in hooks.on_train_epoch_start:
             hook()
-        step = choose_step(trainer, self.forward, self.losses)
+        step: Step = choose_step(trainer, self.forward, self.losses)
         if self.takes_iterator:
             step = IteratorStep(step)
         schedules = self.bind_schedulers()
@@ -107,7 +107,7 @@ class FitLoop:
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
                 state.stepped = False
                 metrics.batch = batch
-                if starts and any([hook(batch, batch_idx) == -1 for hook in starts]):
+                if starts and -1 in [hook(batch, batch_idx) for hook in starts]:
                     break
                 outputs = step(batch, batch_idx)
                 state.batches += 1
@@ -151,7 +151,7 @@ class FitLoop:
 
     def end_epoch(self) -> None:
         """Everything that follows the last batch."""
-        trainer, state, hooks, metrics = self.trainer, self.state, self.hooks, self.metrics
+        state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done = True
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.epoch_ended = True
@@ -221,7 +221,7 @@ class FitLoop:
     # ---- learning rates --------------------------------------------------------------------------------------------
 
     def bind_schedulers(self) -> bool:
-        """Sort the schedulers by when they advance, once an epoch (callbacks may replace them); False if no batch has to."""
+        """Sort the schedulers by when they advance, once an epoch; False if none follows a batch."""
         trainer = self.trainer
         found = trainer.lr_scheduler_configs if trainer.training_module.automatic_optimization else []
         self.step_schedulers = [c for c in found if c.interval == "step" and not c.reduce_on_plateau]
@@ -259,7 +259,8 @@ class FitLoop:
         """A plateau scheduler's value was not logged: raise, or warn where the user said so."""
         logged = messages.names(sorted(self.trainer.callback_metrics), "and") or "nothing"
         text = (
-            f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it steps; "
+            f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it "
+            "steps; "
             f"logged so far: {logged}. Log it with self.log, choose another 'monitor', or set 'strict': False."
         )
         if config.strict:
@@ -281,7 +282,8 @@ class FitLoop:
         if state.epoch >= (trainer.min_epochs or 0) and state.global_step >= (trainer.min_steps or 0):
             return True
         messages.info_once(
-            f"Asked to stop, but goes on until min_epochs={trainer.min_epochs or 0} and min_steps={trainer.min_steps or 0}."
+            f"Asked to stop, but goes on until min_epochs={trainer.min_epochs or 0} and "
+            f"min_steps={trainer.min_steps or 0}."
         )
         return False
 
@@ -298,8 +300,9 @@ class FitLoop:
     def length_lie(self, seen: int, word: str) -> str:
         """The error for a loader that yields more or fewer batches than it says."""
         return (
-            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {word} {seen} in "
-            f"epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct __len__, "
+            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {word} "
+            f"{seen} in "
+            f"epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct "
+            "__len__, "
             "or remove it so that Paceline looks one batch ahead instead."
         )
-

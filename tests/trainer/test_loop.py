@@ -55,7 +55,9 @@ def loader(count: int, batch_size: int = 1, **kwargs: Any) -> DataLoader[int]:
     return DataLoader(Numbers(count), batch_size=batch_size, **kwargs)
 
 
-def fit(module: Counting, train: Any, val: Any = None, quiet: dict[str, Any] | None = None, **arguments: Any) -> Trainer:
+def fit(
+    module: Counting, train: Any, val: Any = None, quiet: dict[str, Any] | None = None, **arguments: Any
+) -> Trainer:
     trainer = Trainer(**{"max_epochs": 1, **(quiet or {}), **arguments})
     trainer.fit(module, train, val)
     return trainer
@@ -103,7 +105,9 @@ def test_no_limit_at_all_is_told_once_and_means_1000_epochs(quiet: dict[str, Any
         ({"limit_val_batches": 0}, []),
     ],
 )
-def test_validation_runs_when_it_should(arguments: dict[str, Any], validated_at: list[int], quiet: dict[str, Any]) -> None:
+def test_validation_runs_when_it_should(
+    arguments: dict[str, Any], validated_at: list[int], quiet: dict[str, Any]
+) -> None:
     module = Counting()
     fit(module, loader(8), loader(2), quiet=quiet, max_epochs=2, **arguments)
     assert module.validated_at == validated_at
