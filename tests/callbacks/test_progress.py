@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from time import perf_counter, sleep
@@ -18,6 +19,8 @@ from paceline import Trainer
 from paceline.callbacks import ProgressBar, RichProgressBar
 from paceline.callbacks.progress import Bar, DrawnProgressBar, PlainLines, Surface, clock_text, metric_text
 from paceline.loggers.csv import CSVLogger
+
+EVALUATIONS = [("validate", "Validation"), ("test", "Testing"), ("predict", "Predicting")]
 
 
 class Screen(Surface):
@@ -112,8 +115,9 @@ def test_totals_are_the_trainers_and_follow_the_loader_under_way() -> None:
             changed = self.has_dataloader_changed(idx)
             seen.setdefault("current", []).append((changed, self.total_val_batches_current_dataloader))
 
-    trainer_with(Totals(), num_sanity_val_steps=0).fit(Shown(), tiny_loader(5), [tiny_loader(1), tiny_loader(2)])
-    assert seen == {"train": 5, "val": 3, "current": [(True, 1), (True, 2), (False, 2)]}
+    trainer_with(Totals(), num_sanity_val_steps=1).fit(Shown(), tiny_loader(5), [tiny_loader(1), tiny_loader(2)])
+    sanity, validation = [(True, 1), (True, 1)], [(True, 1), (True, 2), (False, 2)]
+    assert seen == {"train": 5, "val": 3, "current": [*sanity, *validation]}
 
 
 def test_the_total_of_the_sanity_check_is_its_number_of_steps() -> None:
@@ -198,7 +202,7 @@ def test_drawing_is_limited_by_the_clock_and_not_by_the_batches() -> None:
     times = bar.screen.times
     assert 3 <= len(times) <= lasted / 0.05 + 3
     in_the_loop = times[:-2]  # the last two: the epoch's end, the fit's end
-    assert all(later - earlier >= 0.05 for earlier, later in zip(in_the_loop, in_the_loop[1:], strict=False))
+    assert all(later - earlier >= 0.05 for earlier, later in pairwise(in_the_loop))
     assert bar.screen.drawn[-1] == ("Epoch 0/0", 200, 200)
 
 
@@ -324,9 +328,7 @@ def test_each_evaluation_loader_has_its_own_bar() -> None:
     assert bar.screen.finished == ["Validation DataLoader 0 2/2", "Validation DataLoader 1 3/3"]
 
 
-@pytest.mark.parametrize(
-    ("entry", "title"), [("validate", "Validation"), ("test", "Testing"), ("predict", "Predicting")]
-)
+@pytest.mark.parametrize(("entry", "title"), EVALUATIONS)
 def test_validate_test_and_predict_have_a_bar(entry: str, title: str) -> None:
     bar = ScreenBar(Screen(0.0))
     getattr(trainer_with(bar), entry)(Shown(), tiny_loader(4))
@@ -416,9 +418,7 @@ def test_frequent_validations_do_not_keep_the_plain_line_from_coming() -> None:
     assert len(text.getvalue().splitlines()) >= 3
 
 
-@pytest.mark.parametrize(
-    ("entry", "title"), [("validate", "Validation"), ("test", "Testing"), ("predict", "Predicting")]
-)
+@pytest.mark.parametrize(("entry", "title"), EVALUATIONS)
 def test_an_evaluation_ends_with_a_plain_line(entry: str, title: str) -> None:
     bar, text = plain_bar()
     getattr(trainer_with(bar), entry)(Shown(), tiny_loader(3))
@@ -474,7 +474,7 @@ def test_an_output_that_breaks_warns_once_and_the_training_goes_on() -> None:
     assert trainer.current_epoch == 3
 
 
-def test_print_of_the_trainer_goes_through_the_bar_and_without_one_to_stdout(
+def test_print_of_the_trainer_goes_through_the_bar_and_outside_a_run_to_stdout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Talks(Shown):
