@@ -92,7 +92,8 @@ class WeightAverage:
             if self.n_averaged:
                 self._average(averages, current, self.n_averaged)
             else:
-                torch._foreach_copy_(averages, current)
+                for a, c in zip(averages, current, strict=True):
+                    a.copy_(c)
         self.n_averaged += 1
 
     @torch.no_grad()
@@ -239,9 +240,7 @@ class WeightAveraging(Callback):
         ValueError: for both functions at once, or an unknown device.
     """
 
-    def __init__(
-        self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         name = type(self).__name__
         for key, value in kwargs.items():
             self._check_argument(key, value)
@@ -382,7 +381,8 @@ class WeightAveraging(Callback):
         if average is None or average.module is not pl_module or not average.n_averaged:
             return
         state = checkpoint["state_dict"]
-        checkpoint[CURRENT_KEY] = _replaced(state, average.held_state(trainer.strategy))
+        if "callbacks" in checkpoint:  # else it is a file of weights only
+            checkpoint[CURRENT_KEY] = _replaced(state, average.held_state(trainer.strategy))
         if not self._final:
             checkpoint["state_dict"] = _replaced(state, average.average_state(trainer.strategy))
 

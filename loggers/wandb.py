@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     import torch
     from wandb.sdk.wandb_run import Run
 
-#: Seconds between two writes of wandb's process to the run's file, and how long to wait for one.
-_FLUSH_SECONDS = 1.0
+#: Seconds between two writes of wandb's process to the run's file. Its default of 15 is too long to wait for.
+_FLUSH_SECONDS = 0.5
 _FLUSH_SETTING = "x_transaction_log_flush_interval"
 
 
 class WandbLogger(Logger):
     """Sends a run to Weights & Biases; with ``offline=True`` it is kept in ``save_dir/wandb`` for ``wandb sync``.
 
-    A process of wandb's own does the writing and sending; it writes to the run's local file every second. After a
+    A process of wandb's own does the writing and sending; it writes to the run's local file every half second. After a
     success the run stays open, so that ``test`` or ``wandb.log`` can add to it until ``wandb.finish()`` or the end of
     the program; a run that failed or was interrupted is finished as failed at once, and continued under its id if
     the logger is used again. Where wandb has a run going already, the logger adds to that one.
@@ -244,7 +244,7 @@ class WandbLogger(Logger):
         """Return when wandb's process has brought to its file what it was sent; it does so at regular intervals."""
         run = self._experiment
         interval = getattr(run.settings, _FLUSH_SETTING, None) or 0.0
-        if not self._has_unwritten or not 0 < interval <= 2 * _FLUSH_SECONDS:
+        if not self._has_unwritten or not 0 < interval <= 1:
             return
         if run.offline:
             run.status()  # answered after everything sent before has been taken in

@@ -11,15 +11,6 @@ from typing import Any
 
 import pytest
 
-from paceline.loggers import messages
-
-
-@pytest.fixture(autouse=True)
-def _say_everything_again() -> Iterator[None]:
-    messages.forget()
-    yield
-    messages.set_rank(0)
-
 
 @pytest.fixture(scope="session")
 def read_csv() -> Callable[[str], list[dict[str, str]]]:

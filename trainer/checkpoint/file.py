@@ -149,15 +149,12 @@ def _sync_folder(folder: Path) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(
-    path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu", weights_only: bool = True
-) -> dict[str, Any]:
+def read(path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu") -> dict[str, Any]:
     """Read a checkpoint of Paceline or Lightning, after its checksums were found right.
 
     Args:
         path: a file, or an open binary file that can seek.
-        map_location: where its tensors go, as for ``torch.load``.
-        weights_only: False unpickles whatever is in it, which runs any code it names: only for files you made.
+        map_location: where its tensors go, as for ``torch.load``; ``"meta"`` checks a file without loading them.
 
     Raises:
         FileNotFoundError: no such file; the message says what lies in the folder.
@@ -168,15 +165,15 @@ def read(
         path = Path(path)
         _must_be_file(path)
         with path.open("rb") as file:
-            return _read(file, str(path), map_location, weights_only)
-    return _read(path, str(getattr(path, "name", path)), map_location, weights_only)
+            return _read(file, str(path), map_location)
+    return _read(path, str(getattr(path, "name", path)), map_location)
 
 
-def _read(file: IO[bytes], name: str, map_location: Any, weights_only: bool) -> dict[str, Any]:
+def _read(file: IO[bytes], name: str, map_location: Any) -> dict[str, Any]:
     _check_bytes(file, name)
     file.seek(0)
     try:
-        checkpoint = torch.load(file, map_location=map_location, weights_only=weights_only)
+        checkpoint = torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refused(file, name, error) from error
     except (EOFError, LookupError, ValueError, TypeError) as error:
@@ -234,18 +231,25 @@ def _check_bytes(file: IO[bytes], name: str) -> None:
         return
     try:
         with zipfile.ZipFile(file) as archive:
-            records = archive.infolist()
-            checksums = any(record.CRC for record in records)
-            damaged = archive.testzip() if checksums else None
-            damaged = damaged or next((r.filename for r in records if _is_odd(r)), None)
+            endings = {record.rpartition("/")[2] for record in archive.namelist()}
+            damaged = _damaged_record(archive)
     except Exception as error:
-        raise _damaged(name, f"its records cannot be read ({error})") from error
-    if damaged:
-        raise _damaged(name, f"its record {damaged!r} does not match its checksum")
-    if not any(record.filename.endswith("/data.pkl") for record in records):
-        raise _no_checkpoint(name, "it is a zip file of something else")
-    if any(record.filename.endswith("/constants.pkl") for record in records):
+        raise _damaged(name, f"its records cannot be read ({error!r})") from error
+    if "constants.pkl" in endings:
         raise _no_checkpoint(name, "it is a TorchScript program", "Load it with torch.jit.load.")
+    if "data.pkl" not in endings and damaged is None:
+        raise _no_checkpoint(name, "it is a zip file of something else")
+    if damaged is not None:
+        raise _damaged(name, f"its record {damaged!r} does not match its checksum")
+
+
+def _damaged_record(archive: zipfile.ZipFile) -> str | None:
+    """The first record that is not what was written; torch can be told to write without checksums, all of them 0."""
+    records = archive.infolist()
+    if any(record.CRC for record in records):
+        damaged = archive.testzip()
+        return damaged or next((record.filename for record in records if _is_odd(record)), None)
+    return None
 
 
 def _is_odd(record: zipfile.ZipInfo) -> bool:
@@ -295,5 +299,6 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
     return ValueError(
         f"The checkpoint {name!r} was not loaded and nothing in it was run: it names "
         f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, allow "
-        "these names with torch.serialization.add_safe_globals([...]), or unpickle all of it with weights_only=False."
+        "these names with torch.serialization.add_safe_globals([...]); or torch.load it with weights_only=False, which "
+        "runs them, and torch.save it without them."
     )

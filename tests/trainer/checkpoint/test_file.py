@@ -136,7 +136,7 @@ def test_a_folder_in_the_way_is_an_error(tmp_path: Path):
 
 def test_a_file_where_the_folder_should_be_is_an_error_that_names_the_path(tmp_path: Path):
     (tmp_path / "runs").write_text("not a folder")
-    with pytest.raises(OSError, match="the checkpoint was not saved.*dirpath") as caught:
+    with pytest.raises(OSError, match=r"the checkpoint was not saved.*dirpath") as caught:
         file.write(checkpoint(), tmp_path / "runs" / "x.ckpt")
     assert caught.value.errno in (errno.EEXIST, errno.ENOTDIR)
     assert caught.value.filename == str(tmp_path / "runs" / "x.ckpt")
@@ -286,6 +286,10 @@ def peak_bytes() -> int:
 def damaged(path: Path, change: Callable[[bytearray], Any]) -> Path:
     data = bytearray(path.read_bytes())
     change(data)
+    return written(path, data)
+
+
+def written(path: Path, data: bytes) -> Path:
     copy = path.with_name("damaged.ckpt")
     copy.write_bytes(data)
     return copy
@@ -298,25 +302,29 @@ def good(tmp_path: Path) -> Path:
 
 
 def test_a_file_cut_anywhere_is_refused(good: Path):
-    size = good.stat().st_size
-    for length in [*range(8), *range(8, size, 37), size - 1]:
+    data = good.read_bytes()
+    for length in [*range(8), *range(8, len(data), 37), len(data) - 1]:
         with pytest.raises(ValueError, match=r"damaged\.ckpt' is (damaged or cut short|not a checkpoint): "):
-            file.read(damaged(good, lambda data: data.__delitem__(slice(length, None))))
+            file.read(written(good, data[:length]))
 
 
 def test_noise_in_any_byte_is_refused_or_changes_nothing(good: Path):
     rng = random.Random(0)
-    expected, refused = repr(file.read(good)), 0
-    for place in range(good.stat().st_size):
-        noise = 1 << rng.randrange(8)
+    data, expected = good.read_bytes(), repr(file.read(good))
+    refusals = []
+    for place in range(len(data)):
+        noisy = bytearray(data)
+        noisy[place] ^= 1 << rng.randrange(8)
         try:
-            read = file.read(damaged(good, lambda data: data.__setitem__(place, data[place] ^ noise)))
+            read = file.read(io.BytesIO(noisy))
         except ValueError as error:
-            refused += 1
-            assert "damaged.ckpt' is " in str(error)
+            refusals.append(str(error))
         else:
             assert repr(read) == expected, f"byte {place}"
-    assert refused > good.stat().st_size // 3
+    assert len(refusals) > len(data) // 3
+    assert all(
+        refusal.count(" is damaged or cut short: ") + refusal.count(" is not a checkpoint: ") for refusal in refusals
+    )
 
 
 def test_noise_in_a_weight_names_the_record(good: Path):
@@ -413,7 +421,7 @@ class RunsCode:
 def test_a_file_that_wants_to_run_code_is_refused_and_runs_nothing(tmp_path: Path, save: Callable[[Any, Path], Any]):
     mark, path = tmp_path / "ran", tmp_path / "x.ckpt"
     save({"state_dict": {}, "hyper_parameters": RunsCode(mark)}, path)
-    with pytest.raises(ValueError, match="x.ckpt' was not loaded and nothing in it was run|x.ckpt' is damaged"):
+    with pytest.raises(ValueError, match=r"x\.ckpt' was not loaded and nothing in it was run|x\.ckpt' is damaged"):
         file.read(path)
     assert not mark.exists()
 
@@ -423,8 +431,9 @@ def test_a_refused_file_names_the_code_and_the_ways_to_trust_it(tmp_path: Path):
     torch.save({"state_dict": {}, "hyper_parameters": RunsCode(mark)}, path)
     with pytest.raises(ValueError, match=r"it names 'posix.mkdir'.*add_safe_globals.*weights_only=False"):
         file.read(path)
-    assert file.read(path, weights_only=False)["state_dict"] == {}
-    assert mark.exists()
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists(), "the file does run code where it is let"
 
 
 def test_an_open_file_can_be_read(good: Path):

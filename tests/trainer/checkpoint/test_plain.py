@@ -62,7 +62,7 @@ scalars = st.one_of(
     st.floats(),
     st.complex_numbers(allow_nan=False),
     st.text(st.characters(codec="utf-8")),
-    st.binary(),
+    st.binary(min_size=1),
     st.binary().map(bytearray),
     st.sampled_from([torch.float32, torch.int8, torch.device("cpu"), torch.Size([2, 3])]),
 )
@@ -104,6 +104,7 @@ def test_what_counts_as_plain_comes_back_from_the_file_as_it_was(tmp_path: Path,
         (OrderedDict(a=np.float32(1)), OrderedDict(a=1.0)),
         (torch.__version__, str(torch.__version__)),
         (math.inf, math.inf),
+        (b"", bytearray()),
     ],
 )
 def test_numpy_scalars_paths_and_dict_subclasses_become_plain(value: Any, expected: Any):

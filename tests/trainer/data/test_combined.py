@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.trainer.data import CombinedLoader
 from torch.utils.data import DataLoader, SequentialSampler
+
+from paceline.trainer.data import CombinedLoader
 
 MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
 
@@ -62,7 +63,7 @@ def reference(lists: list[list[Any]], mode: str) -> list[tuple[Any, int, int]]:
     limits=st.one_of(st.none(), st.lists(st.one_of(st.integers(0, 7), st.just(float("inf"))), min_size=4, max_size=4)),
     sized=st.lists(st.booleans(), min_size=4, max_size=4),
 )
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=400, deadline=None, database=None, derandomize=True)
 def test_every_mode_yields_what_the_plain_reference_yields(sizes, mode, limits, sized):
     lists = [[f"{which}-{index}" for index in range(size)] for which, size in enumerate(sizes)]
     loaders = [values if known else Unsized(values) for values, known in zip(lists, sized, strict=False)]
@@ -145,6 +146,11 @@ def test_the_longest_loader_is_known_to_end_without_starting_shorter_ones_again(
 
     assert len(list(CombinedLoader([Counted([1, 2]), Counted([1, 2, 3, 4])], "max_size_cycle"))) == 4
     assert started == [2, 4, 2]
+
+
+def test_iterators_of_one_length_that_can_be_read_once_need_not_start_over():
+    pair = CombinedLoader([(i for i in range(2)), (i for i in range(2))], "max_size_cycle")
+    assert list(pair.batches()) == [[0, 0], [1, 1]]
 
 
 def test_an_iterator_that_can_be_read_once_cannot_cycle():
