@@ -88,6 +88,12 @@ class Endless:
         return iter(self.batches)
 
 
+@pytest.fixture
+def undamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing may take all the time, so that a hiccup of the machine does not make a drawing fall out."""
+    monkeypatch.setattr(progress_file, "DRAW_FRACTION", inf)
+
+
 def trainer_with(bar: ProgressBar, **more: Any) -> Trainer:
     more = {"logger": False, "max_epochs": 1, "accelerator": "cpu", "enable_checkpointing": False, **more}
     return Trainer(callbacks=[bar], enable_model_summary=False, **more)
@@ -136,7 +142,7 @@ def test_reading_the_trainer_before_a_run_says_when_to_read_it() -> None:
         _ = RichProgressBar().trainer
 
 
-def test_metrics_are_the_version_and_what_was_logged_for_the_bar(tmp_path: Path) -> None:
+def test_metrics_are_the_version_and_what_was_logged_for_the_bar(tmp_path: Path, undamped: None) -> None:
     bar = ScreenBar(Screen(0.0))
     trainer_with(bar, logger=CSVLogger(tmp_path)).fit(Shown(0.005), tiny_loader(3), tiny_loader(1))
     last = bar.screen.metrics[-1]
@@ -206,7 +212,7 @@ def test_drawing_is_limited_by_the_clock_and_not_by_the_batches() -> None:
     assert bar.screen.drawn[-1] == ("Epoch 0/0", 200, 200)
 
 
-def test_refresh_rate_draws_at_multiples_of_it() -> None:
+def test_refresh_rate_draws_at_multiples_of_it(undamped: None) -> None:
     bar = ScreenBar(Screen(seconds=0.0), refresh_rate=4)
     trainer_with(bar).fit(Shown(0.001), tiny_loader(10))
     shown = [n for _, n, _ in bar.screen.drawn]
@@ -221,9 +227,11 @@ def test_a_slow_surface_takes_at_most_a_tenth_of_the_time() -> None:
             sleep(0.02)
 
     bar = ScreenBar(Slow(seconds=0.0))
-    trainer_with(bar).fit(Shown(0.002), tiny_loader(100))
+    start = perf_counter()
+    trainer_with(bar).fit(Shown(0.003), tiny_loader(100))
+    lasted = perf_counter() - start
     in_the_loop = [n for _, n, _ in bar.screen.drawn if 0 < n < 100]
-    assert 0 < len(in_the_loop) <= 3
+    assert 0 < len(in_the_loop) <= lasted / 0.2
 
 
 def test_refresh_rate_0_defines_no_hook_that_draws() -> None:
@@ -336,7 +344,7 @@ def test_validate_test_and_predict_have_a_bar(entry: str, title: str) -> None:
     assert bar.screen.closed == 1
 
 
-def test_training_goes_on_where_it_was_after_a_validation_inside_the_epoch() -> None:
+def test_training_goes_on_where_it_was_after_a_validation_inside_the_epoch(undamped: None) -> None:
     bar = ScreenBar(Screen(0.0))
     trainer_with(bar, val_check_interval=2, num_sanity_val_steps=0).fit(Shown(0.001), tiny_loader(4), tiny_loader(1))
     shown = [n for title, n, _ in bar.screen.drawn if title == "Epoch 0/0"]
@@ -404,9 +412,10 @@ def test_output_that_is_no_terminal_gets_one_plain_line_at_the_end_of_each_epoch
 def test_a_plain_line_comes_at_intervals_of_time() -> None:
     bar, text = plain_bar()
     bar.plain_seconds = 0.05
+    start = perf_counter()
     trainer_with(bar).fit(Shown(0.005), tiny_loader(50))
     lines = text.getvalue().splitlines()
-    assert 3 <= len(lines) <= 8
+    assert 3 <= len(lines) <= (perf_counter() - start) / 0.05 + 1
     assert lines[-1].startswith("Epoch 0/0: 50/50 (100%)")
     assert " < 0:00  " in lines[0]
 
