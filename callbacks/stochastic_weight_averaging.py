@@ -114,7 +114,7 @@ class StochasticWeightAveraging(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._check_run(trainer, pl_module)
         self._start = self._start_epoch(trainer)
-        self._last_epoch = self._restored.get("latest_update_epoch", -1)
+        self._last_epoch = self._restored.get("latest_epoch", -1)
         if self._restored.get("active"):
             self._begin(trainer, pl_module)
             state = self._restored["average_model_state"]
@@ -168,6 +168,8 @@ class StochasticWeightAveraging(Callback):
                     "resumed from a checkpoint without its state. Only the epochs from here on are averaged."
                 )
             self._begin(trainer, pl_module)
+            self._last_epoch = epoch - 1
+        self._take_in(epoch - 1)  # if the checkpoint was written by a callback that comes before this one
 
     def _begin(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         average = one_by_one(self._avg_fn) if self._avg_fn is not None else equal_weights()
@@ -188,7 +190,9 @@ class StochasticWeightAveraging(Callback):
         _replace_scheduler(trainer.lr_scheduler_configs, scheduler)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        epoch = trainer.current_epoch
+        self._take_in(trainer.current_epoch)
+
+    def _take_in(self, epoch: int) -> None:
         if self._average is not None and epoch > self._last_epoch:
             self._average.update()
             self._last_epoch = epoch
@@ -227,7 +231,7 @@ class StochasticWeightAveraging(Callback):
         return {
             "active": self._average is not None,
             "n_averaged": self.n_averaged,
-            "latest_update_epoch": self._last_epoch,
+            "latest_epoch": self._last_epoch,
             "average_model_state": self._average.averages() if self._average is not None else {},
         }
 
@@ -241,7 +245,7 @@ class StochasticWeightAveraging(Callback):
             checkpoint[CURRENT_KEY] = {n: trained.get(n, value) for n, value in checkpoint["state_dict"].items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn == "fit" and CURRENT_KEY in checkpoint:
+        if CURRENT_KEY in checkpoint:
             load_current(trainer, pl_module, checkpoint)
             self._finished = checkpoint["state_dict"]
 
@@ -289,7 +293,7 @@ def _training_layers(module: nn.Module) -> dict[str, _BatchNorm]:
     return {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.training
+        if isinstance(layer, _BatchNorm) and layer.training
     }
 
 

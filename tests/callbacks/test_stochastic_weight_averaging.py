@@ -81,6 +81,12 @@ class SaveInValidation(SaveAt):
     on_train_epoch_end = None  # type: ignore[assignment]
 
 
+class SaveEarly(SaveAt):
+    """Comes before the callbacks under test where an epoch ends."""
+
+    monitors_metrics = False
+
+
 def loader(num: int = 20, shuffle: bool = False) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(num, 4, generator=generator)
@@ -273,7 +279,7 @@ def test_the_extra_pass_takes_batches_of_several_loaders(tmp_path: Path) -> None
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("save", [SaveAt, SaveInValidation])
+@pytest.mark.parametrize("save", [SaveAt, SaveInValidation, SaveEarly])
 @pytest.mark.parametrize("epoch", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", [None, "step"])
 def test_a_resumed_run_continues_weights_average_and_rate_to_the_bit(
@@ -286,7 +292,7 @@ def test_a_resumed_run_continues_weights_average_and_rate_to_the_bit(
     def run(ckpt_path: Path | None = None) -> tuple[Net, Any, dict[str, Any]]:
         module = Validated(batch_norm=True, schedule=schedule)
         swa = StochasticWeightAveraging(0.02, swa_epoch_start=3, annealing_epochs=2)
-        fit = trainer(tmp_path, swa, save(epoch, tmp_path / "r.ckpt"), max_epochs=5)
+        fit = trainer(tmp_path, save(epoch, tmp_path / "r.ckpt"), swa, max_epochs=5)
         torch.manual_seed(3)
         fit.fit(module, loader(shuffle=True), loader(), ckpt_path=ckpt_path)
         fit.save_checkpoint(tmp_path / "end.ckpt")
