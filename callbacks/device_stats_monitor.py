@@ -30,14 +30,15 @@ class DeviceStatsMonitor(Callback):
         filter_keys: log only these statistics (without the part up to the slash); None logs all.
 
     Raises:
-        RuntimeError: when a run starts and the trainer has no logger.
+        RuntimeError: when training starts and the trainer has no logger.
         ModuleNotFoundError: ``cpu_stats=True`` without psutil.
     """
 
     def __init__(self, cpu_stats: bool | None = None, filter_keys: Iterable[str] | None = None) -> None:
         if isinstance(filter_keys, str):
             raise TypeError(
-                f"DeviceStatsMonitor(filter_keys={filter_keys!r}) is one string. Pass a set of names: {{{filter_keys!r}}}."
+                f"DeviceStatsMonitor(filter_keys={filter_keys!r}) is one string, not a set of names. "
+                f"Pass {{{filter_keys!r}}}."
             )
         if cpu_stats and _psutil() is None:
             raise ModuleNotFoundError(
@@ -47,9 +48,7 @@ class DeviceStatsMonitor(Callback):
         self._cpu_stats = cpu_stats
         self._filter_keys = None if filter_keys is None else set(filter_keys)
 
-    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        if stage != "fit":
-            return
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if not trainer.loggers:
             raise RuntimeError(
                 "DeviceStatsMonitor has nowhere to send its values: the Trainer has no logger (logger=False). "
@@ -86,21 +85,13 @@ class DeviceStatsMonitor(Callback):
 def device_stats(device: torch.device) -> dict[str, float]:
     """Memory statistics of a CUDA or MPS device, in bytes and counts; empty for other devices."""
     if device.type == "cuda":
-        return {**dict.fromkeys(_ALWAYS, 0), **torch.cuda.memory_stats(device)}
+        return torch.cuda.memory_stats(device)
     if device.type == "mps":
         return {
             "current_allocated_bytes": torch.mps.current_allocated_memory(),
             "driver_allocated_bytes": torch.mps.driver_allocated_memory(),
         }
     return {}
-
-
-#: Names that exist before the allocator was first used, when it reports nothing yet.
-_ALWAYS = tuple(
-    f"{what}.all.{when}"
-    for what in ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "allocation", "segment")
-    for when in ("current", "peak", "allocated", "freed")
-)
 
 
 def cpu_stats() -> dict[str, float]:

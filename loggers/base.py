@@ -84,8 +84,8 @@ class DummyLogger(Logger):
         return ""
 
     @property
-    def experiment(self) -> _Nothing:
-        return _Nothing()
+    def experiment(self) -> Nothing:
+        return Nothing()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         return None
@@ -94,16 +94,16 @@ class DummyLogger(Logger):
         return None
 
 
-class _Nothing:
+class Nothing:
     """Answers every attribute and call with itself, so that code that uses ``logger.experiment`` still runs."""
 
-    def __getattr__(self, name: str) -> _Nothing:
+    def __getattr__(self, name: str) -> Nothing:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
         return self
 
-    def __getitem__(self, key: Any) -> _Nothing:
+    def __getitem__(self, key: Any) -> Nothing:
         return self

@@ -7,6 +7,7 @@ speaks, unless a message is about one rank.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import logging
 import sys
 import warnings
@@ -27,6 +28,11 @@ def set_rank(rank: int) -> None:
     """Tell the messages which process this is; ranks other than 0 stay silent."""
     global _rank
     _rank = rank
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is the one that speaks and writes."""
+    return _rank == 0
 
 
 def info(text: str) -> None:
@@ -72,6 +78,17 @@ def names(values: Iterable[Any], last: str = "or") -> str:
     if len(quoted) < 2:
         return "".join(quoted)
     return f"{', '.join(quoted[:-1])} {last} {quoted[-1]}"
+
+
+def missing(who: str, package: str) -> str:
+    """The sentence for a package that ``who`` needs and that is not there."""
+    return f"{who} needs the package {package!r}, which is not installed here. Run: pip install {package}"
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, found out without importing it. A mere folder of that name does not count."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:

@@ -58,7 +58,7 @@ class Mover:
         device: where the tensors go. CPU tensors on their way to CUDA are pinned and copied without waiting.
         dtype: what floating-point tensors become, or None. An object that moves itself by its own ``to`` keeps its
             dtype, unless it is a mapping or a ``PackedSequence``.
-        moved: called with every tensor that has been moved.
+        moved: called with every tensor that has been moved (and every object that has a ``record_stream``).
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Mover:
     ) -> None:
         self.device = device
         self.dtype = dtype
+        self._moved = moved
         self._tensor = _tensor_function(device, dtype, moved)
         self._handlers = _Handlers(self._choose)
         self._handlers.update({tuple: self._tuple, list: self._list, dict: self._dict, Tensor: self._tensor})
@@ -140,20 +141,27 @@ class Mover:
                 object.__setattr__(result, field.name, self(getattr(value, field.name)))
         return result
 
-    def _packed(self, value: PackedSequence) -> PackedSequence:
+    def _packed(self, value: Any) -> Any:
         """Its lengths must stay on the CPU; its own ``to`` knows."""
-        result = value.to(self.device, non_blocking=self.device.type == "cuda")
+        to_cuda = self.device.type == "cuda"
+        if to_cuda and not value.is_cuda:
+            value = value.pin_memory()
+        result = value.to(self.device, non_blocking=to_cuda)
         return result.to(self.dtype) if self.dtype is not None and result.data.is_floating_point() else result
 
     def _by_its_own_method(self, kind: Any) -> Callable[[Any], Any]:
         options: dict[str, Any] = {}
         if self.device.type == "cuda" and _takes(kind.to, "non_blocking"):
             options["non_blocking"] = True
-        device = self.device
+        device, moved = self.device, self._moved
 
         def call_to(value: Any) -> Any:
-            moved = value.to(device, **options)
-            return value if moved is None else moved
+            result = value.to(device, **options)
+            if result is None:  # it moved itself in place
+                result = value
+            if moved is not None and hasattr(result, "record_stream"):
+                moved(result)
+            return result
 
         return call_to
 

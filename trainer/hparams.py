@@ -104,7 +104,7 @@ class HyperparametersMixin:
         self._hparams_initial = _copied(self.hparams)
 
     def _choose_hparams(
-        self, args: tuple[Any, ...], arguments: dict[str, Any], frame: FrameType | None
+        self, args: Sequence[Any], arguments: dict[str, Any], frame: FrameType | None
     ) -> dict[str, Any]:
         owner = type(self).__name__
         by_name = all(isinstance(arg, str) for arg in args)
@@ -124,7 +124,8 @@ class HyperparametersMixin:
                 chosen[arg] = arguments[arg]
             else:
                 raise ValueError(messages.unknown(f"argument of {owner}.__init__", arg, arguments or ["none"]))
-        names = [] if by_name or len(args) > 1 else [name for name, value in arguments.items() if value is args[0]]
+        config = None if by_name or len(args) > 1 else args[0]
+        names = [name for name, value in arguments.items() if config is not None and value is config]
         self._hparams_name = names[0] if names else "kwargs"
         return chosen
 

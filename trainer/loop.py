@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ..loggers import messages
@@ -15,9 +15,10 @@ from .data.handover import HandOver
 from .data.loaders import seed_shuffling
 from .evaluation import EvalLoop
 from .hooks import overridden
+from .loss import LossReader
 from .module import TrainingModule
 from .signals import interruption
-from .step import IteratorStep, choose_step, detached
+from .step import IteratorStep, Step, choose_step, detached
 
 if TYPE_CHECKING:
     from .optimizers import SchedulerConfig
@@ -43,13 +44,8 @@ class FitLoop:
         self.max_epochs = float("inf") if trainer.max_epochs in (-1, None) else trainer.max_epochs
         self.val_clock = time.monotonic()
         self.takes_iterator = takes_iterator(trainer.training_module.training_step)
-        module = trainer.training_module
-        self.own_lr_step = overridden(module, "lr_scheduler_step", TrainingModule) is not None
-        module_steps_lr = trainer.lr_scheduler_configs if module.automatic_optimization else []
-        self.step_schedulers = [c for c in module_steps_lr if c.interval == "step" and not c.reduce_on_plateau]
-        self.epoch_schedulers = [c for c in module_steps_lr if c.interval == "epoch" and not c.reduce_on_plateau]
-        self.step_plateaus = [c for c in module_steps_lr if c.interval == "step" and c.reduce_on_plateau]
-        self.epoch_plateaus = [c for c in module_steps_lr if c.interval == "epoch" and c.reduce_on_plateau]
+        self.own_lr_step = overridden(trainer.training_module, "lr_scheduler_step", TrainingModule) is not None
+        self.losses = LossReader(trainer.training_module, trainer.strategy)
 
     def run(self) -> None:
         """Train until a limit is reached, somebody stops it, or an exception ends it."""
@@ -82,84 +78,80 @@ class FitLoop:
 
     # ---- one epoch -------------------------------------------------------------------------------------------------
 
-    def run_epoch(self, start_batch: int) -> None:
+    def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: a call less a batch, read in one go
         """One pass over the training data, from ``start_batch`` on."""
         trainer, state, hooks, metrics = self.trainer, self.state, self.hooks, self.metrics
         trainer._source.reload_if_due()
         metrics.enter(phases.ON_TRAIN_EPOCH_START)
         for hook in hooks.on_train_epoch_start:
             hook()
-        num_batches = trainer.num_training_batches
-        batches = self.batches(start_batch)
-        step = choose_step(trainer, self.forward)
+        step: Step = choose_step(trainer, self.forward, self.losses)
         if self.takes_iterator:
             step = IteratorStep(step)
+        schedules = self.bind_schedulers()
         starts, ends = hooks.on_train_batch_start, hooks.on_train_batch_end
         max_steps, log_every = self.max_steps, trainer.log_every_n_steps
         validates, validation_due = self.validates_this_epoch(), self.validation_due
-        schedules = bool(self.step_schedulers or self.epoch_schedulers or self.step_plateaus)
+        num_batches, batches = trainer.num_training_batches, self.batches(start_batch)
         batch_idx = start_batch - 1
         metrics.enter(phases.TRAIN_BATCH)
-        for batch in batches:
-            batch_idx += 1
-            if batch_idx >= num_batches:
-                raise RuntimeError(self.length_lie(batch_idx + 1, "more"))
-            state.batch_idx = batch_idx
-            state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
-            state.stepped = False
-            metrics.batch = batch
-            if starts and any([hook(batch, batch_idx) == -1 for hook in starts]):
-                break
-            outputs = step(batch, batch_idx)
-            state.batches += 1
-            if schedules:
-                self.step_lr()
-            if ends:
-                outputs = detached(outputs)
-                for hook in ends:
-                    hook(outputs, batch, batch_idx)
-            if state.stepped and (state.updates % log_every == 0 or state.should_stop):
-                metrics.flush_step(state.updates, state.epoch)
-            if validates and validation_due(batch_idx):
-                self.validate()
-            if self.step_plateaus and state.stepped:
-                self.advance(self.step_plateaus, state.updates)
-            if state.should_stop or state.signum or state.global_step >= max_steps:
-                if state.signum:
-                    raise interruption(state.signum)
-                if state.global_step >= max_steps or self.may_stop():
+        self.restore_random(start_batch == 0)
+        iterator = iter(batches)
+        self.restore_random(True)
+        with closing(batches):
+            for batch in iterator:
+                batch_idx += 1
+                if batch_idx >= num_batches:
+                    raise RuntimeError(self.length_lie(batch_idx + 1, "more"))
+                state.batch_idx = batch_idx
+                state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
+                state.stepped = False
+                metrics.batch = batch
+                if starts and -1 in [hook(batch, batch_idx) for hook in starts]:
                     break
-        else:
-            if batch_idx + 1 < num_batches and trainer._source.length_known():
-                raise RuntimeError(self.length_lie(batch_idx + 1, "only"))
+                outputs = step(batch, batch_idx)
+                state.batches += 1
+                if schedules:
+                    self.step_lr()
+                if ends:
+                    outputs = detached(outputs)
+                    for hook in ends:
+                        hook(outputs, batch, batch_idx)
+                if state.stepped and (state.updates % log_every == 0 or state.should_stop):
+                    metrics.flush_step(state.updates, state.epoch)
+                if validates and validation_due(batch_idx):
+                    self.validate()
+                if self.step_plateaus and state.stepped:
+                    self.advance(self.step_plateaus, state.updates)
+                if state.should_stop or state.signum or state.global_step >= max_steps:
+                    if state.signum:
+                        raise interruption(state.signum)
+                    if state.global_step >= max_steps or self.may_stop():
+                        break
+            else:
+                if batch_idx + 1 < num_batches and trainer._source.length_known():
+                    raise RuntimeError(self.length_lie(batch_idx + 1, "only"))
         self.end_epoch()
 
     def batches(self, start_batch: int) -> Any:
         """The epoch's batches on the device, in an order that (seed, epoch) alone decide."""
         trainer, state = self.trainer, self.state
         source = trainer._source
-        seed_shuffling(trainer.train_dataloader, state.shuffle_seed, state.epoch)
-        ready = None
-        if self.resumed is not None:
-            restore = partial(restore_random, self.resumed)
-            self.resumed = None
-            if start_batch:
-                ready = restore
-            else:
-                restore()
-        found = Batches(
-            source.train_iterable(),
-            bind_mover(trainer, 0),
-            lookahead=source.looks_ahead(source.train_loader) or self.takes_iterator,
-            limit=source.cut(),
-            skip=start_batch,
-            ready=ready,
-        )
+        loader = source.train_loader
+        seed_shuffling(loader, state.shuffle_seed, state.epoch)
+        lookahead = source.looks_ahead(loader) or self.takes_iterator
+        found = Batches(loader, bind_mover(trainer, 0), lookahead, source.cut(), start_batch)
         return HandOver(found, start_batch) if self.takes_iterator else found
+
+    def restore_random(self, now: bool) -> None:
+        """After a resume: put the random states back, where the uninterrupted run had them."""
+        if now and self.resumed is not None:
+            restore_random(self.resumed)
+            self.resumed = None
 
     def end_epoch(self) -> None:
         """Everything that follows the last batch."""
-        trainer, state, hooks, metrics = self.trainer, self.state, self.hooks, self.metrics
+        state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done = True
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.epoch_ended = True
@@ -228,6 +220,16 @@ class FitLoop:
 
     # ---- learning rates --------------------------------------------------------------------------------------------
 
+    def bind_schedulers(self) -> bool:
+        """Sort the schedulers by when they advance, once an epoch; False if none follows a batch."""
+        trainer = self.trainer
+        found = trainer.lr_scheduler_configs if trainer.training_module.automatic_optimization else []
+        self.step_schedulers = [c for c in found if c.interval == "step" and not c.reduce_on_plateau]
+        self.epoch_schedulers = [c for c in found if c.interval == "epoch" and not c.reduce_on_plateau]
+        self.step_plateaus = [c for c in found if c.interval == "step" and c.reduce_on_plateau]
+        self.epoch_plateaus = [c for c in found if c.interval == "epoch" and c.reduce_on_plateau]
+        return bool(self.step_schedulers or self.epoch_schedulers or self.step_plateaus)
+
     def step_lr(self) -> None:
         """Advance the schedulers that follow this batch."""
         state = self.state
@@ -257,7 +259,8 @@ class FitLoop:
         """A plateau scheduler's value was not logged: raise, or warn where the user said so."""
         logged = messages.names(sorted(self.trainer.callback_metrics), "and") or "nothing"
         text = (
-            f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it steps; "
+            f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it "
+            "steps; "
             f"logged so far: {logged}. Log it with self.log, choose another 'monitor', or set 'strict': False."
         )
         if config.strict:
@@ -276,11 +279,11 @@ class FitLoop:
     def may_stop(self) -> bool:
         """``should_stop`` is respected after ``min_epochs`` and ``min_steps``."""
         trainer, state = self.trainer, self.state
-        epochs = state.epoch + (1 if state.is_last_batch and not state.epoch_done else 0)
-        if epochs >= (trainer.min_epochs or 0) and state.global_step >= (trainer.min_steps or 0):
+        if state.epoch >= (trainer.min_epochs or 0) and state.global_step >= (trainer.min_steps or 0):
             return True
         messages.info_once(
-            f"Asked to stop, but goes on until min_epochs={trainer.min_epochs or 0} and min_steps={trainer.min_steps or 0}."
+            f"Asked to stop, but goes on until min_epochs={trainer.min_epochs or 0} and "
+            f"min_steps={trainer.min_steps or 0}."
         )
         return False
 
@@ -297,8 +300,9 @@ class FitLoop:
     def length_lie(self, seen: int, word: str) -> str:
         """The error for a loader that yields more or fewer batches than it says."""
         return (
-            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {word} {seen} in "
-            f"epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct __len__, "
+            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {word} "
+            f"{seen} in "
+            f"epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct "
+            "__len__, "
             "or remove it so that Paceline looks one batch ahead instead."
         )
-

@@ -5,6 +5,7 @@ numpy is asked only where somebody has imported it already.
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 import sys
@@ -66,7 +67,7 @@ def _seed_from_environment() -> int | None:
 
 def _valid_seed(seed: Any, said: str) -> int:
     try:
-        value = int(seed)
+        value = int(seed) if isinstance(seed, str) else operator.index(seed)
     except (TypeError, ValueError):
         value = -1
     if not 0 <= value <= _MAX_SEED:

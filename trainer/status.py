@@ -6,7 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..callbacks.base import Callback
@@ -43,7 +43,7 @@ class TrainerStatus:
     accumulate_grad_batches: int
     log_every_n_steps: int
     num_sanity_val_steps: int
-    model: nn.Module | None
+    model: Any
     _module: TrainingModule | None
     _source: DataSource
     _hooks: HookTable

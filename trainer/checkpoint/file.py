@@ -23,6 +23,7 @@ from .plain import plain
 FORMAT = 1
 
 _BUFFER_BYTES = 1 << 20
+_DOS_FOLDER = 0x10
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -39,36 +40,44 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         OSError: it could not be written. What was at ``path`` is still there.
     """
     target = Path(path)
-    checkpoint = plain(checkpoint, "checkpoint")
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "A checkpoint is one file, but there is a folder of this name", str(path))
-    temporary = target.with_name(f".{target.name[:180]}.{uuid4().hex[:12]}.tmp")
-    written = 0
+    temporary = target.with_name(_temporary_name(target.name))
+    stream = _Stream()
     try:
+        checkpoint = plain(checkpoint, "checkpoint")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb", buffering=_BUFFER_BYTES) as raw:
-            stream = _Stream(raw)
-            try:
-                _save(checkpoint, stream)
-            finally:
-                written = stream.written
-            raw.flush()
-            os.fsync(raw.fileno())
+        with temporary.open("xb", buffering=_BUFFER_BYTES) as stream.raw:
+            _save(checkpoint, stream)
+            stream.raw.flush()
+            os.fsync(stream.raw.fileno())
         temporary.replace(target)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise _not_written(error, checkpoint, target, written) from error
+            raise _not_written(error, checkpoint, target, stream.written) from error
+        if isinstance(error, RecursionError):
+            raise ValueError(
+                "The checkpoint holds data that is nested too deeply, or that contains itself, and cannot be written. "
+                "Look at what state_dict() and on_save_checkpoint() of your classes return."
+            ) from None
         raise
     _sync_folder(target.parent)
+
+
+def _temporary_name(name: str) -> str:
+    longest_name = 255
+    ending = f".{uuid4().hex[:12]}.tmp"
+    return f".{name}{ending}" if len(os.fsencode(name)) + len(ending) < longest_name else f".checkpoint{ending}"
 
 
 class _Stream:
     """What ``torch.save`` writes to. It fails by keeping the error: one raised here is masked by a later one."""
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self.raw = raw
+    raw: IO[bytes]
+
+    def __init__(self) -> None:
         self.written = 0
         self.error: BaseException | None = None
 
@@ -89,11 +98,6 @@ def _save(checkpoint: dict[str, Any], stream: _Stream) -> None:
     torch.serialization.set_crc32_options(True)
     try:
         torch.save(checkpoint, stream)  # pyright: ignore[reportArgumentType]
-    except RecursionError:
-        raise ValueError(
-            "The checkpoint holds data that is nested too deeply, or that contains itself, and cannot be written. "
-            "Look at what state_dict() and on_save_checkpoint() of your classes return."
-        ) from None
     finally:
         torch.serialization.set_crc32_options(checksums)
     if stream.error is not None:
@@ -145,15 +149,12 @@ def _sync_folder(folder: Path) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(
-    path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu", weights_only: bool = True
-) -> dict[str, Any]:
+def read(path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu") -> dict[str, Any]:
     """Read a checkpoint of Paceline or Lightning, after its checksums were found right.
 
     Args:
         path: a file, or an open binary file that can seek.
-        map_location: where its tensors go, as for ``torch.load``.
-        weights_only: False unpickles whatever is in it, which runs any code it names: only for files you made.
+        map_location: where its tensors go, as for ``torch.load``; ``"meta"`` checks a file without loading them.
 
     Raises:
         FileNotFoundError: no such file; the message says what lies in the folder.
@@ -164,21 +165,21 @@ def read(
         path = Path(path)
         _must_be_file(path)
         with path.open("rb") as file:
-            return _read(file, str(path), map_location, weights_only)
-    return _read(path, str(getattr(path, "name", path)), map_location, weights_only)
+            return _read(file, str(path), map_location)
+    return _read(path, str(getattr(path, "name", path)), map_location)
 
 
-def _read(file: IO[bytes], name: str, map_location: Any, weights_only: bool) -> dict[str, Any]:
+def _read(file: IO[bytes], name: str, map_location: Any) -> dict[str, Any]:
     _check_bytes(file, name)
     file.seek(0)
     try:
-        checkpoint = torch.load(file, map_location=map_location, weights_only=weights_only)
+        checkpoint = torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refused(file, name, error) from error
     except (EOFError, LookupError, ValueError, TypeError) as error:
         raise _damaged(name, f"torch.load says {error!r}") from error
     except RuntimeError as error:
-        if "PytorchStreamReader" in str(error):
+        if "inline_container" in str(error) or "PytorchStreamReader" in str(error):
             raise _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}") from error
         raise
     _check_contents(checkpoint, name)
@@ -230,17 +231,30 @@ def _check_bytes(file: IO[bytes], name: str) -> None:
         return
     try:
         with zipfile.ZipFile(file) as archive:
-            records = archive.infolist()
-            checksums = any(record.CRC for record in records)
-            damaged = archive.testzip() if checksums else None
+            endings = {record.rpartition("/")[2] for record in archive.namelist()}
+            damaged = _damaged_record(archive)
     except Exception as error:
-        raise _damaged(name, f"its records cannot be read ({error})") from error
-    if damaged:
-        raise _damaged(name, f"the checksum of its record {damaged!r} is wrong")
-    if not any(record.filename.endswith("/data.pkl") for record in records):
-        raise _no_checkpoint(name, "it is a zip file of something else")
-    if any(record.filename.endswith("/constants.pkl") for record in records):
+        raise _damaged(name, f"its records cannot be read ({error!r})") from error
+    if "constants.pkl" in endings:
         raise _no_checkpoint(name, "it is a TorchScript program", "Load it with torch.jit.load.")
+    if "data.pkl" not in endings and damaged is None:
+        raise _no_checkpoint(name, "it is a zip file of something else")
+    if damaged is not None:
+        raise _damaged(name, f"its record {damaged!r} does not match its checksum")
+
+
+def _damaged_record(archive: zipfile.ZipFile) -> str | None:
+    """The first record that is not what was written; torch can be told to write without checksums, all of them 0."""
+    records = archive.infolist()
+    if any(record.CRC for record in records):
+        damaged = archive.testzip()
+        return damaged or next((record.filename for record in records if _is_odd(record)), None)
+    return None
+
+
+def _is_odd(record: zipfile.ZipInfo) -> bool:
+    """Whether torch would read other bytes than the checksum covers: another length, or a folder (nothing at all)."""
+    return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
 
 
 def _check_contents(checkpoint: Any, name: str) -> None:
@@ -285,5 +299,6 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
     return ValueError(
         f"The checkpoint {name!r} was not loaded and nothing in it was run: it names "
         f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, allow "
-        "these names with torch.serialization.add_safe_globals([...]), or unpickle all of it with weights_only=False."
+        "these names with torch.serialization.add_safe_globals([...]); or torch.load it with weights_only=False, which "
+        "runs them, and torch.save it without them."
     )

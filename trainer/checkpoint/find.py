@@ -24,13 +24,16 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
     if ckpt_path is None:
         best = _best(trainer) if reused and fn != "fit" else None
         if best is not None:
-            messages.info(f"No module was passed to {fn}(): its best checkpoint is used. Pass the module to use it as it is.")
+            messages.info(
+                f"No module was passed to {fn}(): its best checkpoint is used. Pass the module to use it as it is."
+            )
         return best
     if ckpt_path == "best":
         best = _best(trainer)
         if best is None:
             raise ValueError(
-                f"Trainer.{fn}(ckpt_path='best'): no checkpoint has been saved as the best one. Train with a ModelCheckpoint "
+                f"Trainer.{fn}(ckpt_path='best'): no checkpoint has been saved as the best one. Train with a "
+                "ModelCheckpoint "
                 "(enable_checkpointing=True) first, or pass the path of a file."
             )
         return best
@@ -64,7 +67,7 @@ def _last(trainer: Trainer) -> Path | None:
 
 
 def _folders(trainer: Trainer) -> list[Any]:
-    folders = [c.dirpath for c in trainer.callbacks if getattr(c, "dirpath", None)]
+    folders = [getattr(callback, "dirpath", None) for callback in trainer.callbacks]
     if trainer.log_dir is not None and not trainer.fast_dev_run:
         own = Path(trainer.log_dir)
         siblings = [*own.parent.glob("version_*/checkpoints")] if own.name.startswith("version_") else []

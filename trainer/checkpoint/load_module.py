@@ -8,7 +8,6 @@ import inspect
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ...loggers import messages
@@ -35,18 +34,24 @@ def load_from_checkpoint(
     Args:
         cls: a ``TrainingModule`` or ``DataModule`` class.
         path: a checkpoint, or an open binary file.
-        map_location: where tensors go, as for ``torch.load``; None: where they were saved if this machine has that
-            device, else the CPU. The module goes where its weights are.
+        map_location: where tensors go, as for ``torch.load``; the CPU if None. The module goes where its weights are.
         hparams_file: a ``.yaml`` or ``.csv`` file whose values replace the hyperparameters in the checkpoint.
         strict: whether the weights' names have to match; None asks ``strict_loading``.
-        weights_only: False unpickles whatever is in the file, which runs any code it names: only for files you made.
+        weights_only: None or True; files are data, and no code that one names is run.
         **kwargs: arguments of ``__init__`` that override the hyperparameters.
 
     Raises:
+        ValueError: the file is no checkpoint, or names code; ``weights_only`` is False.
+        RuntimeError: the weights do not fit.
         TypeError: ``__init__`` needs an argument that neither the file nor ``kwargs`` has, or does not know one.
     """
-    location = _where_it_was if map_location is None else map_location
-    checkpoint = file.read(path, location, weights_only is not False)
+    if weights_only not in (None, True):
+        raise ValueError(
+            f"{cls.__name__}.load_from_checkpoint(weights_only={weights_only!r}): checkpoints are data, and code that "
+            "one names is never run. Leave weights_only out; allow types you trust with "
+            "torch.serialization.add_safe_globals([...])."
+        )
+    checkpoint = file.read(path, "cpu" if map_location is None else map_location)
     is_module = issubclass(cls, nn.Module)
     prefix = "" if is_module else "datamodule_"
     if hparams_file is not None:
@@ -73,15 +78,6 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
         module.to(device)
 
 
-def _where_it_was(storage: Any, location: str) -> Any:
-    kind, _, index = location.partition(":")
-    if kind == "cuda" and int(index or 0) < torch.cuda.device_count():
-        return None
-    if kind == "cpu" or (kind == "mps" and torch.backends.mps.is_available()):
-        return None
-    return storage.cpu()
-
-
 def _arguments(cls: type, checkpoint: dict[str, Any], prefix: str, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments for ``cls``: those saved, replaced by those given, and of them the ones that ``cls`` takes."""
     parameters = inspect.signature(cls).parameters
@@ -91,7 +87,7 @@ def _arguments(cls: type, checkpoint: dict[str, Any], prefix: str, given: dict[s
         saved.pop(key, None)
     name = checkpoint.get(f"{prefix}hparams_name")
     if name in parameters:
-        arguments: dict[str, Any] = {name: AttributeDict(saved | given)}
+        arguments: dict[str, Any] = {name: _attribute_dicts(saved | given)}
         known = {*parameters, *saved}
     else:
         arguments, known = saved, {*parameters}
@@ -103,6 +99,13 @@ def _arguments(cls: type, checkpoint: dict[str, Any], prefix: str, given: dict[s
     arguments = {key: value for key, value in {**arguments, **given}.items() if takes_any or key in parameters}
     _must_be_complete(cls, parameters, arguments, list(saved))
     return arguments
+
+
+def _attribute_dicts(value: Any) -> Any:
+    """A configuration object's entries, to be reached as attributes as well, at every depth."""
+    if isinstance(value, dict):
+        return AttributeDict({key: _attribute_dicts(entry) for key, entry in value.items()})
+    return value
 
 
 def _must_be_complete(cls: type, parameters: Any, arguments: dict[str, Any], saved: list[str]) -> None:

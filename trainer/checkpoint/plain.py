@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size)
+_LEAVES = (type(None), bool, int, float, complex, str, bytearray, torch.dtype, torch.device, torch.Size)
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -20,7 +20,7 @@ def plain(value: Any, where: str) -> Any:
     """Return ``value`` as data that a file can hold without naming code, the same object where nothing had to change.
 
     Kept: None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of them. Changed:
-    numpy scalars to Python numbers, paths to strings, subclasses of dict and list to dict and list.
+    numpy scalars to Python numbers, paths to strings, subclasses of str, dict and list to str, dict and list.
 
     Args:
         value: anything.
@@ -32,6 +32,8 @@ def plain(value: Any, where: str) -> Any:
     kind = type(value)
     if kind in _LEAVES:
         return value
+    if kind is bytes:
+        return value or bytearray()  # empty bytes are pickled as a call of their class, which loading refuses
     if kind in _TENSORS:
         return value if not vars(value) else _tensor_with_attributes(value, where)
     if isinstance(value, dict):
@@ -40,6 +42,8 @@ def plain(value: Any, where: str) -> Any:
         return _plain_items(value, where)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, str) and not isinstance(value, enum.Enum):
+        return str(value)
     return _converted(value, where)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ...strategies.transfer import ahead
 from .combined import CombinedLoader, close_iterator
@@ -111,26 +111,28 @@ class Batches:
 
 
 class _Jump:
-    """A sampler that leaves out its first ``count`` items, the first time it is iterated over."""
+    """A sampler that leaves out its first ``count`` items, the first time it is read."""
 
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler = sampler
         self._count = count
 
     def __iter__(self) -> Iterator[Any]:
-        count, self._count = self._count, 0
-        return islice(iter(self._sampler), count, None)
+        count, self._count = self._count, 0  # when the first item is asked for: some iterators call iter() twice
+        yield from islice(iter(self._sampler), count, None)
 
     def __len__(self) -> int:
         return len(self._sampler)
 
 
-def _can_jump(loader: Any) -> bool:
-    """Whether batches can be left out before they are loaded: the loader takes its indices from a sampler, just now."""
+def _can_jump(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether batches can be left out before they are loaded: the loader will take indices from its sampler.
+
+    A running iterator with persistent workers took its sampler when it was made.
+    """
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False
-    running = getattr(loader, "_iterator", None)
-    return running is None and hasattr(loader.dataset, "__getitem__")
+    return loader._iterator is None and not isinstance(loader.dataset, IterableDataset)
 
 
 def _jump(loader: DataLoader[Any], count: int) -> Iterator[Any]:
@@ -150,8 +152,12 @@ def batch_size_of(batch: Any) -> int | None:
     Lists, tuples, mappings, dataclasses and other objects are searched in order; a tensor of shape () counts as 1. An
     object that says its own ``batch_size`` (or ``num_graphs``) is believed.
     """
-    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if isinstance(first, Tensor) and not isinstance(batch, PackedSequence):
+    kind, first = type(batch), batch
+    if kind is tuple or kind is list:
+        first = batch[0] if batch else None
+    elif kind is dict:
+        first = next(iter(batch.values()), None)
+    if isinstance(first, Tensor):
         return first.shape[0] if first.dim() else 1
     return next(_sizes(batch, set()), None)
 

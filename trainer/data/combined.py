@@ -41,7 +41,7 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         if mode not in MODES:
             raise ValueError(messages.unknown("CombinedLoader mode", mode, MODES))
-        self._mode = mode
+        self._mode: Mode = mode
         self._flattened: list[Any] = []
         self._build = _compile(iterables, self._flattened, "iterables", outermost=True)
         self._limits: list[int | float] | None = None
@@ -200,15 +200,13 @@ class CombinedLoader:
         total = max((length for length in lengths if length is not None), default=0)
         steps = range(total) if None not in lengths else count()
         for _ in steps:
-            parts = []
-            for index, source in enumerate(sources):
-                part = next(source, _END)
-                if part is _END:
-                    unread.discard(index)
-                    if not unread:
-                        return
-                    part = self._start_over(index, sources, opened)
-                parts.append(part)
+            parts = [next(source, _END) for source in sources]
+            ended = [index for index, part in enumerate(parts) if part is _END]
+            unread.difference_update(ended)
+            if not unread:
+                return
+            for index in ended:
+                parts[index] = self._start_over(index, sources, opened)
             yield parts
 
     def _start_over(self, index: int, sources: list[Iterator[Any]], opened: list[Iterator[Any]]) -> Any:
@@ -255,8 +253,10 @@ def close_iterator(iterator: Iterator[Any]) -> None:
     """End a half-read iterator: close a generator, shut the workers of a DataLoader down unless they are persistent."""
     if isinstance(iterator, Generator):
         iterator.close()
-    elif hasattr(iterator, "_shutdown_workers") and not getattr(iterator, "_persistent_workers", False):
-        iterator._shutdown_workers()
+        return
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None and not getattr(iterator, "_persistent_workers", False):
+        shutdown()
 
 
 def _closing(limited: tuple[Iterator[Any], Iterator[Any]]) -> Iterator[Any]:

@@ -76,8 +76,12 @@ class DataModule(HyperparametersMixin):
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Bring a batch to the device and return it. Define it for kinds of batches that Paceline cannot look into."""
-        return transfer.move(batch, device)
+        """Bring a batch to the device (and the run's input dtype) and return it.
+
+        Define it for kinds of batches that Paceline cannot look into.
+        """
+        dtype = None if self.trainer is None else self.trainer.strategy.precision.input_dtype
+        return transfer.move(batch, device, dtype)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """After a batch came to the device. Return it, changed or not: the place for augmentation on the device."""
@@ -140,12 +144,12 @@ class DataModule(HyperparametersMixin):
 
         Args:
             checkpoint_path: the file.
-            map_location: where its tensors go; the CPU by default.
-            hparams_file: a .yaml or .csv file whose hyperparameters replace those of the checkpoint.
-            weights_only: files are read without running code in any case; True and None are the same.
+            map_location: where its tensors go, as for ``torch.load``.
+            hparams_file: a ``.yaml`` or ``.csv`` file whose hyperparameters replace those of the checkpoint.
+            weights_only: False unpickles whatever is in the file, which runs code that it names: for your own files.
             **kwargs: arguments of ``__init__`` that win over those saved.
         """
-        from ..checkpoint.contents import load_from_checkpoint
+        from ..checkpoint.load_module import load_from_checkpoint
 
         return load_from_checkpoint(
             cls, checkpoint_path, map_location, hparams_file, weights_only=weights_only, **kwargs

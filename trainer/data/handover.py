@@ -27,6 +27,10 @@ class HandOver:
         """No batch is left."""
         return self._batches.exhausted
 
+    def close(self) -> None:
+        """Let go of a half-read pass."""
+        self._batches.close()
+
     def __iter__(self) -> Iterator[HandOver]:
         self._iterator = iter(self._batches)
         self.taken = 0

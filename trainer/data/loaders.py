@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -15,6 +17,9 @@ from ...loggers import messages
 from .combined import CombinedLoader, holds_loaders, length_of
 
 _MISSING = object()
+
+#: States of generators of the users' when :func:`seed_shuffling` last announced an epoch.
+_at_epoch_start: WeakKeyDictionary[torch.Generator, Tensor] = WeakKeyDictionary()
 
 
 def is_loader_collection(loaders: Any) -> bool:
@@ -98,6 +103,8 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
     wherever the loader, its samplers or its data set have one.
     """
     for index, leaf in enumerate(_leaves(loader)):
+        for generator in _generators(leaf):
+            _at_epoch_start[generator] = generator.get_state()
         samplers = _samplers(leaf)
         owners = [*samplers, leaf] if isinstance(leaf, DataLoader) else samplers
         for place, owner in enumerate(owners):
@@ -114,26 +121,34 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
 def loader_state(loader: Any) -> dict[str, Any] | None:
     """Return what a checkpoint keeps of a loader: its own ``state_dict`` and the states of the user's generators.
 
-    None if it has neither.
+    Of a generator both the present state and the one before the epoch under way. None if the loader has neither.
     """
     states = [_leaf_state(leaf) for leaf in _leaves(loader)]
     return {"loaders": states} if any(state is not None for state in states) else None
 
 
-def load_loader_state(loader: Any, state: Mapping[str, Any] | None) -> None:
-    """Take back what :func:`loader_state` returned; warn about what finds no place."""
+def load_loader_state(loader: Any, state: Mapping[str, Any] | None, mid_epoch: bool = False) -> bool:
+    """Take back what :func:`loader_state` returned; warn about what finds no place.
+
+    Args:
+        loader: the loader as it is now.
+        state: of the loader as it was then.
+        mid_epoch: the epoch of then is gone through again up to where it was, so that its order is needed once more.
+
+    Returns:
+        Whether the loader knows its position itself, so that no batches have to be skipped.
+    """
     if not state:
-        return
+        return False
     leaves, states = list(_leaves(loader)), state["loaders"]
     if len(leaves) != len(states):
         messages.warn(
             f"The checkpoint holds the states of {len(states)} loaders, this run trains from {len(leaves)}. They are "
             "left out, so the data start anew. Give fit the loaders of then to continue where it was."
         )
-        return
-    for leaf, leaf_state in zip(leaves, states, strict=True):
-        if leaf_state is not None:
-            _load_leaf_state(leaf, leaf_state)
+        return False
+    known = [_load_leaf_state(leaf, kept, mid_epoch) for leaf, kept in zip(leaves, states, strict=True) if kept]
+    return any(known)
 
 
 def without_shuffling(loader: Any) -> Any:
@@ -176,7 +191,7 @@ def advise(loader: Any, what: str) -> None:
 class _EpochGenerator(torch.Generator):
     """A generator that Paceline gave to a sampler; it is seeded before each epoch."""
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __reduce__(self) -> Any:
         return type(self), ()
 
 
@@ -212,6 +227,12 @@ def _check_limit(limit: float | int | None, argument: str) -> None:
 
 
 def _is_empty(loader: Any, what: str, argument: str) -> str:
+    if isinstance(loader, CombinedLoader):
+        lengths = ", ".join(f"{type(leaf).__name__}: {length_of(leaf)}" for leaf in loader.flattened)
+        return (
+            f"{what} has no batch: the CombinedLoader (mode {loader.mode!r}) combines loaders of lengths [{lengths}]. "
+            f"Fill the empty ones or take them out, or leave all out with {argument}=0."
+        )
     samples = length_of(getattr(loader, "dataset", None))
     batch_size = getattr(loader, "batch_size", None)
     if samples and batch_size and getattr(loader, "drop_last", False):
@@ -274,17 +295,19 @@ def _leaf_state(loader: Any) -> dict[str, Any] | None:
     generators = _generators(loader)
     if generators:
         state["generators"] = [generator.get_state() for generator in generators]
+        state["generators_at_epoch_start"] = [_at_epoch_start.get(g, g.get_state()) for g in generators]
     return state or None
 
 
-def _load_leaf_state(loader: Any, state: Mapping[str, Any]) -> None:
+def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool) -> bool:
     lost = []
-    if "state_dict" in state:
-        if _is_stateful(loader):
-            loader.load_state_dict(state["state_dict"])
-        else:
-            lost.append("its position (the loader has no load_state_dict now)")
-    saved, generators = state.get("generators", []), _generators(loader)
+    positioned = "state_dict" in state and _is_stateful(loader)
+    if positioned:
+        loader.load_state_dict(state["state_dict"])
+    elif "state_dict" in state:
+        lost.append("its position (the loader has no load_state_dict now)")
+    saved = state.get("generators_at_epoch_start" if mid_epoch and not positioned else "generators", [])
+    generators = _generators(loader)
     if len(saved) == len(generators):
         for generator, generator_state in zip(generators, saved, strict=True):
             generator.set_state(generator_state)
@@ -295,11 +318,12 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any]) -> None:
             f"The checkpoint holds of the training loader ({type(loader).__name__}) {' and '.join(lost)}, which finds "
             "no place. The order of the data will differ from the run before. Give fit the loader of then."
         )
+    return positioned
 
 
 def _in_order(sampler: Any, dataset: Any) -> Any:
     """A sampler of the same samples in a fixed order."""
-    if isinstance(sampler, SequentialSampler):
+    if isinstance(sampler, (SequentialSampler, Sequence)):
         return sampler
     if isinstance(sampler, DistributedSampler):
         ordered = copy.copy(sampler)
@@ -312,9 +336,10 @@ def _in_order(sampler: Any, dataset: Any) -> Any:
 def _with_samplers(loader: DataLoader[Any], sampler: Any, inner: Any) -> DataLoader[Any]:
     """A copy of a loader with other samplers; ``inner`` goes into a copy of its batch sampler."""
     clone = copy.copy(loader)
-    replaced = {"sampler": sampler, "_iterator": None}
+    replaced: dict[str, Any] = {"sampler": sampler, "_iterator": None}
     if inner is not None:
-        replaced["batch_sampler"] = copy.copy(loader.batch_sampler)
-        replaced["batch_sampler"].sampler = inner
+        batches: Any = copy.copy(loader.batch_sampler)
+        batches.sampler = inner
+        replaced["batch_sampler"] = batches
     clone.__dict__.update(replaced)  # a loader refuses plain assignments of these; the copy has no iterator yet
     return clone

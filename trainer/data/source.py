@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from ...loggers import messages
 from ..hooks import overridden
-from .combined import CombinedLoader
 from .datamodule import DataModule
 from .loaders import advise, count_batches, eval_loaders, seed_shuffling, train_loader, without_shuffling
 
@@ -64,7 +63,8 @@ class DataSource:
         owner = type(self.trainer.training_module).__name__
         if hook is None:
             raise ValueError(
-                f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule defines "
+                f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule "
+                "defines "
                 f"{HOOK[stage]}(). Pass a loader, or define the hook."
             )
         loaders = hook()
@@ -103,18 +103,14 @@ class DataSource:
             self.eval.pop("validate", None)
         self.train()
 
-    def train_iterable(self) -> Any:
-        """The training loader as an iterable over batches alone."""
-        loader = self.train_loader
-        return _BatchesOnly(loader) if isinstance(loader, CombinedLoader) else loader
-
     def val_check_batch(self) -> int | float:
         """After how many batches to validate; inf: after the epoch's last."""
         interval, batches = self.trainer.val_check_interval, self.num_training_batches
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
-                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an epoch, so "
+                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an "
+                    "epoch, so "
                     "validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
                 )
             return interval
@@ -122,7 +118,8 @@ class DataSource:
             return INF
         if batches == INF:
             raise ValueError(
-                f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no length. "
+                f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no "
+                "length. "
                 "Pass a number of batches (an int), or give the loader a __len__."
             )
         return max(1, int(batches * interval))
@@ -138,9 +135,13 @@ class DataSource:
         step = overridden(trainer.training_module, "validation_step", TrainingModule) is not None
         owner = type(trainer.training_module).__name__
         if loader and not step:
-            messages.warn_once(f"A val_dataloader was given but {owner} has no validation_step: there is no validation.")
+            messages.warn_once(
+                f"A val_dataloader was given but {owner} has no validation_step: there is no validation."
+            )
         if step and not loader and trainer.state.fn == "fit":
-            messages.warn_once(f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation.")
+            messages.warn_once(
+                f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation."
+            )
         return loader and step and self.limit("validate") != 0
 
     def evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
@@ -186,13 +187,3 @@ class DataSource:
     def looks_ahead(self, loader: Any) -> bool:
         """Whether batches are fetched one ahead: to overlap copies to a device, or to know the last one."""
         return self.trainer.strategy.device.type == "cuda" or self.length(loader) == INF
-
-
-class _BatchesOnly:
-    """A CombinedLoader that yields its batches without their indices."""
-
-    def __init__(self, loader: CombinedLoader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.loader.batches()

@@ -1,0 +1,55 @@
+# From a bare machine with python3 (3.11 or newer, with venv):
+#   make demo    train the handwritten-digits example in an environment of its own (.demo)
+#   make test    lint, types and tests in an environment of its own (.venv)
+# PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
+
+SHELL := bash
+PYTHON ?= python3
+BIN := .venv/bin
+PIP_FLAGS := --quiet --disable-pip-version-check
+ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and f"Python {sys.version.split()[0]} is too old for the pinned tools, which need 3.11. Install a newer one and name it: make PYTHON=python3.12 ...")
+
+# Two workers share the cores, so each computes on one thread.
+export OMP_NUM_THREADS := 1
+
+.PHONY: test lint types tests format demo clean
+
+test: lint types tests
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+tests: .venv/installed
+	$(BIN)/python -m pytest tests -n 2
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: .demo/installed
+	.demo/bin/python examples/01_first_fit.py
+
+# A stamp each: the pinned packages are installed again when the lock changes, the package itself when its metadata does.
+.venv/locked: requirements-dev.lock
+	$(PYTHON) -c '$(ENOUGH)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements-dev.lock
+	touch $@
+
+.venv/installed: .venv/locked pyproject.toml
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	touch $@
+
+.demo/installed: requirements-dev.lock pyproject.toml
+	$(PYTHON) -c '$(ENOUGH)'
+	$(PYTHON) -m venv .demo
+	.demo/bin/python -m pip install $(PIP_FLAGS) -c requirements-dev.lock setuptools
+	.demo/bin/python -m pip install $(PIP_FLAGS) -c requirements-dev.lock --no-build-isolation -e . scikit-learn matplotlib
+	touch $@
+
+clean:
+	rm -rf .venv .demo build dist *.egg-info .pytest_cache .ruff_cache runs

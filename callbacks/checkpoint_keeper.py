@@ -1,0 +1,403 @@
+"""Which checkpoints of a fit are kept, under which names."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..loggers import messages
+from . import file_name
+from .base import Callback
+from .early_stopping import check_mode
+from .run_files import RunFiles, local_folder
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+
+class Checkpoint(Callback):
+    """Base of the callbacks that write checkpoints. They run after all others, so that they save what those did."""
+
+
+class CheckpointKeeper(Checkpoint):
+    """Writes checkpoints when a subclass says so, and keeps the best, the newest, or all of them.
+
+    The arguments and attributes are described in :class:`ModelCheckpoint`. A subclass calls :meth:`save`, on every
+    rank, whenever it wants a step saved; a step that has been saved is not saved again.
+    """
+
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None,
+        filename: str | None,
+        monitor: str | None,
+        verbose: bool,
+        save_last: bool | str | None,
+        save_top_k: int,
+        save_weights_only: bool,
+        mode: str,
+        auto_insert_metric_name: bool,
+        enable_version_counter: bool,
+    ) -> None:
+        check_mode("ModelCheckpoint", mode)
+        _check_top_k(save_top_k, monitor)
+        self.filename = None if filename is None else str(filename).removesuffix(self.FILE_EXTENSION)
+        file_name.check(self.filename or "", "ModelCheckpoint(filename=)")
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = _whether_last(save_last)
+        self.save_top_k = save_top_k
+        self.save_weights_only = save_weights_only
+        self.mode = mode
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.enable_version_counter = enable_version_counter
+        self.best_model_path = ""
+        self.best_model_score: Tensor | None = None
+        self.best_k_models: dict[str, Tensor] = {}
+        self.kth_best_model_path = ""
+        self._worst = torch.tensor(math.inf if mode == "min" else -math.inf)
+        self.kth_value = self._worst
+        self.last_model_path = ""
+        self.current_score: Tensor | None = None
+        self._given_dirpath = None if dirpath is None else local_folder(dirpath, "ModelCheckpoint")
+        self._files = RunFiles(self._given_dirpath or "")
+        self._inherited: dict[str, Any] | None = None
+        self._forget_steps(alone=True)
+
+    @property
+    def dirpath(self) -> str | None:
+        """The folder of the files, absolute; None until it is known, which a fit settles when it begins."""
+        return self._files.folder or None
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if stage == "fit":
+            self._files.folder = trainer.strategy.broadcast(self._folder(trainer))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._files.mark = trainer.strategy.broadcast(self._files.mark or uuid.uuid4().hex)
+        if self._inherited is not None:
+            self._adopt(trainer, self._inherited)
+            self._inherited = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._forget_steps(alone=trainer.world_size == 1)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        self._files.sign(checkpoint)
+
+    def _forget_steps(self, alone: bool) -> None:
+        self._alone = alone
+        self._saved_step = self._last_step = -1
+        self._saved_path = ""
+
+    # ---- which -----------------------------------------------------------------------------------------------------
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        """Whether a file with the score ``current`` would be kept."""
+        return current is not None and self._giving_way(current) is not None
+
+    def may_save(self, trainer: Trainer) -> bool:
+        """Whether there is anything to save: not in trials, and not before the first step."""
+        return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
+
+    def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True) -> None:
+        """Write the file of this step if it ranks, then ``last``, and tell the loggers.
+
+        Args:
+            trainer: the one that calls.
+            ranked: False writes only ``last``.
+            scored: False if the monitored metric does not belong to these weights.
+        """
+        ranked = ranked and self.save_top_k != 0
+        if not (ranked or self.save_last) or not self.may_save(trainer):
+            return
+        values = self._values(trainer)
+        if not scored:
+            values.pop(self.monitor or "", None)
+        wrote = ranked and self._save_ranked(trainer, values)
+        if wrote or self._last_step != trainer.global_step:
+            wrote = self._save_last(trainer, values) or wrote
+        if wrote and trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)
+
+    def save_after(self, trainer: Trainer, exception: BaseException) -> None:
+        """Save the step at which an exception ended the fit: a file outside the ranking, and ``last``.
+
+        A failure to do so is told, not raised: the exception itself is what matters.
+        """
+        if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
+            return
+        self._alone = True  # the other processes may be elsewhere
+        try:
+            values = self._values(trainer)
+            if self._saved_step != trainer.global_step:
+                path = self._unused(trainer, values, self.filename)
+                self._write(trainer, path)
+                messages.info(f"{type(exception).__name__} ended the fit; its state is saved in {path!r}.")
+            if self._last_step != trainer.global_step:
+                self._save_last(trainer, values)
+        except Exception as error:
+            messages.warn(f"The state could not be saved after the {type(exception).__name__}: {error}")
+
+    def _save_ranked(self, trainer: Trainer, values: dict[str, Tensor]) -> bool:
+        step, score = trainer.global_step, values.get(self.monitor or "")
+        if score is not None:
+            self.current_score = score
+        if self._saved_step == step:
+            return self._score_late(score)
+        gone = self._giving_way(torch.tensor(math.nan) if score is None else score)
+        if gone is None:
+            if self.verbose and score is not None:
+                messages.info(f"Step {step}: {self.monitor!r} is {score:.6g}, not among the best {self.save_top_k}.")
+            return False
+        path = self._unused(trainer, values, self.filename, replaces=gone)
+        with self._undone_on_failure():
+            if self.monitor is None:
+                self.best_model_path = path
+            else:
+                for old in gone:
+                    del self.best_k_models[old]
+                self.best_k_models[path] = torch.tensor(math.nan) if score is None else score
+                self._rank()
+            self._write(trainer, path)
+        self._saved_step, self._saved_path = step, path
+        if self.verbose:
+            reached = f"{self.monitor!r} is {score:.6g}, " if score is not None else ""
+            messages.info(f"Step {step}: {reached}saved {path!r}.")
+        for old in gone:
+            self._delete(trainer, old, successor=path)
+        return True
+
+    def _score_late(self, score: Tensor | None) -> bool:
+        """Give the file written at this step, before the validation, the score that is known now."""
+        if score is None or not torch.isnan(self.best_k_models.get(self._saved_path, self._worst)):
+            return False
+        self.best_k_models[self._saved_path] = score
+        self._rank()
+        return True
+
+    def _giving_way(self, score: Tensor) -> list[str] | None:
+        """The files that a new one with this score would push out; None if it would not be kept itself."""
+        if self.save_top_k == -1:
+            return []
+        if self.monitor is None:
+            return [self.best_model_path] if self.best_model_path else []
+        # The sort is stable and the new one comes last: among equals the older files stay.
+        kept = sorted({**self.best_k_models, "": score}.items(), key=lambda item: self._badness(item[1]))
+        out = [path for path, _ in kept[self.save_top_k :]]
+        return None if "" in out else out
+
+    def _badness(self, score: Tensor) -> tuple[bool, float]:
+        number = score.item()
+        if math.isnan(number):
+            return True, 0.0
+        return False, number if self.mode == "min" else -number
+
+    def _rank(self) -> None:
+        """Find the best and the worst of the files kept."""
+        order = sorted(self.best_k_models, key=lambda path: self._badness(self.best_k_models[path]))
+        best = order[0] if order and not torch.isnan(self.best_k_models[order[0]]) else ""
+        worst = order[-1] if order and len(order) >= self.save_top_k else ""
+        self.best_model_path, self.best_model_score = best, self.best_k_models.get(best)
+        self.kth_best_model_path, self.kth_value = worst, self.best_k_models.get(worst, self._worst)
+
+    def _save_last(self, trainer: Trainer, values: dict[str, Tensor]) -> bool:
+        if not self.save_last:
+            return False
+        old = self.last_model_path
+        path = self._unused(trainer, values, self.CHECKPOINT_NAME_LAST, replaces=[old])
+        with self._undone_on_failure():
+            self.last_model_path = path
+            self._write(trainer, path)
+        self._last_step = trainer.global_step
+        if old:
+            self._delete(trainer, old, successor=path)
+        return True
+
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """The ranking is changed first, because the file holds it; a file that was not written changes nothing."""
+        before = {name: getattr(self, name) for name in _RANKING}
+        self.best_k_models = dict(self.best_k_models)
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def format_checkpoint_name(
+        self,
+        metrics: Mapping[str, Tensor | float],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """Return the path of a checkpoint.
+
+        Args:
+            metrics: the values that the template may ask for.
+            filename: the template; ``self.filename`` if None.
+            ver: number to append as ``-v<ver>``.
+            prefix: text to put in front of the name.
+
+        Example:
+            >>> ModelCheckpoint(filename="{epoch:02d}-{loss:.1f}").format_checkpoint_name({"epoch": 3, "loss": 0.25})
+            'epoch=03-loss=0.2.ckpt'
+        """
+        template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        name = file_name.fill(template, metrics, self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None)
+        version = None if ver is None else f"v{ver}"
+        name = self.CHECKPOINT_JOIN_CHAR.join(part for part in (prefix, name, version) if part is not None)
+        return os.path.join(self.dirpath or "", name + self.FILE_EXTENSION)
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Write score by path of the files kept, by default to ``best_k_models.yaml`` in ``dirpath``."""
+        if filepath is None and self.dirpath is None:
+            raise RuntimeError(
+                "ModelCheckpoint.to_yaml() does not know where to write: no filepath was given, no dirpath either, and "
+                "no fit has chosen one. Pass filepath."
+            )
+        with open(filepath or os.path.join(self.dirpath or "", "best_k_models.yaml"), "w", encoding="utf-8") as file:
+            for path, score in self.best_k_models.items():
+                number = json.dumps(score.item()).replace("Infinity", ".inf").replace("NaN", ".nan")
+                file.write(f"{json.dumps(path)}: {number}\n")
+
+    def _folder(self, trainer: Trainer) -> str:
+        default = os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")
+        return self._given_dirpath or local_folder(default, "ModelCheckpoint")
+
+    def _values(self, trainer: Trainer) -> dict[str, Tensor]:
+        """What ranking and names need, on the CPU (the host waits for it here); rank 0's on every process."""
+        logged = trainer.callback_metrics
+        wanted = {"epoch", "step", self.monitor or "epoch", *file_name.fields(self.filename or "")}
+        wanted.update(file_name.fields(self.CHECKPOINT_NAME_LAST))
+        values = {name: logged[name].detach().squeeze().cpu().clone() for name in wanted if name in logged}
+        for name, counter in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+            values[name] = values[name].int() if name in values else torch.tensor(counter)
+        missing = sorted(wanted - values.keys() - {self.monitor})
+        if missing:
+            messages.warn_once(
+                f"ModelCheckpoint(filename={self.filename!r}) asks for {messages.names(missing, last='and')}, which is "
+                f"not logged yet: the name says nan. Log it, or choose {messages.names(sorted(logged))}."
+            )
+        return self._agreed(trainer, values)
+
+    def _unused(
+        self, trainer: Trainer, values: Mapping[str, Tensor], template: str | None, replaces: Collection[str] = ()
+    ) -> str:
+        """Return a path for a new file, which does not exist yet unless that file is to be replaced."""
+        path = self.format_checkpoint_name(values, template)
+        if self.enable_version_counter:
+            versions = (self.format_checkpoint_name(values, template, ver) for ver in count(self.STARTING_VERSION))
+            path = self._files.unused(chain([path], versions), replaces)
+        return self._agreed(trainer, path)
+
+    def _agreed(self, trainer: Trainer, value: Any) -> Any:
+        return value if self._alone else trainer.strategy.broadcast(value)
+
+    def _write(self, trainer: Trainer, path: str) -> None:
+        trainer.save_checkpoint(path, self.save_weights_only)
+        self._files.wrote(path)
+
+    def _delete(self, trainer: Trainer, path: str, successor: str) -> None:
+        resumed_from = os.path.abspath(trainer.ckpt_path) if trainer.ckpt_path else None
+        if trainer.is_global_zero and path not in ("", successor, resumed_from):
+            self._files.delete(path)
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        relative = self._files.relative
+        return {
+            "run": self._files.mark,
+            "monitor": self.monitor,
+            "best_model_path": relative(self.best_model_path),
+            "best_model_score": self.best_model_score,
+            "best_k_models": {relative(path): score for path, score in self.best_k_models.items()},
+            "kth_best_model_path": relative(self.kth_best_model_path),
+            "kth_value": self.kth_value,
+            "last_model_path": relative(self.last_model_path),
+            "current_score": self.current_score,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inherited = state_dict
+        self._files.mark = state_dict.get("run", "")
+        self.current_score = state_dict.get("current_score")
+
+    def _adopt(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Take over the files of the run that is resumed, from where they are now."""
+        scores = state["best_k_models"]
+        beside = os.path.dirname(os.path.abspath(trainer.ckpt_path)) if trainer.ckpt_path else ""
+        names = {*scores, state["best_model_path"], state["last_model_path"]} - {""}
+        found = {name: self._files.find(name, beside, state.get("dirpath")) for name in sorted(names)}
+        found = trainer.strategy.broadcast(found)
+        self.best_k_models = {path: score for name, score in scores.items() if (path := found[name])}
+        self.last_model_path = found.get(state["last_model_path"]) or ""
+        if self.monitor is None:
+            self.best_model_path = found.get(state["best_model_path"]) or ""
+        else:
+            self._rank()
+        lost = [name for name, path in found.items() if path is None]
+        if lost:
+            messages.info(f"Checkpoints of this run that are no longer there: {messages.names(lost, last='and')}.")
+
+
+_RANKING = (
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+)
+
+
+def _check_top_k(save_top_k: int, monitor: str | None) -> None:
+    if monitor is not None and not isinstance(monitor, str):
+        raise TypeError(
+            f"ModelCheckpoint(monitor={monitor!r}) does not name a metric. "
+            "Pass the name that you give to self.log, such as 'val_loss', or None to keep the newest."
+        )
+    if not isinstance(save_top_k, int) or isinstance(save_top_k, bool) or save_top_k < -1:
+        raise ValueError(
+            f"ModelCheckpoint(save_top_k={save_top_k!r}) is not a number of files to keep. "
+            "Pass a whole number, -1 to keep all, or 0 to keep none."
+        )
+    if monitor is None and save_top_k > 1:
+        raise ValueError(
+            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) has no metric to tell the best {save_top_k} by. "
+            "Pass monitor, or save_top_k=1 for the newest file, -1 for all, 0 for none."
+        )
+
+
+def _whether_last(save_last: bool | str | None) -> bool:
+    if save_last not in (None, False, True, "link"):
+        raise ValueError(
+            f"ModelCheckpoint(save_last={save_last!r}) does not say whether to keep a 'last' file. Pass True or False."
+        )
+    if save_last == "link":
+        messages.info_once(
+            "ModelCheckpoint(save_last='link'): 'last' is written as a whole file, because a link breaks as soon as "
+            "the file behind it is deleted. Pass save_last=True to say the same without this note."
+        )
+    return bool(save_last)

@@ -1,0 +1,240 @@
+"""Ends a training whose metric no longer gets better, has become good enough, or has gone astray."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..loggers import messages
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+
+class EarlyStoppingReason(Enum):
+    """Why :class:`EarlyStopping` asked the training to stop."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+class EarlyStopping(Callback):
+    """Watches a logged metric and stops the training when it has not improved for ``patience`` checks.
+
+    On several processes all stop as soon as one wants to; log the metric with ``sync_dist=True`` so that they agree.
+
+    Args:
+        monitor: name of the metric, as given to ``self.log``.
+        min_delta: a change counts as an improvement when it is larger than this.
+        patience: number of checks in a row without an improvement that ends the training. A check is one epoch or one
+            validation, see ``check_on_train_epoch_end``. Counts on over a resume, where the value given here applies.
+        verbose: say when the metric improves and why the training stops.
+        mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
+        strict: a metric that was not logged is an error; otherwise it is warned about once and the check is skipped.
+        check_finite: stop as soon as the metric is NaN or infinite.
+        stopping_threshold: stop as soon as the metric is better than this.
+        divergence_threshold: stop as soon as the metric is worse than this.
+        check_on_train_epoch_end: check after each training epoch (True) or after each validation (False). None: after
+            each validation if there are several in an epoch or not one in every epoch, else after each epoch.
+        log_rank_zero_only: only rank 0 tells what ``verbose`` asks for; otherwise each process does.
+
+    Attributes:
+        wait_count: checks since the last improvement.
+        best_score: the best value so far, scalar, shape ().
+        stopped_epoch: epoch (0-based) in which the stop was asked for; 0 if it was not.
+        stopping_reason: an :class:`EarlyStoppingReason`.
+        stopping_reason_message: the reason in words, or None.
+    """
+
+    monitors_metrics = True
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: Literal["min", "max"] = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        check_mode("EarlyStopping", mode)
+        if not isinstance(monitor, str) or not monitor:
+            raise TypeError(
+                f"EarlyStopping(monitor={monitor!r}) does not name a metric, so there is nothing to watch. "
+                "Pass the name that you give to self.log, such as 'val_loss'."
+            )
+        if not min_delta >= 0:
+            raise ValueError(
+                f"EarlyStopping(min_delta={min_delta!r}) would take a metric that gets worse for an improvement. "
+                "Give the size of the smallest improvement, 0 or more, for both modes."
+            )
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise ValueError(
+                f"EarlyStopping(patience={patience!r}) is not a number of checks. "
+                "Pass a whole number: how many checks without an improvement to wait for."
+            )
+        self.monitor = monitor
+        self.min_delta = min_delta
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.log_rank_zero_only = log_rank_zero_only
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.best_score = torch.tensor(math.inf if mode == "min" else -math.inf)
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+        self._validated = False
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._validated = False
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self._at_epoch_end(trainer):
+            self._check(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        self._validated = True
+        if not self._at_epoch_end(trainer):
+            self._check(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self.best_score,
+            "patience": self.patience,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.wait_count = state_dict["wait_count"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self.best_score = torch.as_tensor(state_dict["best_score"])
+        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
+
+    def _at_epoch_end(self, trainer: Trainer) -> bool:
+        if self.check_on_train_epoch_end is not None:
+            return self.check_on_train_epoch_end
+        return metrics_are_complete_at_epoch_end(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        value = self._value(trainer)
+        if value is None or trainer.fast_dev_run:
+            return
+        reason, text = self._judge(value)
+        stop = reason is not EarlyStoppingReason.NOT_STOPPED
+        if trainer.strategy.agree(stop):
+            trainer.should_stop = True
+            self.stopped_epoch = trainer.current_epoch
+            self.stopping_reason = reason
+            self.stopping_reason_message = text if stop else "Another process asked to stop."
+        if text and self.verbose:
+            self._say(trainer, text)
+
+    def _value(self, trainer: Trainer) -> Tensor | None:
+        """The metric, scalar, on the CPU (the host waits for it here); None if this check has to be left out."""
+        metrics = trainer.callback_metrics
+        if self.monitor in metrics:
+            return metrics[self.monitor].detach().squeeze().cpu()
+        text = never_logged("EarlyStopping", self.monitor, metrics)
+        may_come = trainer.enable_validation and not self._validated
+        if self.strict and not may_come:
+            raise ValueError(text)
+        messages.warn_once(f"{text} Until then nothing is checked.", key=f"EarlyStopping {self.monitor}")
+        return None
+
+    def _better(self, value: Tensor, than: float | Tensor) -> bool:
+        return bool(value < than if self.mode == "min" else value > than)
+
+    def _judge(self, value: Tensor) -> tuple[EarlyStoppingReason, str | None]:
+        """Take a new value into account; return whether and why to stop, and what there is to say."""
+        name, sign = self.monitor, 1 if self.mode == "min" else -1
+        if self.check_finite and not torch.isfinite(value):
+            return EarlyStoppingReason.NON_FINITE_METRIC, (
+                f"{name!r} is {value:g}, which is not finite (best so far {self.best_score:.6g}): the training stops."
+            )
+        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+            return EarlyStoppingReason.STOPPING_THRESHOLD, (
+                f"{name!r} is {value:.6g}, better than the stopping threshold {self.stopping_threshold:g}: "
+                "the training stops."
+            )
+        if self.divergence_threshold is not None and self._better(-value, -self.divergence_threshold):
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, (
+                f"{name!r} is {value:.6g}, worse than the divergence threshold {self.divergence_threshold:g}: "
+                "the training stops."
+            )
+        if self._better(value + sign * self.min_delta, self.best_score):
+            text = f"{name!r} improved from {self.best_score:.6g} to {value:.6g}."
+            self.best_score, self.wait_count = value.clone(), 0
+            return EarlyStoppingReason.NOT_STOPPED, text
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return EarlyStoppingReason.NOT_STOPPED, None
+        return EarlyStoppingReason.PATIENCE_EXHAUSTED, (
+            f"{name!r} has not improved on {self.best_score:.6g} in {self.wait_count} checks: the training stops."
+        )
+
+    def _say(self, trainer: Trainer, text: str) -> None:
+        if trainer.is_global_zero:
+            messages.info(text)
+        elif not self.log_rank_zero_only:
+            messages.log.info("[rank %d] %s", trainer.global_rank, text)
+
+
+def check_mode(who: str, mode: str) -> None:
+    """Raise unless ``mode`` says which direction of a metric is the better one."""
+    if mode not in ("min", "max"):
+        raise ValueError(
+            f"{messages.unknown(f'mode of {who}', mode, ('min', 'max'))} "
+            "It says whether a smaller or a larger value of the metric is better."
+        )
+
+
+def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
+    """Whether every epoch ends with the one validation it has (or has none), so that its end is the time to look."""
+    if not trainer.enable_validation:
+        return True
+    if trainer.check_val_every_n_epoch != 1 or trainer._val_seconds is not None:
+        return False
+    # 1.0 is once an epoch; the whole number 1 is after every batch.
+    return isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0
+
+
+def never_logged(who: str, monitor: str, logged: Iterable[str]) -> str:
+    """The sentence for a monitored metric that is not there: its name, those that are, and what to do."""
+    logged = sorted(logged)
+    there = f"Logged so far: {messages.names(logged, last='and')}." if logged else "Nothing has been logged so far."
+    return (
+        f"{who}(monitor={monitor!r}) has no value to look at, because {monitor!r} was not logged."
+        f"{messages.did_you_mean(monitor, logged)} {there} "
+        f"Call self.log({monitor!r}, ...), or monitor one that is logged."
+    )

@@ -1,0 +1,65 @@
+"""File names with metrics in them, such as ``"{epoch:02d}-{val_loss:.2f}"``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from string import Formatter
+
+from torch import Tensor
+
+
+def fields(template: str) -> list[str]:
+    """Return the names of the metrics that a template asks for."""
+    return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+
+
+def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None = None) -> str:
+    """Put values into a template.
+
+    Args:
+        template: any text with ``{name}`` or ``{name:format}`` in it; a name may hold dots and slashes.
+        values: numbers and tensors of one element; a name that is missing is filled with NaN.
+        equals: write ``name<equals>value``; only the value if None. A ``/`` in the name written becomes ``_``.
+    """
+    parts: list[str] = []
+    for text, name, spec, _ in Formatter().parse(template):
+        parts.append(text)
+        if name is not None:
+            if equals is not None:
+                parts.append(name.replace("/", "_") + equals)
+            parts.append(_written(values.get(name, math.nan), spec or ""))
+    return "".join(parts)
+
+
+def check(template: str, what: str) -> None:
+    """Raise ``ValueError`` if the template cannot be filled with numbers; ``what`` is the argument it was given as."""
+    try:
+        for _, name, spec, conversion in Formatter().parse(template):
+            if name == "" or (name or "").isdigit():
+                raise ValueError("a pair of braces without a metric's name")
+            if conversion:
+                raise ValueError(f"a conversion, '!{conversion}'")
+            if name is not None and not (_takes(0.0, spec or "") or _takes(0, spec or "")):
+                raise ValueError(f"no format of a number after {name!r}: {spec!r}")
+    except ValueError as error:
+        raise ValueError(
+            f"{what} got {template!r}, which is not a template: {error}. "
+            "Write metrics as '{epoch:02d}' or '{val_loss:.2f}', and a brace itself twice."
+        ) from None
+
+
+def _takes(number: float, spec: str) -> bool:
+    try:
+        format(number, spec)
+    except ValueError:
+        return False
+    return True
+
+
+def _written(value: Tensor | float, spec: str) -> str:
+    number = value.item() if isinstance(value, Tensor) else value
+    if _takes(number, spec):
+        return format(number, spec)
+    # A format for whole numbers, and a metric that is none.
+    return format(round(number), spec) if math.isfinite(number) else str(number)

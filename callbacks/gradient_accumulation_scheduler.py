@@ -1,0 +1,90 @@
+"""Changes how many batches make one optimizer step while the training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+
+class GradientAccumulationScheduler(Callback):
+    """Sets ``trainer.accumulate_grad_batches`` at the start of each epoch.
+
+    Args:
+        scheduling: from which epoch (0-based) on how many batches make one step. Before the first epoch named: 1.
+
+    Raises:
+        ValueError: when the run starts, if ``Trainer(accumulate_grad_batches=)`` asks for something else.
+        RuntimeError: when the run starts, if the module optimizes by hand.
+
+    Example:
+        >>> GradientAccumulationScheduler({4: 2, 8: 4}).get_accumulate_grad_batches(epoch=5)
+        2
+    """
+
+    def __init__(self, scheduling: Mapping[int, int]) -> None:
+        if not isinstance(scheduling, Mapping) or not scheduling:
+            raise TypeError(
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}) names no epoch. "
+                "Pass a dict such as {0: 1, 4: 2}: from which epoch on how many batches make one step."
+            )
+        for epoch, batches in scheduling.items():
+            if not _whole(epoch, at_least=0):
+                raise ValueError(
+                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) has the key {epoch!r}, "
+                    "which is no epoch. Epochs are whole numbers from 0 on."
+                )
+            if not _whole(batches, at_least=1):
+                raise ValueError(
+                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) asks for {batches!r} batches a "
+                    f"step from epoch {epoch} on, which cannot be done. Use a whole number of at least 1."
+                )
+        self.scheduling = {0: 1, **scheduling}
+        self.epochs = sorted(self.scheduling)
+        self._in_charge = False
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Whether any epoch makes a step of more than one batch."""
+        return any(batches > 1 for batches in self.scheduling.values())
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """How many batches make one step in an epoch (0-based)."""
+        return self.scheduling[max(start for start in self.epochs if start <= epoch)]
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
+                f"GradientAccumulationScheduler({self.scheduling}) both say how many batches make one step. "
+                "Leave one of them out."
+            )
+        if not pl_module.automatic_optimization:
+            raise RuntimeError(
+                f"{type(pl_module).__name__}.automatic_optimization is False, so its training_step decides when to "
+                f"step, and GradientAccumulationScheduler({self.scheduling}) would have no effect. "
+                "Remove the callback, or let the trainer optimize."
+            )
+        self._in_charge = True
+        self._set(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._set(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if self._in_charge:
+            trainer.accumulate_grad_batches = 1
+        self._in_charge = False
+
+    def _set(self, trainer: Trainer) -> None:
+        trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
+
+
+def _whole(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least

@@ -1,0 +1,281 @@
+"""When a fit saves a checkpoint.
+
+Which checkpoints are kept, and under which names, is :mod:`.checkpoint_keeper`'s business; what one holds and how it
+gets onto the disk is ``trainer.save_checkpoint``'s.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from ..loggers import messages
+from .checkpoint_keeper import CheckpointKeeper
+from .early_stopping import metrics_are_complete_at_epoch_end, never_logged
+from .timer import to_timedelta
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+
+class ModelCheckpoint(CheckpointKeeper):
+    """Saves checkpoints during a fit and keeps the best, the newest, or all of them.
+
+    *When.* Every ``every_n_epochs`` epochs, or every ``every_n_train_steps`` optimizer steps, or every
+    ``train_time_interval``; with none of the three after every epoch. Several rhythms take several instances. A step
+    is saved once, and nothing is saved before the first step, in a sanity check, or under ``fast_dev_run``.
+
+    *Which.* Without ``monitor`` the newest (``save_top_k=1``) or all (``-1``); with it the ``save_top_k`` best. A NaN
+    ranks below everything and is never ``best_model_path``. ``last`` is a file of its own, as whole as the others.
+
+    *A metric of the validation and an interval of steps or time.* Between two validations the metric belongs to older
+    weights. So the ranked file is written when the next validation has ended, with the metric of just these weights;
+    only ``last``, and under ``save_top_k=-1`` a file without a score, are written at once.
+
+    *What is deleted.* Only a file that this run wrote (also before it was resumed: each file carries the run's mark),
+    that lies in ``dirpath``, that the run was not resumed from, and only when its successor is safely on the disk.
+
+    *Resume.* The ranking goes on. Paths are saved relative to ``dirpath``, so the folder may be moved; files found
+    neither there nor beside the checkpoint resumed from leave the ranking.
+
+    Args:
+        dirpath: a local folder; default ``checkpoints`` in ``trainer.log_dir``, or without a logger in
+            ``default_root_dir``.
+        filename: template without suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``; any logged name, ``epoch`` and
+            ``step``. A name that was not logged appears as ``nan``. Default ``"{epoch}-{step}"``.
+        monitor: name of the logged metric to rank by; the newest counts if None.
+        verbose: say what is saved and why.
+        save_last: also keep ``last.ckpt``, rewritten at every save, after every epoch and when the training ends.
+            ``"link"`` is taken as True: a link breaks as soon as its target is deleted.
+        save_top_k: how many to keep; -1 all, 0 none.
+        save_on_exception: save when an exception or Ctrl-C ends the fit.
+        save_weights_only: leave optimizers and all else that a resume needs out of the files.
+        mode: ``"min"`` if a smaller metric is better, ``"max"`` if a larger one is.
+        auto_insert_metric_name: ``{epoch}`` in the template gives ``epoch=3``, else ``3``. A ``/`` in an inserted name
+            becomes ``_``; one written in the template makes a folder.
+        every_n_train_steps: optimizer steps (``trainer.global_step``) between two saves.
+        train_time_interval: time between two saves, a ``timedelta`` or what ``Timer`` takes.
+        every_n_epochs: epochs between two saves; 0 saves none (but ``last``).
+        save_on_train_epoch_end: save after the training epoch (True) or after validation (False). None: after
+            validation if there are several in an epoch or not one in every epoch, else after the epoch.
+        enable_version_counter: append ``-v1``, ``-v2``, ... to a name that exists; otherwise the file is overwritten.
+
+    Attributes:
+        best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none.
+        best_model_score: its score, scalar, shape (), or None.
+        best_k_models: score by path, of all files kept for their score; NaN for those without one.
+        kth_best_model_path: the file that gives way next, ``""`` while there are fewer than k.
+        kth_value: its score; plus or minus infinity while there are fewer than k.
+        last_model_path: the newest ``last`` file, or ``""``.
+        current_score: the score seen last, or None.
+
+    Raises:
+        ValueError: during the fit, as soon as it is certain that ``monitor`` is not being logged.
+    """
+
+    monitors_metrics = True
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: Literal["min", "max"] = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | str | Mapping[str, float] | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        super().__init__(
+            dirpath=dirpath,
+            filename=filename,
+            monitor=monitor,
+            verbose=verbose,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            auto_insert_metric_name=auto_insert_metric_name,
+            enable_version_counter=enable_version_counter,
+        )
+        self.save_on_exception = save_on_exception
+        self.save_on_train_epoch_end = save_on_train_epoch_end
+        self._set_rhythm(every_n_epochs, every_n_train_steps, train_time_interval)
+        self._monitor_is_validated = False
+        self._metric_before_validation: Tensor | None = None
+        self._next_step: float = math.inf
+        self._begin(global_step=0)
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self._every_n_train_steps,
+            every_n_epochs=self._every_n_epochs,
+            train_time_interval=self._train_time_interval,
+        )
+
+    @property
+    def every_n_epochs(self) -> int:
+        """Epochs between two saves; 0 if the rhythm is another."""
+        return self._every_n_epochs
+
+    def _set_rhythm(
+        self, epochs: int | None, steps: int | None, interval: timedelta | str | Mapping[str, float] | None
+    ) -> None:
+        _check_rhythm(every_n_epochs=epochs, every_n_train_steps=steps, train_time_interval=interval)
+        if epochs is None and steps is None and interval is None:
+            epochs = 1
+        self._every_n_epochs = epochs or 0
+        self._every_n_train_steps = steps or 0
+        self._train_time_interval = (
+            None if interval is None else to_timedelta(interval, "ModelCheckpoint(train_time_interval=)")
+        )
+        self._by_epoch = not self._every_n_train_steps and self._train_time_interval is None
+        if self._by_epoch and type(self).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
+            self.on_train_batch_end = None  # type: ignore[method-assign,assignment]
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._begin(trainer.global_step)
+        if self.save_on_train_epoch_end is False and self._by_epoch and not trainer.enable_validation:
+            messages.warn_once(
+                "ModelCheckpoint(save_on_train_epoch_end=False) saves after validation, but this fit has none, so no "
+                "epoch will be saved. Leave the argument out, or give validation data."
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int
+    ) -> None:
+        state = trainer.state
+        if not state.stepped or state.global_step < self._next_step:
+            return
+        if self._train_time_interval is None or self._time_is_up(trainer):
+            self._save_between_validations(trainer)
+            self._set_next(state.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._epochs_ended += 1
+        if self._by_epoch and self._saves_at_epoch_end(trainer):
+            self._save_epoch(trainer)
+        elif self._waiting and not self._monitor_is_validated:
+            self._save_what_waits(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._metric_before_validation = trainer.callback_metrics.get(self.monitor or "")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if trainer.state.fn != "fit":
+            return
+        metric = trainer.callback_metrics.get(self.monitor or "")
+        self._monitor_is_validated = metric is not None and metric is not self._metric_before_validation
+        if trainer.sanity_checking:
+            return
+        self._validations_ended += 1
+        if self._waiting:
+            self._save_what_waits(trainer)
+        elif self._by_epoch and not self._saves_at_epoch_end(trainer):
+            self._save_epoch(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if trainer.global_step != self._start_step:
+            self.save(trainer, ranked=False)
+
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+        if self.save_on_exception and trainer.state.fn == "fit":
+            self.save_after(trainer, exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "monitor_is_validated": self._monitor_is_validated}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._monitor_is_validated = state_dict.get("monitor_is_validated", False)
+
+    def _begin(self, global_step: int) -> None:
+        """Start counting afresh, for a fit that begins at ``global_step``."""
+        self._start_step = global_step
+        self._epochs_ended = self._validations_ended = 0
+        self._waiting = False
+        self._set_next(global_step)
+
+    def _set_next(self, global_step: int) -> None:
+        every = self._every_n_train_steps
+        if every:
+            self._next_step = (global_step // every + 1) * every
+        elif self._train_time_interval is not None:
+            self._next_step = global_step + 1
+            self._deadline = perf_counter() + self._train_time_interval.total_seconds()
+
+    def _time_is_up(self, trainer: Trainer) -> bool:
+        late = perf_counter() >= self._deadline
+        return late if self._alone else trainer.strategy.agree(late)
+
+    def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
+        if self.save_on_train_epoch_end is not None:
+            return self.save_on_train_epoch_end
+        return metrics_are_complete_at_epoch_end(trainer)
+
+    def _save_epoch(self, trainer: Trainer) -> None:
+        every = self._every_n_epochs
+        due = every > 0 and (trainer.current_epoch + 1) % every == 0
+        self.save(trainer, ranked=due and self._monitor_has_value(trainer))
+
+    def _save_between_validations(self, trainer: Trainer) -> None:
+        if self._monitor_has_value(trainer) and not self._monitor_is_validated:
+            self.save(trainer)
+        else:
+            self.save(trainer, ranked=self.save_top_k == -1, scored=False)
+            self._waiting = self.save_top_k != 0
+
+    def _save_what_waits(self, trainer: Trainer) -> None:
+        if self._monitor_has_value(trainer):
+            self._waiting = False
+            self.save(trainer)
+
+    def _monitor_has_value(self, trainer: Trainer) -> bool:
+        """Whether the ranking can be done; False while the monitor may still come, an error when it will not."""
+        metrics = trainer.callback_metrics
+        if self.monitor is None or self.monitor in metrics:
+            return True
+        text = never_logged("ModelCheckpoint", self.monitor, metrics)
+        if not (self._validations_ended if trainer.enable_validation else self._epochs_ended):
+            if not self._monitor_is_validated:
+                messages.warn_once(f"{text} Until then no file is ranked.", key=f"ModelCheckpoint {self.monitor}")
+            return False
+        if not self._epochs_ended:
+            text += " A metric of a whole training epoch is known at its end: set save_on_train_epoch_end=True."
+        raise ValueError(text)
+
+
+def _check_rhythm(**arguments: Any) -> None:
+    for name in ("every_n_epochs", "every_n_train_steps"):
+        value = arguments[name]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError(
+                f"ModelCheckpoint({name}={value!r}) is not a number to count by. "
+                "Pass a whole number of at least 1, or 0 for never."
+            )
+    # A time of zero is an interval, a count of zero is none.
+    given = [name for name, value in arguments.items() if value or isinstance(value, timedelta)]
+    if len(given) > 1:
+        texts = ", ".join(f"{name}={arguments[name]!r}" for name in given)
+        raise ValueError(
+            f"ModelCheckpoint({texts}) names more than one rhythm to save in. "
+            "Keep one of them, or give the Trainer one ModelCheckpoint for each."
+        )

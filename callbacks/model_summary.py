@@ -1,0 +1,331 @@
+"""The table of a module's layers, printed when training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..loggers import messages
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+UNKNOWN = "?"
+
+
+class ModelSummary(Callback):
+    """Prints a table of the module's layers when training starts, on rank 0.
+
+    With ``module.example_input_array`` set, its forward is run once to learn the sizes of what goes in and out of each
+    layer and the floating-point operations; random states, modes and running statistics are put back.
+
+    Args:
+        max_depth: levels of nesting to show; -1 shows all, 0 prints nothing.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        _check_depth(max_depth, "ModelSummary")
+        self._max_depth = max_depth
+        if max_depth == 0:
+            self.on_fit_start = None  # type: ignore[method-assign, assignment]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        # All ranks take part: a sharded module's forward, with the example input, communicates.
+        summary = _summarize(pl_module, self._max_depth, _as_trained(trainer))
+        self.summarize(trainer, pl_module, summary)
+
+    def summarize(self, trainer: Trainer, pl_module: TrainingModule, summary: Summary) -> None:
+        """Show ``summary``. Called on every rank; override it to print elsewhere."""
+        if trainer.is_global_zero:
+            messages.info(f"\n{summary}")
+
+
+class RichModelSummary(ModelSummary):
+    """:class:`ModelSummary` under the name that Lightning has for its colored one; there is one look here."""
+
+
+@dataclass
+class Layer:
+    """One row of a summary.
+
+    Attributes:
+        name: the layer's path in the module.
+        type: its class.
+        parameters: number of its parameters, each counted once; 0 for those not initialized yet.
+        lazy: some of its parameters have no shape yet.
+        training: whether it is in train mode; None for loose parameters.
+        in_size: shapes of what goes in, or "?".
+        out_size: shapes of what comes out, or "?".
+        flops: floating-point operations of a forward, or None.
+    """
+
+    name: str
+    type: str
+    parameters: int
+    lazy: bool = False
+    training: bool | None = None
+    in_size: Any = UNKNOWN
+    out_size: Any = UNKNOWN
+    flops: int | None = None
+
+
+@dataclass
+class Summary:
+    """What :func:`summarize` found; ``str()`` gives the table.
+
+    Attributes:
+        layers: the rows.
+        total_parameters: number of parameters, shared ones counted once.
+        trainable_parameters: those with ``requires_grad``.
+        parameter_bytes: memory of all parameters in their dtypes.
+        modules_in_train_mode: number of modules, at any depth, in train mode.
+        modules_in_eval_mode: number of those in eval mode.
+        has_lazy_parameters: some parameters have no shape yet, so the totals are too small.
+        shares_parameters: some rows hold the same parameters, so they add up to more than the total.
+        total_flops: floating-point operations of a forward with the example input, or None.
+        has_sizes: whether the example input was run.
+    """
+
+    layers: list[Layer] = field(default_factory=list)
+    total_parameters: int = 0
+    trainable_parameters: int = 0
+    parameter_bytes: int = 0
+    modules_in_train_mode: int = 0
+    modules_in_eval_mode: int = 0
+    has_lazy_parameters: bool = False
+    shares_parameters: bool = False
+    total_flops: int | None = None
+    has_sizes: bool = False
+
+    @property
+    def non_trainable_parameters(self) -> int:
+        """Parameters without ``requires_grad``."""
+        return self.total_parameters - self.trainable_parameters
+
+    @property
+    def model_size(self) -> float:
+        """Memory of all parameters in MB (10^6 bytes)."""
+        return self.parameter_bytes / 1e6
+
+    def __str__(self) -> str:
+        columns = self._columns()
+        widths = [max(map(len, column)) for column in columns]
+        rows = [" | ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
+        rule = "-" * max(map(len, rows))
+        return "\n".join([rows[0], rule, *rows[1:], rule, *self._totals()])
+
+    def _columns(self) -> list[list[str]]:
+        layers = self.layers
+        columns = [
+            ["", *(str(number) for number in range(len(layers)))],
+            ["Name", *(layer.name for layer in layers)],
+            ["Type", *(layer.type for layer in layers)],
+            ["Params", *(human_readable(layer.parameters) + (" + ?" if layer.lazy else "") for layer in layers)],
+            ["Mode", *(_mode(layer.training) for layer in layers)],
+        ]
+        if self.has_sizes:
+            columns += [
+                ["FLOPs", *(UNKNOWN if layer.flops is None else human_readable(layer.flops) for layer in layers)],
+                ["In sizes", *(str(layer.in_size) for layer in layers)],
+                ["Out sizes", *(str(layer.out_size) for layer in layers)],
+            ]
+        return columns
+
+    def _totals(self) -> Iterator[str]:
+        yield f"{human_readable(self.trainable_parameters):<10}Trainable params"
+        yield f"{human_readable(self.non_trainable_parameters):<10}Non-trainable params"
+        yield f"{human_readable(self.total_parameters):<10}Total params"
+        yield f"{self.model_size:<10,.3f}Size of the params (MB)"
+        yield f"{self.modules_in_train_mode:<10}Modules in train mode"
+        yield f"{self.modules_in_eval_mode:<10}Modules in eval mode"
+        if self.total_flops is not None:
+            yield f"{human_readable(self.total_flops):<10}FLOPs of a forward with example_input_array"
+        if self.shares_parameters:
+            yield "Some layers share parameters; the totals count each once."
+        if self.has_lazy_parameters:
+            yield "Some parameters get their shape in the first forward; the totals are without them."
+
+
+def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
+    """Describe a module's layers.
+
+    Args:
+        module: any module; if it has an ``example_input_array`` that is not None, its forward is run with it once.
+        max_depth: levels of nesting to describe; -1 describes all, 0 only counts.
+    """
+    _check_depth(max_depth, "summarize")
+    return _summarize(module, max_depth, _as_it_is)
+
+
+def human_readable(number: int) -> str:
+    """``12345`` -> ``"12.3 K"``."""
+    if number < 1000:
+        return str(number)
+    value = number / 1000
+    units = ["K", "M", "B", "T"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:,.0f} {units[0]}" if value >= 99.95 else f"{value:.1f} {units[0]}"
+
+
+def _check_depth(max_depth: Any, what: str) -> None:
+    if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
+        raise ValueError(
+            f"{what}(max_depth={max_depth!r}) is not a number of levels. Pass 1 for the top level, n for n, -1 for all."
+        )
+
+
+def _mode(training: bool | None) -> str:
+    return "n/a" if training is None else "train" if training else "eval"
+
+
+def _as_it_is(module: nn.Module, inputs: Any) -> None:
+    """Run forward where the module's first parameter lives."""
+    from torch.utils._pytree import tree_map_only
+
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    _call(module, tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
+
+
+def _as_trained(trainer: Trainer) -> Callable[[nn.Module, Any], None]:
+    """Run forward as the trainer runs its steps: inputs moved and converted, under its precision."""
+
+    def run(module: nn.Module, inputs: Any) -> None:
+        move = trainer.strategy.batch_mover()
+        with trainer.strategy.precision.forward_context():
+            _call(module, inputs if move is None else move(inputs))
+
+    return run
+
+
+def _call(module: nn.Module, inputs: Any) -> None:
+    if isinstance(inputs, tuple):
+        module(*inputs)
+    elif isinstance(inputs, Mapping):
+        module(**inputs)
+    else:
+        module(inputs)
+
+
+def _summarize(module: nn.Module, max_depth: int, run: Callable[[nn.Module, Any], None]) -> Summary:
+    layers = dict(_layers(module, max_depth))
+    rows = {name: _row(name, layer) for name, layer in layers.items()}
+    summary = Summary(list(rows.values()))
+    loose = [p for p in module._parameters.values() if p is not None]
+    if loose and max_depth != 0:
+        summary.layers.append(Layer("other params", "n/a", _count(loose), any(map(is_lazy, loose))))
+    parameters = list(module.parameters())
+    summary.total_parameters = _count(parameters)
+    summary.trainable_parameters = _count(p for p in parameters if p.requires_grad)
+    summary.parameter_bytes = sum(p.numel() * p.element_size() for p in parameters if not is_lazy(p))
+    summary.has_lazy_parameters = any(map(is_lazy, parameters))
+    summary.shares_parameters = len(parameters) < sum(1 for _ in module.named_parameters(remove_duplicate=False))
+    modes = [child.training for child in module.modules() if child is not module]
+    summary.modules_in_train_mode = sum(modes)
+    summary.modules_in_eval_mode = len(modes) - sum(modes)
+    inputs = getattr(module, "example_input_array", None)
+    if inputs is not None and not summary.has_lazy_parameters:
+        _measure(module, inputs, run, layers, rows, summary)
+    return summary
+
+
+def _layers(module: nn.Module, max_depth: int) -> Iterator[tuple[str, nn.Module]]:
+    for name, layer in module.named_modules():
+        if name and (max_depth == -1 or name.count(".") < max_depth):
+            yield name, layer
+
+
+def _row(name: str, layer: nn.Module) -> Layer:
+    parameters = list(layer.parameters())
+    return Layer(name, type(layer).__name__, _count(parameters), any(map(is_lazy, parameters)), layer.training)
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(0 if is_lazy(p) else p.numel() for p in parameters)
+
+
+def _measure(
+    module: nn.Module,
+    inputs: Any,
+    run: Callable[[nn.Module, Any], None],
+    layers: Mapping[str, nn.Module],
+    rows: Mapping[str, Layer],
+    summary: Summary,
+) -> None:
+    """Run forward with the example input and note sizes and operations; say why if it fails."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    handles = [
+        handle
+        for name, layer in layers.items()
+        if not isinstance(layer, torch.jit.ScriptModule)
+        for handle in _watch(layer, rows[name], counter.get_total_flops)
+    ]
+    try:
+        with _untouched(module), torch.no_grad(), counter:
+            run(module, inputs)
+    except Exception as error:
+        messages.warn(
+            f"ModelSummary could not run {type(module).__name__}.forward with its example_input_array, so it shows no "
+            f"sizes: {type(error).__name__}: {error}. Correct example_input_array (a tuple is passed as positional "
+            "arguments, a dict as keyword arguments), or set it to None."
+        )
+        return
+    finally:
+        for handle in handles:
+            handle.remove()
+    summary.total_flops = counter.get_total_flops()
+    summary.has_sizes = True
+
+
+def _watch(layer: nn.Module, row: Layer, flops: Callable[[], int]) -> tuple[Any, Any]:
+    """Note in ``row`` the sizes of the layer's first call and the operations of all its calls."""
+    row.flops = 0
+    started: list[int] = []
+
+    def before(layer: nn.Module, inputs: Any) -> None:
+        started.append(flops())
+
+    def after(layer: nn.Module, inputs: Any, output: Any) -> None:
+        row.flops = (row.flops or 0) + flops() - started.pop()
+        if row.in_size == UNKNOWN:
+            row.in_size = _shape(inputs[0] if len(inputs) == 1 else inputs)
+            row.out_size = _shape(output)
+
+    return layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    if isinstance(value, Mapping):
+        return {key: _shape(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shape(item) for item in value]
+    return UNKNOWN
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Run in eval mode; afterwards modes and random numbers are as if nothing had been run."""
+    modes = {child: child.training for child in module.modules()}
+    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
+    # A compiled module is not compiled for the example's shapes.
+    eager = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+    with eager, torch.random.fork_rng(devices=[index for index in devices if index is not None]):
+        module.eval()
+        try:
+            yield
+        finally:
+            for child, training in modes.items():
+                child.training = training

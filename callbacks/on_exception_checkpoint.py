@@ -1,0 +1,53 @@
+"""Saves the state of a fit that an exception ends."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ..loggers import messages
+from .checkpoint_keeper import Checkpoint
+from .run_files import local_folder
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+
+class OnExceptionCheckpoint(Checkpoint):
+    """Saves a checkpoint when an exception or Ctrl-C ends a fit; ``fit(ckpt_path="last")`` finds it.
+
+    A file of that name is overwritten. Nothing is written before the first optimizer step or under ``fast_dev_run``.
+
+    Args:
+        dirpath: a local folder.
+        filename: name without suffix.
+    """
+
+    FILE_EXTENSION = ".ckpt"
+
+    def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
+        if not filename:
+            raise ValueError(
+                f"OnExceptionCheckpoint(filename={filename!r}) leaves the file without a name. "
+                "Pass one without suffix, or leave the argument out for 'on_exception'."
+            )
+        self.dirpath = local_folder(dirpath, "OnExceptionCheckpoint")
+        self.filename = filename.removesuffix(self.FILE_EXTENSION)
+
+    @property
+    def ckpt_path(self) -> str:
+        """The path of the file, whether or not it exists."""
+        return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+        state = trainer.state
+        training = state.fn == "fit" and state.stage in ("train", "validate") and state.global_step > 0
+        if not training or trainer.fast_dev_run:
+            return
+        what = type(exception).__name__
+        try:
+            trainer.save_checkpoint(self.ckpt_path)
+            messages.info(f"{what} ended the fit; its state is saved in {self.ckpt_path!r}.")
+        except Exception as error:  # the exception that ended the fit is the one to be raised
+            messages.warn(f"The state could not be saved after the {what}: {error}")

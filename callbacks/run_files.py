@@ -1,0 +1,91 @@
+"""The checkpoint files of one run in one folder: which are its own, and what may therefore be deleted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from ..loggers import messages
+
+
+def local_folder(path: str | os.PathLike[str], who: str) -> str:
+    """Return the absolute path of a folder of this machine; a URL is refused in the name of ``who``."""
+    text = os.fspath(path)
+    if "://" in text:
+        raise ValueError(
+            f"{who} cannot save to {text!r}, which is not a folder of this machine. "
+            "Pass a local dirpath (or default_root_dir), and copy or mount it where you need it."
+        )
+    return os.path.abspath(os.path.expanduser(text))
+
+
+class RunFiles:
+    """Tells the files that a run wrote from all others.
+
+    Attributes:
+        folder: absolute path; ``""`` until it is known.
+        mark: a text that no other run has, put into each of its checkpoints.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.mark = ""
+        self._written: set[str] = set()
+
+    def wrote(self, path: str) -> None:
+        """Take note that this process has written a file."""
+        self._written.add(path)
+
+    def sign(self, checkpoint: dict[str, Any]) -> None:
+        """Put the mark into a checkpoint that is about to be written."""
+        if self.mark:
+            checkpoint.setdefault("paceline", {}).setdefault("runs", []).append(self.mark)
+
+    def is_ours(self, path: str) -> bool:
+        """Whether this process wrote the file, or the same run did before it was resumed."""
+        if path in self._written:
+            return True
+        try:
+            # "meta" and mmap: the weights are not read.
+            content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+            return self.mark in content["paceline"]["runs"]
+        except Exception:  # whatever cannot be read is not known to be ours
+            return False
+
+    def unused(self, paths: Iterator[str], replaces: Collection[str]) -> str:
+        """Return the first path that does not exist, or whose file is ours and to be replaced anyway."""
+        return next(path for path in paths if not os.path.exists(path) or (path in replaces and self.is_ours(path)))
+
+    def delete(self, path: str) -> None:
+        """Delete a file if it lies in the folder and is ours."""
+        inside = os.path.normpath(path).startswith(os.path.join(self.folder, ""))
+        if not inside or not self.is_ours(path):
+            return
+        try:
+            os.remove(path)
+        except OSError as error:
+            messages.warn(f"The checkpoint {path!r} is no longer needed, but could not be deleted: {error}")
+        self._written.discard(path)
+
+    def relative(self, path: str) -> str:
+        """The path as seen from the folder, which is how it is saved."""
+        return os.path.relpath(path, self.folder) if path and self.folder else path
+
+    def find(self, saved: str, beside: str, old_folder: str | None) -> str | None:
+        """Return where a file is now, or None.
+
+        Args:
+            saved: its path in a checkpoint: relative to the folder, or absolute in files that other tools wrote.
+            beside: the folder of the checkpoint it was saved in; the second place to look.
+            old_folder: what an absolute path is relative to, if known.
+        """
+        absolute = os.path.isabs(saved)
+        relative = os.path.relpath(saved, old_folder or os.path.dirname(saved)) if absolute else saved
+        for folder in (self.folder, beside):
+            path = os.path.normpath(os.path.join(folder, relative))
+            if os.path.exists(path):
+                return path
+        return saved if absolute and os.path.exists(saved) else None

@@ -1,0 +1,275 @@
+"""Log how fast a run goes, and how much of the device that uses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+
+class Mark(NamedTuple):
+    """What had been done at one moment, counted from the start of a stage."""
+
+    seconds: float
+    batches: int
+    samples: int
+    items: int
+
+
+class ThroughputMonitor(Callback):
+    """Sends samples, batches and items a second to the loggers, and the model FLOP/s utilization where it is known.
+
+    Values are averages over the last ``window_size`` batches. They are named ``train/device/batches_per_sec``,
+    ``train/device/samples_per_sec``, ``train/device/items_per_sec``, ``train/device/flops_per_sec``,
+    ``train/device/mfu``, and the totals ``train/time`` (seconds), ``train/batches``, ``train/samples``,
+    ``train/items``; on several devices also ``train/global/...``, this device's rates times their number. Training
+    logs when the trainer logs step values, ``validate/...`` and ``test/...`` once at their end.
+
+    The clock is the host's, read when a batch's hook runs: time for data, hooks and logging counts, time spent in a
+    validation does not. A GPU is never waited for. The host runs ahead of it by a bounded queue, so a window of many
+    batches shows the device's speed; the first few batches of a run can look too fast.
+
+    Set ``flops_per_batch`` on your module (floating-point operations of one batch on one device, forward and backward)
+    to get ``flops_per_sec``, and ``mfu`` on the devices listed in ``PEAK_FLOPS``: the share of the device's dense
+    peak in the dtype of the run.
+
+    Args:
+        batch_size_fn: given a batch, how many samples it has; None takes the first dimension of its first tensor.
+        length_fn: given a batch, how many items (tokens, pixels) it has; None logs no items.
+        window_size: batches to average over.
+
+    Raises:
+        RuntimeError: when a run starts and the trainer has no logger.
+    """
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
+        window_size: int = 100,
+    ) -> None:
+        for name, function in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
+            if function is not None and not callable(function):
+                raise TypeError(
+                    f"ThroughputMonitor({name}={function!r}) is not a function. "
+                    "Pass one that takes a batch and returns a number, or None."
+                )
+        if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 2:
+            raise ValueError(
+                f"ThroughputMonitor(window_size={window_size!r}) is no number of batches to average over. "
+                "Pass an integer of at least 2."
+            )
+        self.batch_size_fn = batch_size_fn or _batch_size
+        self.length_fn = length_fn
+        self.window_size = window_size
+        self._train = _Window(window_size)
+        self._eval = _Window(window_size)
+        self._peak: float | None = None
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if not trainer.loggers and stage != "predict":
+            raise RuntimeError(
+                "ThroughputMonitor has nowhere to send its values: the Trainer has no logger (logger=False). "
+                "Pass a logger, such as Trainer(logger=True), or remove the callback."
+            )
+        device = trainer.strategy.device
+        self._peak = peak_flops(device, _compute_dtype(trainer.strategy.precision.name))
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._train = _Window(self.window_size)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._train.add(self.batch_size_fn(batch), self.length_fn(batch) if self.length_fn else 0)
+        if trainer.logs_this_step and trainer.state.stepped:
+            self._log(trainer, pl_module, "train", self._train)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._train.pause()
+        self._eval = _Window(self.window_size)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: TrainingModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._eval.add(self.batch_size_fn(batch), self.length_fn(batch) if self.length_fn else 0)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if not trainer.sanity_checking:
+            self._log(trainer, pl_module, "test" if trainer.testing else "validate", self._eval)
+        self._train.go_on()
+
+    on_test_start = on_validation_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_end = on_validation_end
+
+    def _log(self, trainer: Trainer, pl_module: TrainingModule, stage: str, window: _Window) -> None:
+        flops = getattr(pl_module, "flops_per_batch", None) if stage == "train" else None
+        values = window.rates(flops, self._peak, self.length_fn is not None)
+        if trainer.world_size > 1:
+            shared = {k: v * trainer.world_size for k, v in values.items() if k.endswith("_per_sec")}
+            values.update({k.replace("device/", "global/"): v for k, v in shared.items()})
+        if values:
+            trainer.log_metrics({f"{stage}/{name}": value for name, value in values.items()})
+
+
+class _Window:
+    """Marks of the last batches; from the first and the last of them come the rates."""
+
+    def __init__(self, size: int) -> None:
+        self._marks: deque[Mark] = deque(maxlen=size + 1)
+        self._started = self._paused = perf_counter()
+        self._marks.append(Mark(0.0, 0, 0, 0))
+
+    def add(self, samples: int, items: int) -> None:
+        """A batch is through."""
+        last = self._marks[-1]
+        now = perf_counter() - self._started
+        self._marks.append(Mark(now, last.batches + 1, last.samples + samples, last.items + items))
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self._paused = perf_counter()
+
+    def go_on(self) -> None:
+        """Start the clock again."""
+        self._started += perf_counter() - self._paused
+
+    def rates(self, flops_per_batch: float | None, peak: float | None, with_items: bool) -> dict[str, float]:
+        """Totals, and averages over the window; empty before the first batch."""
+        first, last = self._marks[0], self._marks[-1]
+        seconds = last.seconds - first.seconds
+        if seconds <= 0:
+            return {}
+        batches_per_sec = (last.batches - first.batches) / seconds
+        values = {
+            "time": last.seconds,
+            "batches": last.batches,
+            "samples": last.samples,
+            "device/batches_per_sec": batches_per_sec,
+            "device/samples_per_sec": (last.samples - first.samples) / seconds,
+        }
+        if with_items:
+            values["items"] = last.items
+            values["device/items_per_sec"] = (last.items - first.items) / seconds
+        if flops_per_batch is not None:
+            values["device/flops_per_sec"] = flops_per_batch * batches_per_sec
+            if peak is not None:
+                values["device/mfu"] = flops_per_batch * batches_per_sec / peak
+        return values
+
+
+def _batch_size(batch: Any) -> int:
+    size = _first_dim(batch)
+    if size is None:
+        raise ValueError(
+            f"ThroughputMonitor finds no tensor in a batch of type {type(batch).__name__}, so it cannot tell how many "
+            "samples that has. Pass ThroughputMonitor(batch_size_fn=...), a function of the batch."
+        )
+    return size
+
+
+def _first_dim(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.ndim else 1
+    if isinstance(value, str | bytes):
+        return None
+    children: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        children = value.values()
+    elif isinstance(value, list | tuple):
+        children = value
+    elif is_dataclass(value):
+        children = (getattr(value, field.name) for field in fields(value))
+    elif hasattr(value, "__dict__"):
+        children = vars(value).values()
+    return next((size for size in map(_first_dim, children) if size is not None), None)
+
+
+# Dense peaks in 10^12 FLOP/s from the makers' data sheets: half of a figure given "with sparsity". ``tf32`` is what
+# float32 matrix products reach when torch.set_float32_matmul_precision is "high" or "medium". The key is a part of
+# torch.cuda.get_device_name(); the first that fits counts, so the narrower names stand first.
+#   B200, GB200     NVIDIA Blackwell datasheet (HGX B200, GB200 NVL72)
+#   H200, H100      NVIDIA H200 and H100 Tensor Core GPU datasheets (SXM, NVL, PCIe)
+#   A100, A30, A40, A10, A10G   NVIDIA datasheets of these names
+#   L40S, L40, L4   NVIDIA L40S, L40, L4 datasheets
+#   V100, T4        NVIDIA V100 and T4 datasheets (float16 only)
+#   RTX             NVIDIA Ada and Ampere GA102 GPU architecture whitepapers (float32 accumulation)
+#   MI              AMD Instinct MI210, MI250X, MI300X, MI325X data sheets (an MI250X counts as two devices)
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "GB200": {"float16": 2500, "bfloat16": 2500, "tf32": 1250, "float32": 80, "float64": 40},
+    "B200": {"float16": 2250, "bfloat16": 2250, "tf32": 1125, "float32": 75, "float64": 37},
+    "H200 NVL": {"float16": 835.5, "bfloat16": 835.5, "tf32": 417.5, "float32": 60, "float64": 30},
+    "H200": {"float16": 989.5, "bfloat16": 989.5, "tf32": 494.5, "float32": 67, "float64": 34},
+    "H100 NVL": {"float16": 835.5, "bfloat16": 835.5, "tf32": 417.5, "float32": 60, "float64": 30},
+    "H100 PCIe": {"float16": 756.5, "bfloat16": 756.5, "tf32": 378, "float32": 51, "float64": 26},
+    "H100": {"float16": 989.5, "bfloat16": 989.5, "tf32": 494.5, "float32": 67, "float64": 34},
+    "A100": {"float16": 312, "bfloat16": 312, "tf32": 156, "float32": 19.5, "float64": 9.7},
+    "A30": {"float16": 165, "bfloat16": 165, "tf32": 82, "float32": 10.3, "float64": 5.2},
+    "A40": {"float16": 149.7, "bfloat16": 149.7, "tf32": 74.8, "float32": 37.4},
+    "A10G": {"float16": 70, "bfloat16": 70, "tf32": 35, "float32": 35},
+    "A10": {"float16": 125, "bfloat16": 125, "tf32": 62.5, "float32": 31.2},
+    "L40S": {"float16": 362.05, "bfloat16": 362.05, "tf32": 183, "float32": 91.6},
+    "L40": {"float16": 181.05, "bfloat16": 181.05, "tf32": 90.5, "float32": 90.5},
+    "L4": {"float16": 121, "bfloat16": 121, "tf32": 60, "float32": 30.3},
+    "V100S": {"float16": 130, "float32": 16.4, "float64": 8.2},
+    "V100-PCIE": {"float16": 112, "float32": 14, "float64": 7},
+    "V100": {"float16": 125, "float32": 15.7, "float64": 7.8},
+    "T4": {"float16": 65, "float32": 8.1},
+    "RTX 4090": {"float16": 165.2, "bfloat16": 165.2, "tf32": 82.6, "float32": 82.6},
+    "RTX 4080": {"float16": 97.5, "bfloat16": 97.5, "tf32": 48.7, "float32": 48.7},
+    "RTX 3090": {"float16": 71, "bfloat16": 71, "tf32": 35.6, "float32": 35.6},
+    "RTX A6000": {"float16": 154.8, "bfloat16": 154.8, "tf32": 77.4, "float32": 38.7},
+    "MI325X": {"float16": 1307.4, "bfloat16": 1307.4, "tf32": 653.7, "float32": 163.4, "float64": 81.7},
+    "MI300X": {"float16": 1307.4, "bfloat16": 1307.4, "tf32": 653.7, "float32": 163.4, "float64": 81.7},
+    "MI250X": {"float16": 191.5, "bfloat16": 191.5, "float32": 47.9, "float64": 47.9},
+    "MI210": {"float16": 181, "bfloat16": 181, "float32": 45.3, "float64": 45.3},
+}
+
+#: Words in a device's name that tell it from the card of the table.
+_SLOWER_VARIANTS = {"D", "Laptop", "Max", "SUPER", "Ti"}
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Dense peak FLOP/s of a device in ``"float16"``, ``"bfloat16"``, ``"tf32"``, ``"float32"`` or ``"float64"``."""
+    if device.type != "cuda":
+        return None
+    return peak_flops_of(torch.cuda.get_device_name(device), dtype)
+
+
+def peak_flops_of(device_name: str, dtype: str) -> float | None:
+    """Like :func:`peak_flops`, by the name that ``torch.cuda.get_device_name`` gives."""
+    words = device_name.replace("-", " ").split()
+    if not _SLOWER_VARIANTS.isdisjoint(words):
+        return None
+    for name, peaks in PEAK_FLOPS.items():
+        if f" {name.replace('-', ' ')} " in f" {' '.join(words)} ":
+            peak = peaks.get(dtype, peaks["float32"] if dtype == "tf32" else None)
+            return None if peak is None else peak * 1e12
+    return None
+
+
+def _compute_dtype(precision: str) -> str:
+    """What matrix products run in under a precision such as ``"bf16-mixed"``."""
+    kinds = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
+    dtype = kinds.get(precision.split("-")[0], "float32")
+    if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return dtype

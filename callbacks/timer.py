@@ -1,0 +1,186 @@
+"""Ends a training after a given time, and measures how long each stage takes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..loggers import messages
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+STAGES = ("train", "sanity_check", "validate", "test", "predict")
+_UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
+
+
+class Timer(Callback):
+    """Stops the training when ``duration`` is used up; also a stopwatch for every stage.
+
+    The time of a training is wall time from ``on_train_start`` on, validation included. It is saved in checkpoints: a
+    resumed run has only what is left.
+
+    Args:
+        duration: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict (``{"hours": 2}``); None: only measure.
+        interval: look at the clock after each ``"step"`` (training batch) or at the end of each ``"epoch"``.
+        verbose: say so when the time is up.
+
+    Example:
+        >>> Timer("00:12:00:00").time_remaining()
+        43200.0
+    """
+
+    def __init__(
+        self,
+        duration: str | timedelta | Mapping[str, float] | None = None,
+        interval: Literal["step", "epoch"] = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval not in ("step", "epoch"):
+            raise ValueError(
+                f"{messages.unknown('interval of Timer', interval, ('step', 'epoch'))} "
+                "It says when the clock is looked at: after each training batch or at the end of each epoch."
+            )
+        self._duration = None if duration is None else to_timedelta(duration, "Timer(duration=)").total_seconds()
+        self._verbose = verbose
+        self._start: dict[str, float] = {}
+        self._end: dict[str, float] = {}
+        self._used_before = 0.0
+        self._deadline = math.inf
+        self._alone = True
+        self._announced = False
+        timed = self._duration is not None
+        cls = type(self)
+        if not (timed and interval == "step") and cls.on_train_batch_end is Timer.on_train_batch_end:
+            self.on_train_batch_end = None  # type: ignore[method-assign,assignment]
+        if not (timed and interval == "epoch") and cls.on_train_epoch_end is Timer.on_train_epoch_end:
+            self.on_train_epoch_end = None  # type: ignore[method-assign,assignment]
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """When a stage began last, in seconds of ``time.perf_counter``; None if it never did.
+
+        Args:
+            stage: ``"train"``, ``"sanity_check"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
+        return self._start.get(_known(stage))
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """When a stage ended last, as in :meth:`start_time`; None while it runs or if it never did."""
+        return self._end.get(_known(stage))
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds that a stage has taken; for ``"train"`` with the time used before a resume."""
+        start = self.start_time(stage)
+        used_before = self._used_before if stage == "train" else 0.0
+        if start is None:
+            return used_before
+        return self._end.get(stage, perf_counter()) - start + used_before
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Seconds until ``duration`` is used up, negative past it; None without a duration."""
+        return None if self._duration is None else self._duration - self.time_elapsed(stage)
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._begin("train")
+        self._alone = trainer.world_size == 1
+        self._announced = False
+        if self._duration is not None:
+            self._deadline = self._start["train"] + self._duration - self._used_before
+            self._look(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int
+    ) -> None:
+        if perf_counter() >= self._deadline or not self._alone:
+            self._look(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._look(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._end["train"] = perf_counter()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._begin("sanity_check" if trainer.sanity_checking else "validate")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._end["sanity_check" if trainer.sanity_checking else "validate"] = perf_counter()
+
+    def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._begin("test")
+
+    def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._end["test"] = perf_counter()
+
+    def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._begin("predict")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._end["predict"] = perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._used_before = float(state_dict["time_elapsed"]["train"])
+
+    def _begin(self, stage: str) -> None:
+        self._end.pop(stage, None)
+        self._start[stage] = perf_counter()
+
+    def _look(self, trainer: Trainer) -> None:
+        # Clocks differ between processes: all stop at the same batch when the first one's time is up.
+        if not trainer.strategy.agree(perf_counter() >= self._deadline):
+            return
+        trainer.should_stop = True
+        if self._verbose and not self._announced:
+            elapsed = timedelta(seconds=int(self.time_elapsed()))
+            messages.info(f"The time limit is reached after {elapsed}: the training stops.")
+        self._announced = True
+
+
+def to_timedelta(value: str | timedelta | Mapping[str, float], what: str) -> timedelta:
+    """Read a duration.
+
+    Args:
+        value: ``"DD:HH:MM:SS"``, a ``timedelta``, or its arguments as a dict.
+        what: the argument it was given as, for the error.
+
+    Raises:
+        ValueError: the text, a key, or the sign is wrong.
+        TypeError: another type.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value.strip())
+        if match is None:
+            raise ValueError(
+                f"{what} got {value!r}, which is not of the form 'DD:HH:MM:SS'. "
+                "Write '00:12:30:00' for twelve and a half hours, or pass a timedelta."
+            )
+        days, hours, minutes, seconds = map(int, match.groups())
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    if isinstance(value, Mapping):
+        for unit in value:
+            if unit not in _UNITS:
+                raise ValueError(f"{what} got {dict(value)!r}. {messages.unknown('unit', unit, _UNITS)}")
+        value = timedelta(**value)
+    if not isinstance(value, timedelta):
+        raise TypeError(
+            f"{what} got {value!r} of type {type(value).__name__}, whose unit is unknown. "
+            "Pass a timedelta(seconds=...), a text 'DD:HH:MM:SS' or a dict such as {'minutes': 30}."
+        )
+    if value < timedelta(0):
+        raise ValueError(f"{what} got {value!r}, a time before it begins. Pass a duration of zero or more.")
+    return value
+
+
+def _known(stage: str) -> str:
+    if stage not in STAGES:
+        raise ValueError(f"{messages.unknown('stage', stage, STAGES)} Timer measures each of these on its own.")
+    return stage

@@ -1,0 +1,187 @@
+"""``CSVLogger``: the numbers of a run in one table that every program can open."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from . import messages
+from .folder import FolderLogger, call_at_exit
+from .values import number, numbers
+
+#: The columns that every row fills, before those of the metrics.
+FIRST_COLUMNS = ("step", "epoch", "wall_time")
+
+
+class CSVLogger(FolderLogger):
+    """Writes ``metrics.csv``: a row for each step, with ``step``, ``epoch``, ``wall_time`` and a column per metric.
+
+    ``wall_time`` is in seconds since 1970. Values of one step share a row; a cell is empty where a metric was not
+    logged. A value logged twice at one step starts a new row, so none is lost. A metric that has the name of one of
+    the first columns appears as ``metric/<name>``.
+
+    Rows are kept in memory and appended to the file every ``flush_logs_every_n_steps`` steps, before each checkpoint
+    and at the end of the run. The file is rewritten only when a new metric appears, and then replaced in one piece.
+
+    Args:
+        save_dir: the folder of all experiments.
+        name: the experiment, a folder below ``save_dir``; None for none.
+        version: which run. None takes a new number; a version that exists continues.
+        prefix: put before the name of each metric, with a dash.
+        flush_logs_every_n_steps: how many steps may lie between two writes to the file.
+
+    Example:
+        >>> trainer = Trainer(logger=CSVLogger("logs"))  # doctest: +SKIP
+        >>> pandas.read_csv("logs/paceline_logs/version_0/metrics.csv")  # doctest: +SKIP
+    """
+
+    METRICS_FILE = "metrics.csv"
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "paceline_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        if flush_logs_every_n_steps < 1:
+            raise ValueError(
+                f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps!r}) would never write a row. "
+                "Set it to 1 or more; 1 writes at every step."
+            )
+        self._flush_every_n_steps = flush_logs_every_n_steps
+
+    @property
+    def experiment(self) -> Table:
+        """The table behind the logger."""
+        return super().experiment
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record the values of one step; without ``step``, of the one after the last."""
+        values = dict(metrics)
+        first: dict[str, float] = {"step": self._next_step(step)}
+        if "epoch" in values:
+            epoch = number("epoch", values.pop("epoch"))
+            first["epoch"] = int(epoch) if float(epoch).is_integer() else epoch
+        self.experiment.add(first, self._named(values))
+
+    def save(self) -> None:
+        if self._experiment is not None:
+            self._experiment.flush()
+
+    def finalize(self, status: str) -> None:
+        self.save()
+
+    def _open(self) -> Table:
+        table = Table(os.path.join(self.log_dir, self.METRICS_FILE), self._flush_every_n_steps)
+        call_at_exit(self, table.flush)
+        return table
+
+    def _named(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        named = numbers(metrics, self._prefix)
+        for name in FIRST_COLUMNS:
+            if name in named:
+                messages.warn_once(
+                    f"The metric {name!r} is written to the column 'metric/{name}' of {self.METRICS_FILE}, because "
+                    f"{name!r} is filled for each row. Log it under another name to choose the column yourself."
+                )
+                named[f"metric/{name}"] = named.pop(name)
+        return named
+
+
+class Table:
+    """A CSV file that grows by rows, and now and then by a column.
+
+    Args:
+        path: the file; it is continued if it exists.
+        flush_every_n_steps: how many steps may pass until rows are written without being asked to.
+    """
+
+    def __init__(self, path: str, flush_every_n_steps: int) -> None:
+        self.path = path
+        self.columns: list[str] = []
+        self._every = flush_every_n_steps
+        self._flushed_step: int | None = None
+        self._waiting: list[dict[str, Any]] = []
+        self._last: dict[str, Any] = {}
+        self._last_start: int | None = None
+        self._end = 0
+        if os.path.exists(path):
+            self._continue()
+
+    def add(self, first: Mapping[str, Any], values: Mapping[str, float]) -> None:
+        """Put the values into the row of their step. ``first`` holds the step and, if known, the epoch."""
+        last, step = self._last, first["step"]
+        same_row = last.get("step") == step and last.get("epoch") in (None, first.get("epoch", last.get("epoch")))
+        if same_row and values.keys().isdisjoint(last):
+            last.update(first)
+            last.update(values)
+            if not self._waiting:
+                self._waiting.append(last)
+        else:
+            self._last = {**first, "wall_time": time.time(), **values}
+            if not self._waiting:
+                self._last_start = None
+            self._waiting.append(self._last)
+        if self._flushed_step is None:
+            self._flushed_step = step
+        if abs(step - self._flushed_step) >= self._every or len(self._waiting) >= self._every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the waiting rows to the file."""
+        if not self._waiting:
+            return
+        new = dict.fromkeys(name for row in self._waiting for name in row if name not in self.columns)
+        if new or not os.path.exists(self.path):
+            self._widen(new)
+        start = self._start
+        lines = [_line(row.get(name, "") for name in self.columns) for row in self._waiting]
+        with open(self.path, "r+b") as file:
+            file.seek(start)
+            file.write(b"".join(lines))
+            file.truncate()
+        self._end = start + sum(map(len, lines))
+        self._last_start = self._end - len(lines[-1])
+        self._flushed_step = self._last["step"]
+        self._waiting = []
+
+    def _continue(self) -> None:
+        """Take over the columns of an existing file, and its end without a line that was torn off."""
+        with open(self.path, "rb") as file:
+            data = file.read()
+        self._end = data.rfind(b"\n") + 1
+        self.columns = next(csv.reader(io.StringIO(data[: self._end].decode("utf-8"), newline="")), [])
+
+    @property
+    def _start(self) -> int:
+        """Where the waiting rows go: to the end, or over the last row if it has got more values since."""
+        return self._end if self._last_start is None else self._last_start
+
+    def _widen(self, new: Iterable[str]) -> None:
+        """Replace the file by one with more columns and without a last row that is about to be written again."""
+        rows: list[list[str]] = []
+        if os.path.exists(self.path):
+            with open(self.path, "rb") as file:
+                rows = list(csv.reader(io.StringIO(file.read(self._start).decode("utf-8"), newline="")))[1:]
+        columns = list(dict.fromkeys([*(self.columns or FIRST_COLUMNS), *new]))
+        lines = [_line(columns), *(_line([*row, *[""] * (len(columns) - len(row))]) for row in rows)]
+        temporary = f"{self.path}.{os.getpid()}.tmp"
+        with open(temporary, "wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+        self.columns, self._end, self._last_start = columns, sum(map(len, lines)), None
+
+
+def _line(cells: Iterable[Any]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode("utf-8")

@@ -1,0 +1,159 @@
+"""What loggers share that write into a folder of their own for each run."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import messages
+from .base import Logger, Nothing
+from .values import mapping, plain
+
+
+class FolderLogger(Logger):
+    """Writes each run into ``save_dir/name/version_N``, together with the settings of the run in ``hparams.yaml``.
+
+    The version is chosen when it is first asked for: the number after the highest one there is. Making the folder is
+    what claims it, so two runs that start at the same moment get two folders. A version that you name is used as it
+    is; if it exists, the run continues in it and nothing in it is overwritten.
+
+    The object survives ``pickle`` and ``deepcopy``; the copy opens files of its own and appends.
+
+    Args:
+        save_dir: the folder of all experiments, on a local or mounted file system.
+        name: the experiment, a folder below ``save_dir``; None or ``""`` for none.
+        version: a number for ``version_N``, a string for a folder of that name, or None for a new number.
+        prefix: put before the name of each metric, with a dash.
+    """
+
+    def __init__(
+        self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
+    ) -> None:
+        who = type(self).__name__
+        if "://" in os.fspath(save_dir):
+            raise ValueError(
+                f"{who}(save_dir={os.fspath(save_dir)!r}) is a URL, but this logger writes local files. "
+                "Give a local or mounted folder and copy it afterwards."
+            )
+        if not _is_version(version):
+            raise ValueError(
+                f"{who}(version={version!r}) names no run: a version is a number from 0 on or the name of a folder. "
+                "Set version=3 or version='my_run', or leave it out for the next free number."
+            )
+        self.hparams: dict[str, Any] = {}
+        self._save_dir = os.fspath(save_dir)
+        self._name = name or ""
+        self._version = version
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._step = -1
+        self._experiment: Any = None
+        self._hparams_written = False
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def version(self) -> int | str:
+        if self._version is None:
+            self._version = self._claim()
+        return self._version
+
+    @property
+    def save_dir(self) -> str:
+        return self._save_dir
+
+    @property
+    def root_dir(self) -> str:
+        return os.path.join(self._save_dir, self._name)
+
+    @property
+    def log_dir(self) -> str:
+        version = self.version
+        return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
+
+    @property
+    def experiment(self) -> Any:
+        if not messages.is_rank_zero():
+            return Nothing()
+        if self._experiment is None:
+            os.makedirs(self.log_dir, exist_ok=True)
+            self._experiment = self._open()
+        return self._experiment
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Add to the settings of the run and write them to ``hparams.yaml``; ``metrics`` are recorded at step 0."""
+        self.hparams.update(plain(mapping(params)))
+        if not messages.is_rank_zero():
+            return
+        if self.hparams:
+            self._write_hparams()
+        if metrics:
+            self.log_metrics(metrics, step=0)
+
+    def _open(self) -> Any:
+        """Make the object that writes. The run's folder exists."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it writes with. Define _open(self).")
+
+    def _next_step(self, step: int | None) -> int:
+        self._step = self._step + 1 if step is None else int(step)
+        return self._step
+
+    def _claim(self) -> int:
+        root = Path(self.root_dir)
+        taken = [p.name.removeprefix("version_") for p in root.glob("version_*")]
+        number = max((int(text) for text in taken if text.isdecimal()), default=-1) + 1
+        if not messages.is_rank_zero():
+            return number
+        root.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                (root / f"version_{number}").mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return number
+
+    def _write_hparams(self) -> None:
+        import yaml
+
+        path = Path(self.log_dir) / "hparams.yaml"
+        text = yaml.safe_dump(self.hparams, sort_keys=False, allow_unicode=True)
+        if path.exists() and not self._hparams_written and path.read_text(encoding="utf-8") != text:
+            _set_aside(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+        self._hparams_written = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.save()
+        return {**self.__dict__, "_experiment": None}
+
+
+def call_at_exit(owner: object, action: Callable[[], object]) -> None:
+    """Call ``action`` when ``owner`` is collected or the program ends, but never in a forked child."""
+    weakref.finalize(owner, _if_same_process, os.getpid(), action)
+
+
+def _if_same_process(pid: int, action: Callable[[], object]) -> None:
+    if os.getpid() == pid:
+        action()
+
+
+def _is_version(version: Any) -> bool:
+    if isinstance(version, str):
+        return bool(version)
+    return version is None or (isinstance(version, int) and not isinstance(version, bool) and version >= 0)
+
+
+def _set_aside(path: Path) -> None:
+    """Keep the settings of an earlier run of this version as ``hparams_1.yaml``, ``hparams_2.yaml``, ..."""
+    number = 1
+    while (kept := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
+        number += 1
+    os.replace(path, kept)

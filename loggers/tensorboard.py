@@ -1,0 +1,215 @@
+"""``TensorBoardLogger``: curves, settings, text and the model's graph for TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import messages
+from .folder import FolderLogger, call_at_exit
+from .values import flat, number
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_WRITER_OPTIONS = ("purge_step", "max_queue", "flush_secs", "filename_suffix")
+
+
+class TensorBoardLogger(FolderLogger):
+    """Writes TensorBoard event files; look at them with ``tensorboard --logdir <save_dir>``.
+
+    A thread of TensorBoard's writer does the writing; all values of a step go to it as one event, which carries the
+    step and the wall time. A metric whose value is a dict is drawn as several curves in one plot. The settings of the
+    run appear in the HParams tab with the state the run ended in, and lie in ``hparams.yaml``.
+
+    Args:
+        save_dir: the folder of all experiments.
+        name: the experiment, a folder below ``save_dir``; None for none.
+        version: which run. None takes a new number; a version that exists continues with another event file.
+        log_graph: record the graph of the model, traced with ``example_input_array`` of the module.
+        default_hp_metric: record ``hp_metric`` as -1 when a new run has settings without metrics. Log ``hp_metric``
+            yourself to fill it.
+        prefix: put before the name of each metric, with a dash.
+        sub_dir: a folder below the version's that the files go to.
+        **kwargs: ``purge_step`` (hide what an earlier run recorded from this step on), ``max_queue`` (events that may
+            wait before the training does, default 1000), ``flush_secs`` (most seconds until the thread brings events
+            to the file, default 10) and ``filename_suffix``.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "paceline_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        if not messages.is_installed("tensorboard"):
+            raise ModuleNotFoundError(messages.missing("TensorBoardLogger", "tensorboard"), name="tensorboard")
+        for option in kwargs:
+            if option not in _WRITER_OPTIONS:
+                raise TypeError(messages.unknown("argument of TensorBoardLogger", option, _WRITER_OPTIONS))
+        self._log_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._sub_dir = "" if sub_dir is None else os.path.expandvars(os.path.expanduser(sub_dir))
+        self._options = {"max_queue": 1000, "flush_secs": 10, **kwargs}
+        self._hparams_due = False
+        self._session_open = False
+
+    @property
+    def log_dir(self) -> str:
+        return os.path.join(super().log_dir, self._sub_dir) if self._sub_dir else super().log_dir
+
+    @property
+    def experiment(self) -> SummaryWriter:
+        """The ``SummaryWriter``, for everything this class has no method for."""
+        return super().experiment
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record the values of one step; without ``step``, of the one after the last."""
+        new_value = _tensorboard("compat.proto.summary_pb2").Summary.Value
+        step = self._next_step(step)
+        now = time.time()
+        values = []
+        for name, value in metrics.items():
+            tag = self._prefix + name
+            if isinstance(value, Mapping):
+                curves = {key: number(f"{name}/{key}", item) for key, item in value.items()}
+                self.experiment.add_scalars(tag, curves, step, now)
+            else:
+                values.append(new_value(tag=tag, simple_value=number(name, value)))
+        if self._hparams_due:
+            self._start_session()
+        self._record(values, step, now)
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Add to the settings of the run; ``metrics`` are recorded at step 0 and can be compared in the HParams tab."""
+        super().log_hyperparams(params)
+        if not self.hparams:
+            return
+        self._hparams_due = True
+        if metrics:
+            self.log_metrics(metrics, step=0)
+        elif self._default_hp_metric and messages.is_rank_zero():
+            self._default_hp_metric = False
+            if not os.path.isdir(self.log_dir) or not any("tfevents" in name for name in os.listdir(self.log_dir)):
+                self.experiment.add_scalar("hp_metric", -1, 0)
+
+    def log_text(self, name: str, text: str, step: int | None = None) -> None:
+        """Record a text, shown as Markdown in the Text tab."""
+        self.experiment.add_text(self._prefix + name, text, self._next_step(step))
+
+    def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
+        """Record the graph of ``model.forward``, if the logger was made with ``log_graph=True``.
+
+        The model is traced with ``input_array``, or its ``example_input_array``, in eval mode and without gradients;
+        its modes and the random states are as before afterwards. A model that cannot be traced costs a warning only.
+        """
+        if not self._log_graph or not messages.is_rank_zero():
+            return
+        example = input_array if input_array is not None else getattr(model, "example_input_array", None)
+        if example is None:
+            messages.warn_once(
+                f"TensorBoardLogger(log_graph=True) has no input to trace {type(model).__name__} with: its "
+                "example_input_array is None. Set self.example_input_array = torch.zeros(...) in __init__."
+            )
+            return
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        try:
+            with _undisturbed(model, device):
+                self.experiment.add_graph(model, _on_device(example, device))
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            messages.warn(
+                f"The graph of {type(model).__name__} was not recorded: tracing it failed with "
+                f"{type(error).__name__}: {reason} Set TensorBoardLogger(log_graph=False), or make forward traceable."
+            )
+
+    def save(self) -> None:
+        if self._hparams_due:
+            self._start_session()
+        if self._experiment is not None:
+            self._experiment.flush()
+
+    def finalize(self, status: str) -> None:
+        if self._hparams_due:
+            self._start_session()
+        if self._experiment is None:
+            return
+        if self._session_open:
+            self._record([_session_end(succeeded=status == "success")], 0, time.time())
+            self._session_open = False
+        self._experiment.close()
+        self._experiment = None
+
+    def _open(self) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(self.log_dir, **self._options)
+        self._options.pop("purge_step", None)
+        call_at_exit(self, writer.close)
+        return writer
+
+    def _record(self, values: Iterable[Any], step: int, now: float) -> None:
+        summary = _tensorboard("compat.proto.summary_pb2").Summary(value=values)
+        self.experiment._get_file_writer().add_summary(summary, step, now)
+
+    def _start_session(self) -> None:
+        """Tell the HParams tab the settings. TensorBoard takes the first record only, so it waits for the values."""
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+        self._hparams_due = False
+        self._session_open = True
+        session = os.path.relpath(self.log_dir, self.save_dir)
+        self._record(hparams_pb(flat(self.hparams), trial_id=session).value, 0, time.time())
+
+
+def _session_end(succeeded: bool) -> Any:
+    """The record that tells the HParams tab how the run ended."""
+    from tensorboard.plugins.hparams import metadata
+
+    api, data = _tensorboard("plugins.hparams.api_pb2"), _tensorboard("plugins.hparams.plugin_data_pb2")
+    status = api.STATUS_SUCCESS if succeeded else api.STATUS_FAILURE
+    end = data.SessionEndInfo(status=status, end_time_secs=time.time())
+    about = metadata.create_summary_metadata(data.HParamsPluginData(session_end_info=end))
+    new_value = _tensorboard("compat.proto.summary_pb2").Summary.Value
+    return new_value(tag=metadata.SESSION_END_INFO_TAG, metadata=about, tensor=metadata.NULL_TENSOR)
+
+
+def _tensorboard(module: str) -> Any:
+    """A module of TensorBoard's protobuf messages, whose members are made at run time."""
+    return import_module(f"tensorboard.{module}")
+
+
+@contextlib.contextmanager
+def _undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _on_device(example: Any, device: torch.device) -> Any:
+    if isinstance(example, torch.Tensor):
+        return example.to(device)
+    if isinstance(example, list | tuple):
+        return tuple(_on_device(item, device) for item in example)
+    if isinstance(example, Mapping):
+        return {name: _on_device(item, device) for name, item in example.items()}
+    return example

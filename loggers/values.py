@@ -1,0 +1,120 @@
+"""What users hand to a logger, brought into the forms that files can hold: numbers, and plain nested settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+
+def number(name: str, value: Any) -> float:
+    """Return ``value`` as a Python number.
+
+    Takes numbers, and tensors or arrays of one element. For a tensor on an accelerator the host waits for the device;
+    what the trainer sends are Python numbers already.
+
+    Raises:
+        TypeError: It is not one number.
+    """
+    if type(value) in (float, int):
+        return value
+    single = _single(value)
+    if isinstance(single, int):
+        return int(single)
+    try:
+        return single.__float__()
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"The metric {name!r} cannot be recorded: {_describe(value)} is not one number. "
+            "Log a number or a tensor of one element: reduce it first, for example with .mean()."
+        ) from None
+
+
+def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return all values as Python numbers, nested mappings under joined names (``"loss/train"``)."""
+    return {prefix + name: number(name, value) for name, value in _leaves(metrics)}
+
+
+def mapping(params: Any) -> dict[str, Any]:
+    """Return the settings of a dict, a ``Namespace`` or a dataclass as a dict; None is empty.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    if params is None:
+        return {}
+    items = _items(params)
+    if items is None:
+        raise TypeError(
+            f"Hyperparameters cannot be recorded from {_describe(params)}: they need names. "
+            "Pass a dict, an argparse.Namespace or a dataclass."
+        )
+    return items
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` made of dicts, lists, numbers, strings and None only; what has no such form becomes its text."""
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    items = _items(value)
+    if items is not None:
+        return {str(name): plain(item) for name, item in items.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item) for item in value), key=str)
+    single = _single(value)
+    for kind in (bool, int, float):
+        if isinstance(single, kind):
+            return kind(single)
+    return _text(value)
+
+
+def flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Return nested settings under joined names (``"optimizer/lr"``); what is no number or string becomes text."""
+    leaves = _leaves(plain(params))
+    return {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in leaves}
+
+
+def _leaves(items: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in items.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{path}{name}/")
+        else:
+            yield f"{path}{name}", value
+
+
+def _items(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Namespace):
+        return vars(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def _single(value: Any) -> Any:
+    """The element of a tensor or array that has only one; anything else unchanged. Needs neither torch nor numpy."""
+    if not hasattr(value, "item"):
+        return value
+    size = value.numel() if hasattr(value, "numel") else getattr(value, "size", None)
+    return value.item() if size == 1 else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return ".".join(part for part in (value.__module__, value.__qualname__) if part)
+    return str(value)
+
+
+def _describe(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"a {type(value).__name__} of shape {tuple(shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} (of type {type(value).__name__})"

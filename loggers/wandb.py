@@ -1,0 +1,311 @@
+"""``WandbLogger``: the run on Weights & Biases, or in a local folder to be uploaded later."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import string
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import messages
+from .base import Logger, Nothing
+from .values import mapping, numbers, plain
+
+if TYPE_CHECKING:
+    import torch
+    from wandb.sdk.wandb_run import Run
+
+#: Seconds between two writes of wandb's process to the run's file. Its default of 15 is too long to wait for.
+_FLUSH_SECONDS = 0.5
+_FLUSH_SETTING = "x_transaction_log_flush_interval"
+
+
+class WandbLogger(Logger):
+    """Sends a run to Weights & Biases; with ``offline=True`` it is kept in ``save_dir/wandb`` for ``wandb sync``.
+
+    A process of wandb's own does the writing and sending; it writes to the run's local file every half second. After a
+    success the run stays open, so that ``test`` or ``wandb.log`` can add to it until ``wandb.finish()`` or the end of
+    the program; a run that failed or was interrupted is finished as failed at once, and continued under its id if
+    the logger is used again. Where wandb has a run going already, the logger adds to that one.
+
+    The x axis of all charts is ``trainer/global_step``, the number of updates.
+
+    Args:
+        name: the name shown for the run; None lets wandb choose one.
+        save_dir: the folder in which wandb makes its ``wandb`` folder.
+        version: the run's id; to continue a run, give the id it had.
+        offline: send nothing. wandb also takes this from ``WANDB_MODE=offline``.
+        dir: the same as ``save_dir``.
+        id: the same as ``version``.
+        project: the project; None means ``WANDB_PROJECT``, or ``"paceline_logs"``.
+        log_model: upload checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run,
+            False not at all. Offline they are kept for ``wandb sync``.
+        experiment: a run of yours from ``wandb.init`` to use.
+        prefix: put before the name of each metric, with a dash.
+        checkpoint_name: the name of the model artifact; None means ``model-<id>``.
+        add_file_policy: ``"mutable"`` copies a checkpoint before it is uploaded, ``"immutable"`` does not, which is
+            safe only if no checkpoint is overwritten or deleted.
+        **kwargs: passed to ``wandb.init``: entity, tags, group, notes, config, settings, ...
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] = ".",
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | os.PathLike[str] | None = None,
+        id: str | None = None,
+        project: str | None = None,
+        log_model: Literal["all"] | bool = False,
+        experiment: Run | None = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: Literal["mutable", "immutable"] = "mutable",
+        **kwargs: Any,
+    ) -> None:
+        if not messages.is_installed("wandb"):
+            raise ModuleNotFoundError(messages.missing("WandbLogger", "wandb"), name="wandb")
+        _check(version, id, offline, log_model, add_file_policy, kwargs)
+        self._save_dir = os.fspath(save_dir if dir is None else dir)
+        self._project = project or os.environ.get("WANDB_PROJECT") or "paceline_logs"
+        self._id = version or id or os.environ.get("WANDB_RUN_ID")
+        self._log_model: Literal["all"] | bool = log_model
+        self._checkpoint_name = checkpoint_name
+        self._add_file_policy: Literal["mutable", "immutable"] = add_file_policy
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._init = {"name": name, "resume": "allow", **({"mode": "offline"} if offline else {}), **kwargs}
+        self._experiment: Any = experiment
+        self._is_own = experiment is None
+        self._is_prepared = False
+        self._has_unwritten = False
+        self._checkpoint_callback: Any = None
+        self._uploaded: dict[str, int] = {}
+
+    @property
+    def name(self) -> str:
+        """The project."""
+        return self._project if self._experiment is None else self._experiment.project or self._project
+
+    @property
+    def version(self) -> str:
+        """The run's id."""
+        if self._experiment is not None:
+            return self._experiment.id
+        if self._id is None:
+            self._id = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+        return self._id
+
+    @property
+    def save_dir(self) -> str:
+        return self._save_dir
+
+    @property
+    def root_dir(self) -> str:
+        return os.path.join(self._save_dir, self.name)
+
+    @property
+    def log_dir(self) -> str:
+        """Where checkpoints go. wandb's own files are in ``save_dir/wandb``."""
+        return os.path.join(self.root_dir, self.version)
+
+    @property
+    def experiment(self) -> Run:
+        """The run, for everything this class has no method for."""
+        if not messages.is_rank_zero():
+            return Nothing()  # type: ignore[return-value]
+        if self._experiment is None:
+            self._experiment = self._start()
+        if not self._is_prepared:
+            self._experiment.define_metric("trainer/global_step")
+            self._experiment.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+            self._is_prepared = True
+        return self._experiment
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record the values of one step; without ``step`` they stand at the step recorded last."""
+        self._log(numbers(metrics, self._prefix), step)
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Add to the run's config, nested as they are; ``metrics`` are recorded at step 0."""
+        self.experiment.config.update(plain(mapping(params)), allow_val_change=True)
+        self._has_unwritten = True
+        if metrics:
+            self.log_metrics(metrics, step=0)
+
+    def watch(
+        self,
+        model: torch.nn.Module,
+        log: Literal["gradients", "parameters", "all"] | None = "gradients",
+        log_freq: int = 100,
+        log_graph: bool = True,
+    ) -> None:
+        """Record histograms of gradients or parameters every ``log_freq`` steps. Waits for the device each time."""
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+    def log_table(
+        self,
+        key: str,
+        columns: list[Any] | None = None,
+        data: list[Any] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Record a table given by columns and rows, or by a pandas ``dataframe``; cells may be images or text."""
+        import wandb
+
+        self._log({self._prefix + key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
+
+    def log_text(
+        self,
+        key: str,
+        columns: list[Any] | None = None,
+        data: list[Any] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Record texts as a table."""
+        self.log_table(key, columns, data, dataframe, step)
+
+    def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Record images (arrays, tensors, PIL images or paths).
+
+        Args:
+            key: the name of the panel.
+            images: the images of one step.
+            step: place on the x axis.
+            **kwargs: arguments of ``wandb.Image``, each a list with one value per image, as ``caption=["cat", "dog"]``.
+        """
+        import wandb
+
+        if isinstance(images, str | bytes) or not isinstance(images, Sequence):
+            raise TypeError(
+                f"log_image({key!r}) got a {type(images).__name__} for the images of one step, which is not a list. "
+                "Put a single image into a list: [image]."
+            )
+        for option, values in kwargs.items():
+            if len(values) != len(images):
+                raise ValueError(
+                    f"log_image({key!r}) got {len(images)} images and {len(values)} values for {option!r}. "
+                    "Give one value for each image."
+                )
+        panels = [wandb.Image(im, **{k: v[i] for k, v in kwargs.items()}) for i, im in enumerate(images)]
+        self._log({self._prefix + key: panels}, step)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Upload what the ``ModelCheckpoint`` has written: now for ``log_model="all"``, else at the end of the run."""
+        if self._log_model == "all":
+            self._upload_checkpoints(checkpoint_callback)
+        elif self._log_model:
+            self._checkpoint_callback = checkpoint_callback
+
+    def finalize(self, status: str) -> None:
+        if self._checkpoint_callback is not None:
+            self._upload_checkpoints(self._checkpoint_callback)
+        if self._experiment is None:
+            return
+        if status == "success" or not self._is_own:
+            self._wait_until_written()
+            return
+        self._id = self._experiment.id
+        self._experiment.finish(exit_code=1)
+        self._experiment, self._is_prepared = None, False
+
+    def _start(self) -> Run:
+        import wandb
+
+        if wandb.run is not None:
+            self._is_own = False
+            if self._id not in (None, wandb.run.id):
+                messages.warn(
+                    f"WandbLogger(version={self._id!r}) adds to the run {wandb.run.id!r}, because that one is going in "
+                    "this process. Call wandb.finish() before to get a run of its own."
+                )
+            return wandb.run
+        self._is_own = True
+        os.makedirs(self._save_dir, exist_ok=True)
+        options = {"project": self._project, "dir": self._save_dir, "id": self.version, **self._init}
+        settings = options.get("settings") or {}
+        if isinstance(settings, dict) and _FLUSH_SETTING in wandb.Settings.model_fields:
+            options["settings"] = {_FLUSH_SETTING: _FLUSH_SECONDS, **settings}
+        return wandb.init(**options)
+
+    def _log(self, record: dict[str, Any], step: int | None) -> None:
+        if step is not None:
+            record["trainer/global_step"] = step
+        self.experiment.log(record)
+        self._has_unwritten = True
+
+    def _wait_until_written(self) -> None:
+        """Return when wandb's process has brought to its file what it was sent; it does so at regular intervals."""
+        run = self._experiment
+        interval = getattr(run.settings, _FLUSH_SETTING, None) or 0.0
+        if not self._has_unwritten or not 0 < interval <= 1:
+            return
+        if run.offline:
+            run.status()  # answered after everything sent before has been taken in
+        since, path = time.time(), run.settings.sync_file
+        with contextlib.suppress(OSError):
+            while time.time() < since + 1.5 * interval and os.path.getmtime(path) <= since:
+                time.sleep(0.02)
+        self._has_unwritten = False
+
+    def _upload_checkpoints(self, callback: Any) -> None:
+        import wandb
+
+        run = self.experiment
+        for path, score in _checkpoints(callback).items():
+            changed = os.stat(path).st_mtime_ns
+            if self._uploaded.get(path) == changed:
+                continue
+            about = {"score": score, "original_filename": Path(path).name, type(callback).__name__: _settings(callback)}
+            artifact = wandb.Artifact(self._checkpoint_name or f"model-{run.id}", type="model", metadata=about)
+            if os.path.isdir(path):
+                artifact.add_dir(path, name="model.ckpt", policy=self._add_file_policy)
+            else:
+                artifact.add_file(path, name="model.ckpt", policy=self._add_file_policy)
+            best = path == getattr(callback, "best_model_path", None)
+            run.log_artifact(artifact, aliases=["latest", "best"] if best else ["latest"])
+            self._uploaded[path] = changed
+            self._has_unwritten = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_id": self.version, "_experiment": None, "_is_prepared": False}
+
+
+def _check(
+    version: str | None, id: str | None, offline: bool, log_model: Any, policy: Any, options: Mapping[str, Any]
+) -> None:
+    if version and id and version != id:
+        raise ValueError(
+            f"WandbLogger(version={version!r}, id={id!r}) names two runs, but both arguments mean the run's id. "
+            "Give one of them."
+        )
+    if log_model not in (True, False, "all"):
+        raise ValueError(messages.unknown("log_model", log_model, ["all"], more=", True or False"))
+    if policy not in ("mutable", "immutable"):
+        raise ValueError(messages.unknown("add_file_policy", policy, ["mutable", "immutable"]))
+    if offline and options.get("mode") not in (None, "offline"):
+        raise ValueError(
+            f"WandbLogger(offline=True, mode={options['mode']!r}) asks for two modes at once. Leave one of them out."
+        )
+
+
+def _checkpoints(callback: Any) -> dict[str, float | None]:
+    """The files a checkpoint callback keeps, oldest first, with their scores."""
+    scores: dict[str, Any] = dict(getattr(callback, "best_k_models", None) or {})
+    best = getattr(callback, "best_model_path", None)
+    scores.setdefault(best or "", getattr(callback, "best_model_score", None))
+    scores.setdefault(getattr(callback, "last_model_path", None) or "", getattr(callback, "current_score", None))
+    there = [path for path in scores if path and os.path.exists(path)]
+    there.sort(key=os.path.getmtime)
+    return {path: None if scores[path] is None else float(scores[path]) for path in there}
+
+
+def _settings(callback: Any) -> dict[str, Any]:
+    names = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
+    return {name: plain(getattr(callback, name)) for name in names if hasattr(callback, name)}

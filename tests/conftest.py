@@ -1,0 +1,64 @@
+"""What holds for every test: one thread, one seed, a folder of its own, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.loggers import messages
+
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("WANDB_SILENT", "true")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run each test seeded, in its own folder, with every message unsaid; put the process back as it was."""
+    monkeypatch.chdir(tmp_path)
+    random.seed(0)
+    torch.manual_seed(0)
+    messages.forget()
+    environment = dict(os.environ)
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
+    messages.set_rank(0)
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(fresh_start: None) -> Iterator[None]:
+    """Fail a test that leaves a thread running or a mode of torch switched."""
+    threads = set(threading.enumerate())
+    yield
+    leftovers = [t.name for t in threading.enumerate() if t not in threads and not t.daemon]
+    assert not leftovers, f"still running: {leftovers}"
+    try:
+        assert torch.get_default_dtype() is torch.float32, "the default dtype was left changed"
+        assert torch.is_grad_enabled(), "gradients were left off"
+        assert not torch.is_inference_mode_enabled(), "inference mode was left on"
+        assert not torch.is_anomaly_enabled(), "anomaly detection was left on"
+        assert not torch.is_autocast_enabled("cpu"), "autocast was left on"
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.autograd.set_detect_anomaly(False)

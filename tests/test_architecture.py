@@ -1,0 +1,243 @@
+"""House rules that a machine can read off the source: where imports point, how long things are, what is banned."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("loggers", "strategies", "callbacks", "trainer")
+FILES = sorted([ROOT / "__init__.py", *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
+NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
+
+#: Which rooms a room may import from, besides itself. The root, where the public names stand, may import all.
+ARROWS = {
+    "loggers": set(),
+    "strategies": {"loggers"},
+    "callbacks": {"loggers"},
+    "trainer": {"loggers", "strategies", "callbacks"},
+    "": set(ROOMS),
+}
+#: What a room may name for the type checker only.
+TYPING_ARROWS = {"callbacks": {"strategies", "trainer"}}
+
+#: Packages that cost a user's start, or that need not be installed: only functions may import them.
+LAZY = {
+    "accelerate",
+    "jsonargparse",
+    "matplotlib",
+    "numpy",
+    "onnx",
+    "onnxscript",
+    "pandas",
+    "rich",
+    "sklearn",
+    "tensorboard",
+    "torchmetrics",
+    "tqdm",
+    "transformers",
+    "wandb",
+    "yaml",
+}
+
+
+class Import(NamedTuple):
+    """One resolved import: ``target`` is dotted from the package's root, or the full name of a third party."""
+
+    source: str
+    target: str
+    own: bool
+    typing: bool
+    top: bool
+    line: int
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path) for path in FILES}
+
+
+def is_typing_block(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def statements(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    """Every import of a file, with whether it is for the type checker only and whether it runs at import time."""
+
+    def walk(node: ast.AST, typing: bool, top: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node, typing, top
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, typing or is_typing_block(node), top and not inside)
+
+    return walk(tree, False, True)
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    source = module_name(path)
+    package = source if path.name == "__init__.py" else source.rpartition(".")[0]
+    for node, typing, top in statements(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(source, alias.name, False, typing, top and not typing, node.lineno)
+        elif node.level == 0:
+            yield Import(source, node.module or "", False, typing, top and not typing, node.lineno)
+        else:
+            up = package.split(".") if package else []
+            base = ".".join([*up[: len(up) - node.level + 1], *([node.module] if node.module else [])])
+            for alias in node.names:
+                deeper = f"{base}.{alias.name}".lstrip(".")
+                yield Import(
+                    source, deeper if deeper in MODULES else base, True, typing, top and not typing, node.lineno
+                )
+
+
+IMPORTS = [found for path in FILES for found in imports_of(path)]
+
+
+def room(module: str) -> str:
+    first = module.partition(".")[0]
+    return first if first in ROOMS else ""
+
+
+def test_arrows_between_rooms_point_down() -> None:
+    wrong = []
+    for i in IMPORTS:
+        source, target = room(i.source), room(i.target)
+        allowed = ARROWS[source] | (TYPING_ARROWS.get(source, set()) if i.typing else set())
+        if i.own and target != source and target not in allowed:
+            wrong.append(f"{i.source}:{i.line} imports {i.target or 'the root'}")
+    assert not wrong
+
+
+def test_every_relative_import_names_a_module_that_exists() -> None:
+    assert not [f"{i.source}:{i.line} imports {i.target}" for i in IMPORTS if i.own and i.target not in MODULES]
+
+
+def test_no_module_imports_itself_through_others_not_even_inside_a_function() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for i in IMPORTS:
+        if i.own and not i.typing and i.source and i.target != i.source:
+            graph[i.source].add(i.target)
+    assert cycle_in(graph) is None
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str] | None:
+    """Some cycle of the graph, as a path that ends where it began."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str] | None:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return None
+        for target in sorted(graph.get(node, ())):
+            found = visit(target, [*path, node])
+            if found:
+                return found
+        done.add(node)
+        return None
+
+    return next((found for node in sorted(graph) if (found := visit(node, []))), None)
+
+
+def test_the_cycle_finder_finds_a_cycle() -> None:
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+def test_the_package_imports_itself_relatively() -> None:
+    assert not [f"{i.source}:{i.line}" for i in IMPORTS if not i.own and i.target.partition(".")[0] == "paceline"]
+
+
+def test_packages_that_cost_start_up_time_are_imported_where_they_are_used() -> None:
+    heavy = [i for i in IMPORTS if i.top and not i.own and i.target.partition(".")[0] in LAZY]
+    assert not [f"{i.source}:{i.line} imports {i.target}" for i in heavy]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_says_what_is_inside(name: str) -> None:
+    assert not {"utils", "util", "utilities", "helpers", "misc", "common"} & set(Path(name).with_suffix("").parts)
+
+
+def code_lines(path: Path, first: int = 1, last: int | None = None) -> int:
+    """Lines that hold code: no blank lines, no comments, no docstrings."""
+    source = path.read_text()
+    text_lines: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            text_lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    empty = {tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in empty:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len([n for n in lines - text_lines if first <= n <= (last or n)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_file_is_longer_than_400_lines_of_code(name: str) -> None:
+    assert code_lines(ROOT / name) <= 400
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_function_is_longer_than_50_lines_of_code(name: str) -> None:
+    path = ROOT / name
+    long = {f.name: n for f in functions(path) if (n := code_lines(path, f.body[0].lineno, f.end_lineno)) > 50}
+    assert not long
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_prints_on_its_own_and_nothing_asserts(name: str) -> None:
+    path = ROOT / name
+    # `trainer.print` and `module.print` print: that is what a user calls them for.
+    own = [range(f.lineno, (f.end_lineno or f.lineno) + 1) for f in functions(path) if f.name == "print"]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assert):
+            found.append(f"assert in line {node.lineno}")
+        calls_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if calls_print and name != "loggers/messages.py" and not any(node.lineno in lines for lines in own):
+            found.append(f"print in line {node.lineno}")
+    assert not found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_source_is_ascii_and_says_what_is_not_what_was(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert text.isascii()
+    assert not [word for word in ("TODO", "FIXME", "XXX", "HACK") if word in text]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_public_class_method_and_function_is_described(module: str) -> None:
+    imported = importlib.import_module(f"paceline.{module}".rstrip("."))
+    bare = []
+    for name, value in vars(imported).items():
+        if name.startswith("_") or getattr(value, "__module__", None) != imported.__name__:
+            continue
+        if inspect.isclass(value):
+            methods = [m for m in vars(value).values() if inspect.isfunction(m) and not m.__name__.startswith("_")]
+            # An overriding method is described where it is first defined: getdoc looks there.
+            bare += [f"{name}.{m.__name__}" for m in methods if not inspect.getdoc(getattr(value, m.__name__))]
+        if (inspect.isclass(value) or inspect.isfunction(value)) and not value.__doc__:
+            bare.append(name)
+    assert not bare

@@ -1,0 +1,79 @@
+"""What importing costs, as the list of modules that it brings in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+#: None of these may come in with the public names, unless torch itself brings it.
+HEAVY = [
+    "accelerate",
+    "jsonargparse",
+    "matplotlib",
+    "onnx",
+    "onnxscript",
+    "pandas",
+    "rich",
+    "sklearn",
+    "tensorboard",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.onnx",
+    "torch.profiler",
+    "torch.utils.tensorboard",
+    "torchmetrics",
+    "tqdm",
+    "transformers",
+    "wandb",
+    "yaml",
+]
+
+PROGRAM = """
+import json, sys
+{before}
+old = set(sys.modules)
+{statement}
+print(json.dumps(sorted(set(sys.modules) - old)))
+"""
+
+
+def modules_of(statement: str, before: str = "") -> list[str]:
+    """The modules that a statement adds in a fresh interpreter."""
+    program = PROGRAM.format(statement=statement, before=before)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def heavy(modules: list[str]) -> list[str]:
+    return [m for m in modules if any(m == h or m.startswith(h + ".") for h in HEAVY)]
+
+
+def test_the_package_alone_imports_not_even_torch() -> None:
+    modules = modules_of("import paceline")
+    assert "paceline" in modules
+    assert not [m for m in modules if m.partition(".")[0] in ("torch", "numpy")]
+    assert not heavy(modules)
+    assert [m for m in modules if m.startswith("paceline")] == ["paceline"]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from paceline import Trainer, TrainingModule",
+        "from paceline import *",
+        "from paceline import DataModule, CombinedLoader, seed_everything, Callback",
+        "import paceline.callbacks, paceline.loggers, paceline.strategies",
+    ],
+)
+def test_the_public_names_bring_nothing_heavy_beyond_torch(statement: str) -> None:
+    modules = modules_of(statement, before="import torch")
+    assert any(m.startswith("paceline.") for m in modules)
+    assert not heavy(modules)
+
+
+def test_the_check_sees_a_heavy_import() -> None:
+    assert heavy(modules_of("import rich.console", before="import torch"))

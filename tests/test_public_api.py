@@ -1,0 +1,152 @@
+"""What a user gets: the public names, the packages that are shipped, and what an installation holds."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import tomllib
+
+import paceline
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("loggers", "strategies", "callbacks", "trainer")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_public_name_can_be_used() -> None:
+    for name in paceline.__all__:
+        assert getattr(paceline, name) is not None
+    assert set(paceline.__all__) <= set(dir(paceline))
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(paceline.__all__) == {
+        "Callback",
+        "CombinedLoader",
+        "DataModule",
+        "Trainer",
+        "TrainingModule",
+        "__version__",
+        "callbacks",
+        "loggers",
+        "seed_everything",
+        "strategies",
+    }
+
+
+def test_a_type_checker_sees_the_same_names_as_a_program() -> None:
+    source = (ROOT / "__init__.py").read_text()
+    block = source.partition("if TYPE_CHECKING:\n")[2].partition("\n\n")[0]
+    for line in block.splitlines():
+        module, _, names = line.strip().removeprefix("from ").partition(" import ")
+        for name in names.split(", "):
+            loaded = importlib.import_module(module if module != "." else f".{name}", "paceline")
+            assert getattr(paceline, name) is (loaded if module == "." else getattr(loaded, name))
+            assert name in paceline.__all__
+
+
+def test_a_misspelled_name_is_corrected() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'Traner'\. Did you mean 'Trainer'\?"):
+        _ = paceline.Traner
+
+
+@pytest.mark.parametrize("room", ["callbacks", "loggers", "strategies"])
+def test_every_name_that_a_room_promises_is_there(room: str) -> None:
+    module = getattr(paceline, room)
+    assert module.__all__, f"paceline.{room} promises nothing"
+    assert len(module.__all__) == len(set(module.__all__))
+    for name in module.__all__:
+        assert callable(getattr(module, name))
+    assert set(module.__all__) <= set(dir(module))
+
+
+def test_pyproject_lists_every_folder_that_holds_code() -> None:
+    folders = {path.parent for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    packages = {"paceline", *("paceline." + ".".join(folder.relative_to(ROOT).parts) for folder in folders)}
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == packages
+    assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_what_the_lock_pins_is_what_pyproject_asks_for() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = (ROOT / "requirements-dev.lock").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    project = PYPROJECT["project"]
+    extras = {name: wants for name, wants in project["optional-dependencies"].items() if name != "benchmarks"}
+    for line in [*project["dependencies"], *(line for wants in extras.values() for line in wants)]:
+        asked = Requirement(line)
+        if asked.name != "paceline":
+            assert asked.specifier.contains(pins[canonicalize_name(asked.name)]), line
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads, as building leaves files in the source folder."""
+    copy = tmp_path_factory.mktemp("source") / "checkout"
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "runs")
+    shutil.copytree(ROOT, copy, ignore=left_out)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", ".", cwd=source)
+    return next((source / "dist").glob("*.whl"))
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def new_environment(folder: Path) -> Path:
+    """A virtual environment that sees this one's packages, but not what this one has installed as editable."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    (Path(site) / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
+    code = [ROOT / "__init__.py", *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+    assert shipped == {"paceline/py.typed", *(f"paceline/{path.relative_to(ROOT).as_posix()}" for path in code)}
+
+
+def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"paceline-{paceline.__version__}.dist-info/METADATA").decode()
+        assert f"paceline-{paceline.__version__}.dist-info/licenses/LICENSE" in archive.namelist()
+    required = {
+        line.removeprefix("Requires-Dist: ").split(">")[0].split("<")[0].strip()
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    }
+    assert required == {"torch", "torchmetrics", "tensorboard", "wandb", "packaging", "rich"}
+
+
+@pytest.mark.parametrize("form", ["wheel", "editable"])
+def test_an_installation_works_outside_the_checkout(form: str, source: Path, wheel: Path, tmp_path: Path) -> None:
+    python = new_environment(tmp_path / "environment")
+    what = [wheel] if form == "wheel" else ["--no-build-isolation", "--editable", source]
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install", "--no-deps"]
+    run(*pip, *what, cwd=tmp_path)
+    program = "import paceline; print(paceline.Trainer, paceline.trainer.loop.__file__, paceline.__version__)"
+    said = run(python, "-I", "-c", program, cwd=tmp_path)
+    place = source if form == "editable" else tmp_path / "environment"
+    assert str(place) in said
+    assert PYPROJECT["project"]["dynamic"] == ["version"]
+    assert paceline.__version__ in said
