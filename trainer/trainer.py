@@ -163,7 +163,7 @@ class Trainer(TrainerStatus):
             self.max_epochs, self.max_steps = 1, self.fast_dev_run
         every = check.check_count("check_val_every_n_epoch", given["check_val_every_n_epoch"], least=1, none=True)
         self.check_val_every_n_epoch = every
-        self.val_check_interval, self._val_seconds = check.check_val_interval(given["val_check_interval"], every)
+        self.val_check_interval, self.val_check_seconds = check.check_val_interval(given["val_check_interval"], every)
         sanity = 2 if given["num_sanity_val_steps"] is None else given["num_sanity_val_steps"]
         self.num_sanity_val_steps = check.check_count("num_sanity_val_steps", sanity, unlimited=True)
         if self.fast_dev_run or given["barebones"]:

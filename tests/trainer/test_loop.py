@@ -114,7 +114,7 @@ def test_validation_runs_when_it_should(
 
 
 def test_validation_by_the_clock(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.trainer import loop
+    from paceline.trainer import validation
 
     class Clock:
         now = 0.0
@@ -123,7 +123,7 @@ def test_validation_by_the_clock(quiet: dict[str, Any], monkeypatch: pytest.Monk
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(validation, "time", clock)
 
     class Ticks(Counting):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -38,7 +38,7 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
             )
         return best
     if ckpt_path == "last":
-        return _last(trainer)
+        return _last(trainer, fn)
     return Path(ckpt_path)
 
 
@@ -46,16 +46,19 @@ def _best(trainer: Trainer) -> Path | None:
     return next((Path(c.best_model_path) for c in trainer.checkpoint_callbacks if c.best_model_path), None)
 
 
-def _last(trainer: Trainer) -> Path | None:
-    """The newest valid checkpoint in the folders this run saves to."""
+def _last(trainer: Trainer, fn: str) -> Path | None:
+    """The newest valid checkpoint in the folders this run saves to; for a fit one that can be resumed from."""
     folders = {Path(folder) for folder in _folders(trainer) if folder}
     files = [file for folder in folders if folder.is_dir() for file in folder.glob("*.ckpt")]
     passed_over = []
     for file in sorted(files, key=lambda f: (f.stat().st_mtime_ns, f.name), reverse=True):
         try:
-            read(file)
+            found = read(file)
         except Exception as error:  # a broken file is what is being looked for
             passed_over.append(f"{file} ({type(error).__name__})")
+            continue
+        if fn == "fit" and "optimizer_states" not in found:
+            passed_over.append(f"{file} (weights only)")
             continue
         if passed_over:
             messages.warn(f"ckpt_path='last' passed over {', '.join(passed_over)} and takes {file}.")
