@@ -290,11 +290,7 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
 
 def _training_layers(module: nn.Module) -> dict[str, _BatchNorm]:
     """The BatchNorm layers whose statistics a training step changes."""
-    return {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.training
-    }
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
 
 
 def _statistics(module: nn.Module) -> dict[str, Tensor]:
@@ -316,7 +312,7 @@ def _estimate_statistics(trainer: Trainer, module: TrainingModule) -> None:
         for layer in layers:
             layer.reset_running_stats()
             layer.momentum = None  # the plain mean over all batches
-        with torch.no_grad(), _without_logging(module):
+        with torch.no_grad(), _without_traces(module):
             for batch_idx, batch in enumerate(_training_batches(trainer, module)):
                 step(batch, batch_idx) if takes_index else step(batch)
     finally:
@@ -363,8 +359,9 @@ def _own_method(datamodule: Any, module: Any, name: str) -> Callable[..., Any] |
 
 
 @contextmanager
-def _without_logging(module: nn.Module) -> Iterator[None]:
-    """Let ``self.log`` of a module and of modules in it do nothing."""
+def _without_traces(module: nn.Module) -> Iterator[None]:
+    """Let ``self.log`` of a module and of modules in it do nothing, and torchmetrics forget what they see."""
+    metrics: list[Any] = [m for m in module.modules() if getattr(m, "update_count", None) == 0]
     loggers = [m for m in module.modules() if hasattr(type(m), "log_dict") and "log" not in vars(m)]
     for m in loggers:
         vars(m)["log"] = _ignore
@@ -373,6 +370,8 @@ def _without_logging(module: nn.Module) -> Iterator[None]:
     finally:
         for m in loggers:
             del vars(m)["log"]
+        for metric in metrics:
+            metric.reset()
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
