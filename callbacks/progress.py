@@ -259,7 +259,7 @@ class Surface(Protocol):
         ...
 
 
-class PlainLines:
+class PlainLines(Surface):
     """A line now and then, for output that is no terminal: a file, a pipe, a batch system. No control characters.
 
     A line is written every ``seconds`` and at the end of each training epoch, validation run, test and prediction.

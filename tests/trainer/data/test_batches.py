@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.trainer.data.batches import Batches, batch_size_of, conflicting_sizes
-from paceline.trainer.data.combined import CombinedLoader
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from paceline.trainer.data.batches import Batches, batch_size_of, conflicting_sizes
+from paceline.trainer.data.combined import CombinedLoader
 
 
 class Recorded:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.trainer.data import CombinedLoader
 from torch.utils.data import DataLoader, SequentialSampler
+
+from paceline.trainer.data import CombinedLoader
 
 MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
 

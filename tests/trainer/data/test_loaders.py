@@ -11,6 +11,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
 from paceline.loggers import messages
 from paceline.trainer.data import CombinedLoader
 from paceline.trainer.data.batches import Batches
@@ -24,19 +38,6 @@ from paceline.trainer.data.loaders import (
     seed_shuffling,
     train_loader,
     without_shuffling,
-)
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    random_split,
 )
 
 INF = float("inf")
@@ -411,6 +412,23 @@ def test_states_go_round_through_a_combined_loader():
     load_loader_state(other, state)
     assert list(other.flattened[0]) == [2, 3, 4, 5]
     assert order(other.flattened[1]) == expected
+
+
+def test_in_the_middle_of_an_epoch_the_users_generator_goes_back_to_its_start():
+    source = with_generator(1)
+    order(source)
+    seed_shuffling(source, 0, 1)
+    second = order(source)
+    state = loader_state(source)
+    other = with_generator(2)
+    assert load_loader_state(other, state, mid_epoch=True) is False
+    assert [batch.tolist() for batch in Batches(other, skip=2)] == second[2:]
+    assert order(other) == order(source)
+
+
+def test_a_loader_that_restored_its_position_says_so():
+    assert load_loader_state(Positioned(), loader_state(Positioned()), mid_epoch=True) is True
+    assert load_loader_state(loader(), None) is False
 
 
 def test_a_state_that_finds_no_place_is_told():
