@@ -223,7 +223,7 @@ def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
     """Whether every epoch ends with the one validation it has (or has none), so that its end is the time to look."""
     if not trainer.enable_validation:
         return True
-    if trainer.check_val_every_n_epoch != 1 or trainer._val_seconds is not None:
+    if trainer.check_val_every_n_epoch != 1 or trainer.val_check_seconds is not None:
         return False
     # 1.0 is once an epoch; the whole number 1 is after every batch.
     return isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0

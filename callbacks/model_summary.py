@@ -48,7 +48,8 @@ class ModelSummary(Callback):
             messages.info(f"\n{summary}")
 
 
-RichModelSummary = ModelSummary
+class RichModelSummary(ModelSummary):
+    """:class:`ModelSummary` under the name that Lightning has for its colored one; there is one look here."""
 
 
 @dataclass
@@ -189,8 +190,10 @@ def _mode(training: bool | None) -> str:
 
 def _as_it_is(module: nn.Module, inputs: Any) -> None:
     """Run forward where the module's first parameter lives."""
+    from torch.utils._pytree import tree_map_only
+
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    _call(module, torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
+    _call(module, tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
 
 
 def _as_trained(trainer: Trainer) -> Callable[[nn.Module, Any], None]:

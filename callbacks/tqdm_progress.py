@@ -117,7 +117,7 @@ def _tqdm_class() -> Any:
     return type("tqdm", (base,), {"monitor_interval": 0})
 
 
-class _Tqdm:
+class _Tqdm(Surface):
     """One tqdm bar for each of ours, made when it is first drawn."""
 
     seconds = 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import string
@@ -208,8 +207,8 @@ class WandbLogger(Logger):
             self._upload_checkpoints(self._checkpoint_callback)
         if self._experiment is None:
             return
+        self._wait_until_written()
         if status == "success" or not self._is_own:
-            self._wait_until_written()
             return
         self._id = self._experiment.id
         self._experiment.finish(exit_code=1)
@@ -244,14 +243,14 @@ class WandbLogger(Logger):
         """Return when wandb's process has brought to its file what it was sent; it does so at regular intervals."""
         run = self._experiment
         interval = getattr(run.settings, _FLUSH_SETTING, None) or 0.0
-        if not self._has_unwritten or not 0 < interval <= 1:
+        if run.disabled or not self._has_unwritten or not 0 < interval <= 1:
             return
-        if run.offline:
-            run.status()  # answered after everything sent before has been taken in
-        since, path = time.time(), run.settings.sync_file
-        with contextlib.suppress(OSError):
-            while time.time() < since + 1.5 * interval and os.path.getmtime(path) <= since:
-                time.sleep(0.02)
+        run.status()  # answered after everything sent before has been taken in
+        path, deadline = run.settings.sync_file, time.monotonic() + 10 * interval
+        size = os.path.getsize(path)
+        run.define_metric("trainer/global_step")  # there is something to write now, so the file will grow
+        while os.path.getsize(path) == size and time.monotonic() < deadline:
+            time.sleep(0.01)
         self._has_unwritten = False
 
     def _upload_checkpoints(self, callback: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def own(frame: Any) -> str | None:
     return own_file(frame.f_code.co_filename)
 
 
-@lru_cache(maxsize=None)
+@cache
 def own_file(name: str) -> str | None:
     path = Path(name).resolve()
     if not path.is_relative_to(PACKAGE) or path.is_relative_to(PACKAGE / "tests"):
@@ -184,7 +184,10 @@ def test_from_fit_to_training_step_are_at_most_six_frames_over_four_files() -> N
     class Looks(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             frame: Any = sys._getframe()
-            while frame is not None and frame.f_code.co_name != "test_from_fit_to_training_step_are_at_most_six_frames_over_four_files":
+            while (
+                frame is not None
+                and frame.f_code.co_name != "test_from_fit_to_training_step_are_at_most_six_frames_over_four_files"
+            ):
                 frames.append(frame)
                 frame = frame.f_back
             return super().training_step(batch, batch_idx)

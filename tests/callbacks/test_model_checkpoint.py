@@ -20,6 +20,7 @@ from paceline.callbacks.base import Callback
 from paceline.callbacks.model_checkpoint import ModelCheckpoint
 from paceline.loggers.base import DummyLogger
 from paceline.loggers.messages import PacelineWarning
+from paceline.strategies.single_device import SingleDevice
 from paceline.trainer.checkpoint import file as checkpoint_file
 
 NAN = math.nan
@@ -180,7 +181,7 @@ def test_a_subclass_keeps_its_own_batch_hook(tmp_path: Path) -> None:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             seen.append(batch_idx)
 
-    fit(tmp_path, Mine(tmp_path), epochs=1)
+    fit(tmp_path, Mine(tmp_path, save_top_k=-1), epochs=1)
     assert seen == [0, 1, 2, 3]
     assert names(tmp_path) == ["epoch=0-step=4.ckpt"]
 
@@ -625,15 +626,14 @@ def test_another_folder_keeps_the_ranking_and_leaves_the_old_files(tmp_path: Pat
     assert state["best_model_path"] == "../a/epoch=0.ckpt"
 
 
-def test_a_file_that_only_bears_the_name_of_one_of_ours_is_left_alone(tmp_path: Path) -> None:
-    fit(tmp_path, by_score(tmp_path / "a", save_last=True), module=Scored(4.0), epochs=1)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "epoch=0.ckpt").write_text("somebody else's")
-    (tmp_path / "b" / "last.ckpt").write_text("somebody else's")
-    resumed = by_score(tmp_path / "b", save_last=True)
-    fit(tmp_path, resumed, module=Scored(4.0, 3.0), resume=tmp_path / "a" / "last.ckpt", epochs=2)
-    assert names(tmp_path / "b") == ["epoch=0.ckpt", "epoch=1.ckpt", "last-v1.ckpt", "last.ckpt"]
-    assert (tmp_path / "b" / "epoch=0.ckpt").read_text() == (tmp_path / "b" / "last.ckpt").read_text()
+def test_a_file_of_another_run_that_bears_the_name_of_one_of_ours_is_left_alone(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder in (a, b):
+        fit(tmp_path, by_score(folder, save_last=True), module=Scored(4.0), epochs=1)
+    others = {name: (b / name).read_bytes() for name in names(b)}
+    fit(tmp_path, by_score(b, save_last=True), module=Scored(4.0, 3.0), resume=a / "last.ckpt", epochs=2)
+    assert set(names(b)) - set(others) == {"epoch=1.ckpt", "last-v1.ckpt"}
+    assert {name: (b / name).read_bytes() for name in others} == others
 
 
 def test_files_that_are_gone_leave_the_ranking(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -704,6 +704,33 @@ def test_an_exception_can_be_saved(tmp_path: Path, error: BaseException) -> None
     assert load(tmp_path / "epoch=1.ckpt")["global_step"] == 6
     assert load(tmp_path / "last.ckpt")["global_step"] == 6
     assert checkpoint.best_model_path == str(tmp_path / "epoch=0.ckpt")
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def test_other_processes_follow_rank_0_and_leave_the_files_to_it(tmp_path: Path) -> None:
+    scores_of_rank_0 = iter([3.0, 1.0, 2.0])
+
+    class Second(SingleDevice):
+        world_size = 2
+        global_rank = 1
+
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            if isinstance(obj, dict) and "score" in obj:
+                return obj | {"score": torch.tensor(next(scores_of_rank_0))}
+            return obj
+
+    class Logger(DummyLogger):
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            raise AssertionError("only rank 0 tells the loggers")
+
+    (tmp_path / "epoch=0.ckpt").write_text("what rank 0 wrote")
+    checkpoint = by_score(tmp_path, enable_version_counter=False)
+    fit(tmp_path, checkpoint, module=Scored(1.0, 2.0, 0.0), strategy=Second("cpu"), accelerator="auto", logger=Logger())
+    assert checkpoint.best_model_path == str(tmp_path / "epoch=1.ckpt")
+    assert checkpoint.best_model_score == 1.0
+    assert names(tmp_path) == ["epoch=0.ckpt"]
 
 
 # ---- others ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,17 @@ Records = Callable[[str | Path], list[Any]]
 def _file(folder: Path, run_id: str = "*") -> Path:
     (path,) = folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
     return path
+
+
+def _exit_code(read_wandb: Records, file: Path) -> int | None:
+    """How the run ended; wandb's process notes it at the very end, after ``finish`` has returned."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for record in read_wandb(file):
+            if record.WhichOneof("record_type") == "exit":
+                return record.exit.exit_code
+        time.sleep(0.01)
+    return None
 
 
 def _config(records: list[Any]) -> dict[str, Any]:
@@ -87,8 +99,8 @@ def test_a_failed_run_is_finished_as_failed_and_can_go_on_under_its_id(
     first = _file(offline_wandb)
     logger.finalize("failed")
     assert wandb.run is None
-    assert [r.exit.exit_code for r in read_wandb(first) if r.WhichOneof("record_type") == "exit"] == [1]
     assert [row["p-loss"] for row in wandb_history(first)] == [1.0]
+    assert _exit_code(read_wandb, first) == 1
 
     logger.log_metrics({"loss": 0.5})
     assert wandb.run is not None

@@ -55,7 +55,9 @@ def loader(count: int, batch_size: int = 1, **kwargs: Any) -> DataLoader[int]:
     return DataLoader(Numbers(count), batch_size=batch_size, **kwargs)
 
 
-def fit(module: Counting, train: Any, val: Any = None, quiet: dict[str, Any] | None = None, **arguments: Any) -> Trainer:
+def fit(
+    module: Counting, train: Any, val: Any = None, quiet: dict[str, Any] | None = None, **arguments: Any
+) -> Trainer:
     trainer = Trainer(**{"max_epochs": 1, **(quiet or {}), **arguments})
     trainer.fit(module, train, val)
     return trainer
@@ -103,14 +105,16 @@ def test_no_limit_at_all_is_told_once_and_means_1000_epochs(quiet: dict[str, Any
         ({"limit_val_batches": 0}, []),
     ],
 )
-def test_validation_runs_when_it_should(arguments: dict[str, Any], validated_at: list[int], quiet: dict[str, Any]) -> None:
+def test_validation_runs_when_it_should(
+    arguments: dict[str, Any], validated_at: list[int], quiet: dict[str, Any]
+) -> None:
     module = Counting()
     fit(module, loader(8), loader(2), quiet=quiet, max_epochs=2, **arguments)
     assert module.validated_at == validated_at
 
 
 def test_validation_by_the_clock(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.trainer import loop
+    from paceline.trainer import validation
 
     class Clock:
         now = 0.0
@@ -119,7 +123,7 @@ def test_validation_by_the_clock(quiet: dict[str, Any], monkeypatch: pytest.Monk
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(validation, "time", clock)
 
     class Ticks(Counting):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -371,6 +375,26 @@ def test_an_error_in_on_exception_does_not_hide_the_first(quiet: dict[str, Any])
 
     with pytest.warns(UserWarning, match="KeyError came up as well"), pytest.raises(ValueError, match="first"):
         fit(Breaks(), loader(2), quiet=quiet, callbacks=[Worse()])
+
+
+def test_every_teardown_runs_and_its_first_error_is_raised(quiet: dict[str, Any]) -> None:
+    called: list[str] = []
+
+    class Breaks(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @property
+        def state_key(self) -> str:
+            return self.name
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            called.append(self.name)
+            raise ValueError(self.name)
+
+    with pytest.warns(UserWarning, match="ValueError came up as well: b"), pytest.raises(ValueError, match="a"):
+        fit(Counting(), loader(1), quiet=quiet, callbacks=[Breaks("a"), Breaks("b")])
+    assert called == ["a", "b"]
 
 
 def test_loader_workers_end_with_the_run_even_after_an_error(quiet: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...loggers import messages
 from .. import seed
-from ..data.loaders import loader_state
+from ..data.loaders import load_loader_state, loader_state
 from . import lightning
 from .file import FORMAT
 from .plain import plain
@@ -219,7 +219,7 @@ def _prefix_hint(module: nn.Module, state: Mapping[str, Any]) -> str:
 
 
 def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Give a checkpoint's optimizers, schedulers, loss scale and counters to a run whose optimizers exist.
+    """Give a checkpoint's optimizers, schedulers, loss scale, counters and metrics to a run whose optimizers exist.
 
     Raises:
         ValueError: the file holds only weights, or other optimizers or schedulers than this run has.
@@ -238,9 +238,11 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     for config, state in zip(configs, states, strict=True):
         config.scheduler.load_state_dict(state)
     _restore_precision(trainer.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
-    trainer.state.load_state_dict(
-        trainer.state.state_dict() | (section.get("progress") or lightning.progress(checkpoint))
-    )
+    progress = section.get("progress") or lightning.progress(checkpoint)
+    trainer.state.load_state_dict(trainer.state.state_dict() | progress)
+    if "metrics" in section:
+        running = {} if progress["epoch_done"] else section["metrics"]["running"]
+        trainer._metrics.load_state_dict(section["metrics"] | {"running": running})
     if not section:
         messages.info(
             "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "
@@ -289,8 +291,17 @@ def _restore_precision(precision: Any, state: dict[str, Any] | None) -> None:
         messages.info(f"The saved loss scale is not used: precision {precision.name!r} scales no losses.")
 
 
-def restore_random(checkpoint: dict[str, Any], rank: int = 0) -> None:
-    """Put every random number generator where it was when the checkpoint was gathered; nothing if it holds none."""
-    states = checkpoint.get("paceline", {}).get("random", [])
+def restore_random(checkpoint: dict[str, Any], rank: int = 0, loader: Any = None) -> None:
+    """Put every random number generator where it was when the checkpoint was gathered.
+
+    Args:
+        checkpoint: nothing happens if it holds no random states.
+        rank: whose states to take.
+        loader: the training loader, whose position or generator (one that the user made) goes back as well.
+    """
+    section = checkpoint.get("paceline", {})
+    states = section.get("random", [])
     if rank < len(states):
         seed.set_random_states(states[rank])
+    if loader is not None:
+        load_loader_state(loader, section.get("loader"))
