@@ -421,7 +421,13 @@ def test_in_the_middle_of_an_epoch_the_users_generator_goes_back_to_its_start():
     second = order(source)
     state = loader_state(source)
     other = with_generator(2)
+    seed_shuffling(other, 0, 1)
     assert load_loader_state(other, state, mid_epoch=True) is False
+    again = loader_state(other)
+    assert again is not None
+    assert state is not None
+    kept = "generators_at_epoch_start"
+    assert torch.equal(again["loaders"][0][kept][0], state["loaders"][0][kept][0])
     assert [batch.tolist() for batch in Batches(other, skip=2)] == second[2:]
     assert order(other) == order(source)
 
