@@ -442,7 +442,7 @@ class DrawnProgressBar(ProgressBar):
         return Bar(stage, description, total, n, now)
 
     def _open_inner(self, dataloader_idx: int, n: int) -> None:
-        """Start the bar of an evaluation loader of which ``n`` batches are done, under the training bar if there is one."""
+        """Start the bar of an evaluation loader of which ``n`` batches are done, under that of a training."""
         self._dataloader_idx = dataloader_idx
         if self._train is not None:
             self._train.advance(self._last + 1, perf_counter())

@@ -114,7 +114,7 @@ class StochasticWeightAveraging(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._check_run(trainer, pl_module)
         self._start = self._start_epoch(trainer)
-        self._last_epoch = self._restored.get("latest_update_epoch", -1)
+        self._last_epoch = self._restored.get("latest_epoch", -1)
         if self._restored.get("active"):
             self._begin(trainer, pl_module)
             state = self._restored["average_model_state"]
@@ -168,6 +168,8 @@ class StochasticWeightAveraging(Callback):
                     "resumed from a checkpoint without its state. Only the epochs from here on are averaged."
                 )
             self._begin(trainer, pl_module)
+            self._last_epoch = epoch - 1
+        self._take_in(epoch - 1)  # if the checkpoint was written by a callback that comes before this one
 
     def _begin(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         average = one_by_one(self._avg_fn) if self._avg_fn is not None else equal_weights()
@@ -188,7 +190,9 @@ class StochasticWeightAveraging(Callback):
         _replace_scheduler(trainer.lr_scheduler_configs, scheduler)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        epoch = trainer.current_epoch
+        self._take_in(trainer.current_epoch)
+
+    def _take_in(self, epoch: int) -> None:
         if self._average is not None and epoch > self._last_epoch:
             self._average.update()
             self._last_epoch = epoch
@@ -227,7 +231,7 @@ class StochasticWeightAveraging(Callback):
         return {
             "active": self._average is not None,
             "n_averaged": self.n_averaged,
-            "latest_update_epoch": self._last_epoch,
+            "latest_epoch": self._last_epoch,
             "average_model_state": self._average.averages() if self._average is not None else {},
         }
 
@@ -241,7 +245,7 @@ class StochasticWeightAveraging(Callback):
             checkpoint[CURRENT_KEY] = {n: trained.get(n, value) for n, value in checkpoint["state_dict"].items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn == "fit" and CURRENT_KEY in checkpoint:
+        if CURRENT_KEY in checkpoint:
             load_current(trainer, pl_module, checkpoint)
             self._finished = checkpoint["state_dict"]
 
@@ -286,11 +290,7 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
 
 def _training_layers(module: nn.Module) -> dict[str, _BatchNorm]:
     """The BatchNorm layers whose statistics a training step changes."""
-    return {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.training
-    }
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
 
 
 def _statistics(module: nn.Module) -> dict[str, Tensor]:
@@ -312,7 +312,7 @@ def _estimate_statistics(trainer: Trainer, module: TrainingModule) -> None:
         for layer in layers:
             layer.reset_running_stats()
             layer.momentum = None  # the plain mean over all batches
-        with torch.no_grad(), _without_logging(module):
+        with torch.no_grad(), _without_traces(module):
             for batch_idx, batch in enumerate(_training_batches(trainer, module)):
                 step(batch, batch_idx) if takes_index else step(batch)
     finally:
@@ -359,8 +359,9 @@ def _own_method(datamodule: Any, module: Any, name: str) -> Callable[..., Any] |
 
 
 @contextmanager
-def _without_logging(module: nn.Module) -> Iterator[None]:
-    """Let ``self.log`` of a module and of modules in it do nothing."""
+def _without_traces(module: nn.Module) -> Iterator[None]:
+    """Let ``self.log`` of a module and of modules in it do nothing, and torchmetrics forget what they see."""
+    metrics: list[Any] = [m for m in module.modules() if getattr(m, "update_count", None) == 0]
     loggers = [m for m in module.modules() if hasattr(type(m), "log_dict") and "log" not in vars(m)]
     for m in loggers:
         vars(m)["log"] = _ignore
@@ -369,6 +370,8 @@ def _without_logging(module: nn.Module) -> Iterator[None]:
     finally:
         for m in loggers:
             del vars(m)["log"]
+        for metric in metrics:
+            metric.reset()
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from .binding import bind_mover, bind_step, takes_iterator
 from .checkpoint.contents import restore_random
 from .data.batches import Batches
 from .data.handover import HandOver
-from .data.loaders import seed_shuffling
+from .data.loaders import load_loader_state, seed_shuffling
 from .loss import LossReader
 from .schedules import Schedules
 from .signals import interruption
@@ -50,6 +50,8 @@ class FitLoop:
             return
         state.stage = "train"
         trainer._source.train()
+        if trainer.enable_validation:
+            trainer._source.load_evaluation("validate")
         self.forward = bind_step(trainer, "training_step")
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
@@ -123,7 +125,11 @@ class FitLoop:
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
-        found = Batches(loader, bind_mover(trainer, 0), lookahead, source.cut(), start_batch)
+        knows_position = self.resumed is not None and load_loader_state(
+            loader, self.resumed.get("paceline", {}).get("loader"), mid_epoch=start_batch > 0
+        )
+        skip = 0 if knows_position else start_batch
+        found = Batches(loader, bind_mover(trainer, 0), lookahead, source.cut() - (start_batch - skip), skip)
         return HandOver(found, start_batch) if self.takes_iterator else found
 
     def started(self, batches: Any, start_batch: int) -> Any:
@@ -184,8 +190,10 @@ class FitLoop:
     def length_lie(self, seen: int, word: str) -> str:
         """The error for a loader that yields more or fewer batches than it says."""
         return (
-            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {word} {seen} "
-            f"in epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct __len__, "
+            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {word} "
+            f"{seen} "
+            f"in epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct "
+            "__len__, "
             "or remove it so that Paceline looks one batch ahead instead."
         )
 

@@ -63,7 +63,8 @@ class Schedules:
         """A plateau scheduler's value was not logged: raise, or warn where the user said so."""
         logged = messages.names(sorted(self.trainer.callback_metrics), "and") or "nothing"
         text = (
-            f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it steps; "
+            f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it "
+            "steps; "
             f"logged so far: {logged}. Log it with self.log, choose another 'monitor', or set 'strict': False."
         )
         if config.strict:

@@ -367,9 +367,9 @@ class Trainer(TrainerStatus):
     def _fail(self, error: BaseException) -> None:
         """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
         self.state.status = "interrupted"
-        self._quietly([lambda: self._metrics.drain()])
+        self._run_all([lambda: self._metrics.drain()])
         if self._hooks is not None:
-            self._quietly([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
+            self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
 
     def _teardown(self, fn: str, failed: bool) -> None:
         jobs: list[Any] = []
@@ -379,22 +379,24 @@ class Trainer(TrainerStatus):
         if self.is_global_zero:
             jobs += [lambda logger=logger: logger.finalize(status) for logger in self.loggers]
         jobs.append(self.strategy.teardown)
+        if not failed:
+            self.state.status = "finished"
         try:
-            if failed:
-                self._quietly(jobs)
-            else:
-                self.state.status = "finished"
-                for job in jobs:
-                    job()
+            self._run_all(jobs, hidden=failed)
         finally:
             self.state.fn = self.state.stage = None
 
     @staticmethod
-    def _quietly(jobs: Iterable[Any]) -> None:
+    def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:
+        """Run every job. Errors become warnings; unless ``hidden`` the first one is raised at the end."""
+        first: Exception | None = None
         for job in jobs:
             try:
                 job()
-            except Exception as error:  # the run has failed already: what comes after may not hide why
-                messages.warn(
-                    f"While the run was ending after an error, {type(error).__name__} came up as well: {error}"
-                )
+            except Exception as error:
+                if not hidden and first is None:
+                    first = error
+                    continue
+                messages.warn(f"While the run was ending, {type(error).__name__} came up as well: {error}")
+        if first is not None:
+            raise first

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from time import perf_counter, sleep
@@ -18,6 +19,8 @@ from paceline import Trainer
 from paceline.callbacks import ProgressBar, RichProgressBar
 from paceline.callbacks.progress import Bar, DrawnProgressBar, PlainLines, Surface, clock_text, metric_text
 from paceline.loggers.csv import CSVLogger
+
+EVALUATIONS = [("validate", "Validation"), ("test", "Testing"), ("predict", "Predicting")]
 
 
 class Screen(Surface):
@@ -85,6 +88,12 @@ class Endless:
         return iter(self.batches)
 
 
+@pytest.fixture
+def undamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing may take all the time, so that a hiccup of the machine does not make a drawing fall out."""
+    monkeypatch.setattr(progress_file, "DRAW_FRACTION", inf)
+
+
 def trainer_with(bar: ProgressBar, **more: Any) -> Trainer:
     more = {"logger": False, "max_epochs": 1, "accelerator": "cpu", "enable_checkpointing": False, **more}
     return Trainer(callbacks=[bar], enable_model_summary=False, **more)
@@ -112,8 +121,9 @@ def test_totals_are_the_trainers_and_follow_the_loader_under_way() -> None:
             changed = self.has_dataloader_changed(idx)
             seen.setdefault("current", []).append((changed, self.total_val_batches_current_dataloader))
 
-    trainer_with(Totals(), num_sanity_val_steps=0).fit(Shown(), tiny_loader(5), [tiny_loader(1), tiny_loader(2)])
-    assert seen == {"train": 5, "val": 3, "current": [(True, 1), (True, 2), (False, 2)]}
+    trainer_with(Totals(), num_sanity_val_steps=1).fit(Shown(), tiny_loader(5), [tiny_loader(1), tiny_loader(2)])
+    sanity, validation = [(True, 1), (True, 1)], [(True, 1), (True, 2), (False, 2)]
+    assert seen == {"train": 5, "val": 3, "current": [*sanity, *validation]}
 
 
 def test_the_total_of_the_sanity_check_is_its_number_of_steps() -> None:
@@ -132,7 +142,7 @@ def test_reading_the_trainer_before_a_run_says_when_to_read_it() -> None:
         _ = RichProgressBar().trainer
 
 
-def test_metrics_are_the_version_and_what_was_logged_for_the_bar(tmp_path: Path) -> None:
+def test_metrics_are_the_version_and_what_was_logged_for_the_bar(tmp_path: Path, undamped: None) -> None:
     bar = ScreenBar(Screen(0.0))
     trainer_with(bar, logger=CSVLogger(tmp_path)).fit(Shown(0.005), tiny_loader(3), tiny_loader(1))
     last = bar.screen.metrics[-1]
@@ -198,11 +208,11 @@ def test_drawing_is_limited_by_the_clock_and_not_by_the_batches() -> None:
     times = bar.screen.times
     assert 3 <= len(times) <= lasted / 0.05 + 3
     in_the_loop = times[:-2]  # the last two: the epoch's end, the fit's end
-    assert all(later - earlier >= 0.05 for earlier, later in zip(in_the_loop, in_the_loop[1:], strict=False))
+    assert all(later - earlier >= 0.05 for earlier, later in pairwise(in_the_loop))
     assert bar.screen.drawn[-1] == ("Epoch 0/0", 200, 200)
 
 
-def test_refresh_rate_draws_at_multiples_of_it() -> None:
+def test_refresh_rate_draws_at_multiples_of_it(undamped: None) -> None:
     bar = ScreenBar(Screen(seconds=0.0), refresh_rate=4)
     trainer_with(bar).fit(Shown(0.001), tiny_loader(10))
     shown = [n for _, n, _ in bar.screen.drawn]
@@ -217,9 +227,11 @@ def test_a_slow_surface_takes_at_most_a_tenth_of_the_time() -> None:
             sleep(0.02)
 
     bar = ScreenBar(Slow(seconds=0.0))
-    trainer_with(bar).fit(Shown(0.002), tiny_loader(100))
+    start = perf_counter()
+    trainer_with(bar).fit(Shown(0.003), tiny_loader(100))
+    lasted = perf_counter() - start
     in_the_loop = [n for _, n, _ in bar.screen.drawn if 0 < n < 100]
-    assert 0 < len(in_the_loop) <= 3
+    assert 0 < len(in_the_loop) <= lasted / 0.2
 
 
 def test_refresh_rate_0_defines_no_hook_that_draws() -> None:
@@ -324,9 +336,7 @@ def test_each_evaluation_loader_has_its_own_bar() -> None:
     assert bar.screen.finished == ["Validation DataLoader 0 2/2", "Validation DataLoader 1 3/3"]
 
 
-@pytest.mark.parametrize(
-    ("entry", "title"), [("validate", "Validation"), ("test", "Testing"), ("predict", "Predicting")]
-)
+@pytest.mark.parametrize(("entry", "title"), EVALUATIONS)
 def test_validate_test_and_predict_have_a_bar(entry: str, title: str) -> None:
     bar = ScreenBar(Screen(0.0))
     getattr(trainer_with(bar), entry)(Shown(), tiny_loader(4))
@@ -334,7 +344,7 @@ def test_validate_test_and_predict_have_a_bar(entry: str, title: str) -> None:
     assert bar.screen.closed == 1
 
 
-def test_training_goes_on_where_it_was_after_a_validation_inside_the_epoch() -> None:
+def test_training_goes_on_where_it_was_after_a_validation_inside_the_epoch(undamped: None) -> None:
     bar = ScreenBar(Screen(0.0))
     trainer_with(bar, val_check_interval=2, num_sanity_val_steps=0).fit(Shown(0.001), tiny_loader(4), tiny_loader(1))
     shown = [n for title, n, _ in bar.screen.drawn if title == "Epoch 0/0"]
@@ -402,9 +412,10 @@ def test_output_that_is_no_terminal_gets_one_plain_line_at_the_end_of_each_epoch
 def test_a_plain_line_comes_at_intervals_of_time() -> None:
     bar, text = plain_bar()
     bar.plain_seconds = 0.05
+    start = perf_counter()
     trainer_with(bar).fit(Shown(0.005), tiny_loader(50))
     lines = text.getvalue().splitlines()
-    assert 3 <= len(lines) <= 8
+    assert 3 <= len(lines) <= (perf_counter() - start) / 0.05 + 1
     assert lines[-1].startswith("Epoch 0/0: 50/50 (100%)")
     assert " < 0:00  " in lines[0]
 
@@ -416,9 +427,7 @@ def test_frequent_validations_do_not_keep_the_plain_line_from_coming() -> None:
     assert len(text.getvalue().splitlines()) >= 3
 
 
-@pytest.mark.parametrize(
-    ("entry", "title"), [("validate", "Validation"), ("test", "Testing"), ("predict", "Predicting")]
-)
+@pytest.mark.parametrize(("entry", "title"), EVALUATIONS)
 def test_an_evaluation_ends_with_a_plain_line(entry: str, title: str) -> None:
     bar, text = plain_bar()
     getattr(trainer_with(bar), entry)(Shown(), tiny_loader(3))
@@ -474,7 +483,7 @@ def test_an_output_that_breaks_warns_once_and_the_training_goes_on() -> None:
     assert trainer.current_epoch == 3
 
 
-def test_print_of_the_trainer_goes_through_the_bar_and_without_one_to_stdout(
+def test_print_of_the_trainer_goes_through_the_bar_and_outside_a_run_to_stdout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Talks(Shown):

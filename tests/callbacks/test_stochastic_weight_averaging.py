@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from paceline import Trainer, TrainingModule
 from paceline.callbacks.base import Callback
@@ -79,6 +80,12 @@ class SaveInValidation(SaveAt):
         super().on_train_epoch_end(trainer, pl_module)
 
     on_train_epoch_end = None  # type: ignore[assignment]
+
+
+class SaveEarly(SaveAt):
+    """Comes before the callbacks under test where an epoch ends."""
+
+    monitors_metrics = False
 
 
 def loader(num: int = 20, shuffle: bool = False) -> DataLoader[Any]:
@@ -180,8 +187,7 @@ def annealed(strategy: str, start: float, end: float, over: int, epoch: int) -> 
 
 
 @pytest.mark.parametrize("strategy", ["cos", "linear"])
-@pytest.mark.parametrize("over", [0, 1, 3])
-@pytest.mark.parametrize("schedule", [None, "epoch", "step"])
+@pytest.mark.parametrize(("over", "schedule"), [(0, None), (1, "epoch"), (3, None), (3, "epoch"), (3, "step")])
 def test_the_learning_rate_is_annealed_in_place_of_the_schedule(
     tmp_path: Path, strategy: Any, over: int, schedule: str | None
 ) -> None:
@@ -247,15 +253,37 @@ def test_the_extra_pass_sees_the_batches_that_training_sees(tmp_path: Path) -> N
     assert module.net[1].num_batches_tracked == 3
 
 
-def test_frozen_batch_norm_keeps_its_statistics(tmp_path: Path) -> None:
-    class Frozen(Net):
+def test_metrics_do_not_count_the_extra_pass(tmp_path: Path) -> None:
+    class Measured(Net):
         def __init__(self) -> None:
             super().__init__(batch_norm=True)
-            self.net[1].track_running_stats = False
+            self.mean = MeanMetric()
 
-    module = Frozen()
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.mean(loss.detach())
+            self.log("mean", self.mean, on_epoch=True)
+            return loss
+
+    module = Measured()
     trainer(tmp_path, StochasticWeightAveraging(0.05, swa_epoch_start=1), max_epochs=2).fit(module, loader())
-    assert torch.equal(module.net[1].running_mean, torch.zeros(6))
+    assert module.net[1].num_batches_tracked == 5
+    assert module.mean.update_count == 0
+
+
+@pytest.mark.parametrize("how", ["untracked", "eval"])
+def test_frozen_batch_norm_keeps_its_statistics(tmp_path: Path, how: str) -> None:
+    class Frozen(Net):
+        def on_train_epoch_start(self) -> None:
+            if how == "eval":
+                self.net[1].eval()
+            else:
+                self.net[1].track_running_stats = False
+
+    module = Frozen(batch_norm=True)
+    nn.init.constant_(module.net[1].running_mean, 7.0)
+    trainer(tmp_path, StochasticWeightAveraging(0.05, swa_epoch_start=1), max_epochs=2).fit(module, loader())
+    assert torch.equal(module.net[1].running_mean, torch.full((6,), 7.0))
     assert module.net[1].num_batches_tracked == 0
 
 
@@ -273,7 +301,7 @@ def test_the_extra_pass_takes_batches_of_several_loaders(tmp_path: Path) -> None
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("save", [SaveAt, SaveInValidation])
+@pytest.mark.parametrize("save", [SaveAt, SaveInValidation, SaveEarly])
 @pytest.mark.parametrize("epoch", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", [None, "step"])
 def test_a_resumed_run_continues_weights_average_and_rate_to_the_bit(
@@ -286,7 +314,7 @@ def test_a_resumed_run_continues_weights_average_and_rate_to_the_bit(
     def run(ckpt_path: Path | None = None) -> tuple[Net, Any, dict[str, Any]]:
         module = Validated(batch_norm=True, schedule=schedule)
         swa = StochasticWeightAveraging(0.02, swa_epoch_start=3, annealing_epochs=2)
-        fit = trainer(tmp_path, swa, save(epoch, tmp_path / "r.ckpt"), max_epochs=5)
+        fit = trainer(tmp_path, save(epoch, tmp_path / "r.ckpt"), swa, max_epochs=5)
         torch.manual_seed(3)
         fit.fit(module, loader(shuffle=True), loader(), ckpt_path=ckpt_path)
         fit.save_checkpoint(tmp_path / "end.ckpt")

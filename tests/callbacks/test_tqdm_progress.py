@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 import threading
 from contextlib import redirect_stdout
@@ -12,6 +11,8 @@ from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer
 from paceline.callbacks import TQDMProgressBar
+
+EVALUATIONS = [("validate", "Validation"), ("test", "Testing"), ("predict", "Predicting")]
 
 
 class Shown(TinyModule):
@@ -96,9 +97,7 @@ def test_a_bar_can_be_changed_by_overriding_how_it_is_made(terminal: TerminalTex
     assert "Sanity" not in terminal.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("entry", "title"), [("validate", "Validation"), ("test", "Testing"), ("predict", "Predicting")]
-)
+@pytest.mark.parametrize(("entry", "title"), EVALUATIONS)
 def test_validate_test_and_predict_have_a_bar(terminal: TerminalText, entry: str, title: str) -> None:
     with redirect_stdout(terminal):
         getattr(trainer_with(TQDMProgressBar()), entry)(Shown(), tiny_loader(4))
@@ -167,36 +166,19 @@ def test_print_stands_on_a_line_of_its_own(terminal: TerminalText) -> None:
     assert "\rhello-there\n" in terminal.getvalue()
 
 
-def test_tqdms_monitoring_thread_is_not_started() -> None:
-    before = {t.name for t in threading.enumerate()}
-    code = """
-import io, sys, threading
-import torch
-from paceline import Trainer
-sys.path.insert(0, sys.argv[1])
-from tiny import TinyModule, tiny_loader
-from paceline.callbacks import TQDMProgressBar
+def test_tqdms_monitoring_thread_is_not_started(terminal: TerminalText) -> None:
+    seen: list[set[int | None]] = []
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+    class Looks(Shown):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append({thread.ident for thread in threading.enumerate()})
+            return super().training_step(batch, batch_idx)
 
-class Looks(TinyModule):
-    def on_train_batch_end(self, *args):
-        sys.stderr.write(f"{threading.active_count()} threads, tqdm loaded: {'tqdm' in sys.modules}\\n")
-
-sys.stdout = Terminal()
-trainer = Trainer(callbacks=[TQDMProgressBar()], logger=False, enable_checkpointing=False, enable_model_summary=False,
-                  max_epochs=1, accelerator="cpu")
-trainer.fit(Looks(), tiny_loader(1))
-"""
-    import pathlib
-
-    tests = pathlib.Path(__file__).resolve().parents[1]
-    run = subprocess.run([sys.executable, "-c", code, str(tests)], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert "1 threads, tqdm loaded: True" in run.stderr
-    assert {t.name for t in threading.enumerate()} >= before
+    before = {thread.ident for thread in threading.enumerate()}
+    with redirect_stdout(terminal):
+        trainer_with(TQDMProgressBar(), max_epochs=1).fit(Looks(), tiny_loader(2))
+    assert "Epoch 0/0" in terminal.getvalue()
+    assert seen == [before] * 2
 
 
 def test_tqdm_miniters_raises_the_refresh_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +193,7 @@ def test_tqdm_miniters_raises_the_refresh_rate(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_missing_tqdm_is_told_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(ModuleNotFoundError, match="TQDMProgressBar needs the package tqdm.*`pip install tqdm`"):
+    with pytest.raises(ModuleNotFoundError, match=r"TQDMProgressBar needs the package tqdm.*`pip install tqdm`"):
         TQDMProgressBar()
 
 

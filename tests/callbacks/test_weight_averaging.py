@@ -283,9 +283,11 @@ def test_ema_is_the_hand_computed_average_of_the_weights_after_each_step(tmp_pat
     assert_close(module, fold(record.steps, 0.8))
 
 
-def test_weight_averaging_is_the_mean_of_the_weights_after_each_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weight_averaging_is_the_mean_of_the_weights_after_each_step(tmp_path: Path, accumulate: int) -> None:
     module, record = Net(), Recorder()
-    trainer(tmp_path, record, WeightAveraging(), max_epochs=2).fit(module, loader())
+    run = trainer(tmp_path, record, WeightAveraging(), max_epochs=2, accumulate_grad_batches=accumulate)
+    run.fit(module, loader())
     mean = {n: torch.stack([s[n] for s in record.steps]).mean(0) for n in record.steps[0]}
     assert_close(module, mean)
 
@@ -410,6 +412,19 @@ def test_an_exception_in_validation_gives_the_training_weights_back(
     assert len(module.validated) == 1
     assert not torch.equal(module.validated[0].double(), record.steps[-1]["net.0.weight"])
     assert_same({n: p.detach().double() for n, p in module.named_parameters()}, record.steps[-1])
+
+
+def test_validating_after_an_exception_uses_the_weights_in_the_module(tmp_path: Path) -> None:
+    class Fails(Net):
+        def on_train_epoch_end(self) -> None:
+            raise ValueError("on purpose")
+
+    module, record = Fails(), Recorder()
+    run = trainer(tmp_path, record, EMAWeightAveraging(decay=0.5), max_epochs=1)
+    with pytest.raises(ValueError, match="on purpose"):
+        run.fit(module, loader())
+    run.validate(module, loader(), verbose=False)
+    assert torch.equal(module.validated[-1].double(), record.steps[-1]["net.0.weight"])
 
 
 def test_an_exception_in_a_hook_of_the_callback_after_it_gives_the_training_weights_back(tmp_path: Path) -> None:
@@ -557,6 +572,49 @@ def test_a_run_saved_after_its_end_can_be_prolonged_to_the_bit(tmp_path: Path) -
     run.save_checkpoint(path)
     trainer(tmp_path, EMAWeightAveraging(decay=0.8), max_epochs=4).fit(prolonged, loader(shuffle=True), ckpt_path=path)
     assert_same(weights(prolonged), weights(whole))
+
+
+def test_what_is_changed_after_the_fit_is_what_is_saved(tmp_path: Path) -> None:
+    module, path = Net(), tmp_path / "end.ckpt"
+    run = trainer(tmp_path, EMAWeightAveraging(), max_epochs=1)
+    run.fit(module, loader())
+    nn.init.zeros_(module.net[3].weight)
+    run.save_checkpoint(path)
+    assert_same(torch.load(path, weights_only=True)["state_dict"], dict(module.state_dict()))
+
+
+class SaveEarly(Callback):
+    """Saves in the same hook in which an average is updated, ahead of it, when a batch or an epoch has been trained."""
+
+    def __init__(self, path: Path, hook: str, batches: int) -> None:
+        self.path = path
+        self.batches = batches
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, pl_module: Any, outputs: Any = None, batch: Any = None, batch_idx: int = 0) -> None:
+        if trainer.state.batches == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(("hook", "batches"), [("on_train_batch_end", 10), ("on_train_epoch_end", 10)])
+def test_an_update_that_was_due_when_a_callback_saved_is_made_after_the_resume(
+    tmp_path: Path, hook: str, batches: int
+) -> None:
+    class StepsAndEpochs(WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return True
+
+    def run(ckpt_path: Path | None = None) -> dict[str, Any]:
+        save = SaveEarly(tmp_path / "r.ckpt", hook, batches)
+        fit = trainer(tmp_path, save, StepsAndEpochs(), max_epochs=3)
+        fit.fit(Net(), loader(), ckpt_path=ckpt_path)
+        fit.save_checkpoint(tmp_path / "end.ckpt")
+        return torch.load(tmp_path / "end.ckpt", weights_only=True)
+
+    whole, resumed = run(), run(tmp_path / "r.ckpt")
+    assert whole["callbacks"][StepsAndEpochs.__qualname__]["n_averaged"] == 15 + 3
+    assert_same(resumed["state_dict"], whole["state_dict"])
+    assert_same(resumed[CURRENT_KEY], whole[CURRENT_KEY])
 
 
 def test_resuming_a_finished_run_leaves_the_average_in_the_module(tmp_path: Path) -> None:

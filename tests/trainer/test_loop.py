@@ -377,6 +377,26 @@ def test_an_error_in_on_exception_does_not_hide_the_first(quiet: dict[str, Any])
         fit(Breaks(), loader(2), quiet=quiet, callbacks=[Worse()])
 
 
+def test_every_teardown_runs_and_its_first_error_is_raised(quiet: dict[str, Any]) -> None:
+    called: list[str] = []
+
+    class Breaks(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @property
+        def state_key(self) -> str:
+            return self.name
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            called.append(self.name)
+            raise ValueError(self.name)
+
+    with pytest.warns(UserWarning, match="ValueError came up as well: b"), pytest.raises(ValueError, match="a"):
+        fit(Counting(), loader(1), quiet=quiet, callbacks=[Breaks("a"), Breaks("b")])
+    assert called == ["a", "b"]
+
+
 def test_loader_workers_end_with_the_run_even_after_an_error(quiet: dict[str, Any]) -> None:
     import multiprocessing
 

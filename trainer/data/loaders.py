@@ -311,6 +311,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool) -> 
     if len(saved) == len(generators):
         for generator, generator_state in zip(generators, saved, strict=True):
             generator.set_state(generator_state)
+            _at_epoch_start[generator] = generator_state
     else:
         lost.append(f"the states of {len(saved)} random generators (the loader has {len(generators)} now)")
     if lost:

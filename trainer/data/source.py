@@ -145,7 +145,17 @@ class DataSource:
         return loader and step and self.limit("validate") != 0
 
     def evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
-        """The loaders of a stage and how many batches of each to take."""
+        """The loaders of a stage, shuffled for this epoch, and how many batches of each to take."""
+        trainer = self.trainer
+        loaders, limits = self.load_evaluation(kind)
+        for loader in loaders:
+            seed_shuffling(loader, trainer.state.shuffle_seed, trainer.state.epoch)
+        if trainer.state.stage == "sanity_check" and trainer.num_sanity_val_steps != -1:
+            limits = [min(limit, trainer.num_sanity_val_steps) for limit in limits]
+        return loaders, limits
+
+    def load_evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
+        """Make the loaders of a stage, once; with them the number of batches each gives."""
         trainer = self.trainer
         if kind not in self.eval:
             loaders = eval_loaders(self._load(kind))
@@ -155,12 +165,7 @@ class DataSource:
             for loader in loaders:
                 advise(loader, HOOK[kind])
             self.eval[kind] = (loaders, limits)
-        loaders, limits = self.eval[kind]
-        for loader in loaders:
-            seed_shuffling(loader, trainer.state.shuffle_seed, trainer.state.epoch)
-        if trainer.state.stage == "sanity_check" and trainer.num_sanity_val_steps != -1:
-            limits = [min(limit, trainer.num_sanity_val_steps) for limit in limits]
-        return loaders, limits
+        return self.eval[kind]
 
     def track_indices(self, loader: Any) -> Callable[[], list[int]] | None:
         """A function that gives the sample indices of each next batch; None where the order is not known beforehand."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from tiny import tiny_loader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from paceline import CombinedLoader, DataModule, Trainer, TrainingModule
+from paceline import Callback, CombinedLoader, DataModule, Trainer, TrainingModule
 
 
 class Seen(TrainingModule):
@@ -283,3 +284,61 @@ def test_a_resumed_run_sees_the_orders_that_the_uninterrupted_run_sees(tmp_path,
     trainer(max_epochs=4).fit(second, numbers(12, shuffle=True), ckpt_path=tmp_path / "two.ckpt")
     orders = [batch.tolist() for batch in whole.trained]
     assert [batch.tolist() for batch in first.trained + second.trained] == orders
+
+
+class SaveAfter(Callback):
+    """Saves after so many batches of the run."""
+
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches = batches
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.state.batches == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+def orders_of_a_resumed_run(trainer: Any, make: Callable[[int], Any], saved_after: int, path: Path) -> Any:
+    """The batches of a run, and those of one that was saved on the way together with the one that resumed from it."""
+    whole, resumed = Seen(), Seen()
+    trainer(max_epochs=3, callbacks=SaveAfter(saved_after, path)).fit(whole, make(1))
+    trainer(max_epochs=3).fit(resumed, make(2), ckpt_path=path)
+    expected = [batch.tolist() for batch in whole.trained]
+    return expected, expected[:saved_after] + [batch.tolist() for batch in resumed.trained]
+
+
+@pytest.mark.parametrize("saved_after", [3, 6, 8])
+def test_a_resumed_run_goes_on_with_the_generator_of_the_users(tmp_path, trainer, saved_after):
+    def loader(seed: int) -> DataLoader[Any]:
+        return numbers(12, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+    expected, together = orders_of_a_resumed_run(trainer, loader, saved_after, tmp_path / "on_the_way.ckpt")
+    assert together == expected
+
+
+class Positioned:
+    """A loader of four batches that knows its own position."""
+
+    def __init__(self, seed: int) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        start = self.position % 4
+        for index in range(start, 4):
+            self.position = index + 1
+            yield torch.tensor([index])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("saved_after", [3, 6])
+def test_a_resumed_run_goes_on_where_a_stateful_loader_is(tmp_path, trainer, saved_after):
+    expected, together = orders_of_a_resumed_run(trainer, Positioned, saved_after, tmp_path / "on_the_way.ckpt")
+    assert together == expected == [[0], [1], [2], [3]] * 3

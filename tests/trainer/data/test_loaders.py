@@ -421,7 +421,13 @@ def test_in_the_middle_of_an_epoch_the_users_generator_goes_back_to_its_start():
     second = order(source)
     state = loader_state(source)
     other = with_generator(2)
+    seed_shuffling(other, 0, 1)
     assert load_loader_state(other, state, mid_epoch=True) is False
+    again = loader_state(other)
+    assert again is not None
+    assert state is not None
+    kept = "generators_at_epoch_start"
+    assert torch.equal(again["loaders"][0][kept][0], state["loaders"][0][kept][0])
     assert [batch.tolist() for batch in Batches(other, skip=2)] == second[2:]
     assert order(other) == order(source)
 
@@ -466,6 +472,14 @@ def test_without_shuffling_keeps_everything_else_of_a_subclass():
     assert order(ordered) == [[0, 1], [2, 3]]
     assert isinstance(source.sampler, RandomSampler)
     assert isinstance(source.batch_sampler.sampler, RandomSampler)
+
+
+def test_without_shuffling_a_loader_whose_workers_are_running_gets_its_own():
+    source = loader(6, shuffle=True, num_workers=1, persistent_workers=True)
+    order(source)
+    ordered = without_shuffling(source)
+    assert order(ordered) == order(ordered) == [[0, 1], [2, 3], [4, 5]]
+    CombinedLoader([source, ordered]).reset()
 
 
 def test_without_shuffling_keeps_a_batch_samplers_own_ways():
