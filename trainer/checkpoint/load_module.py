@@ -72,7 +72,7 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
     contents.call(module, "on_load_checkpoint", checkpoint)
     state = checkpoint["state_dict"]
     strict = module.strict_loading if strict is None else strict
-    contents.load_weights(module, state, strict, nn.Module.load_state_dict)
+    contents.load_weights(module, state, strict, lambda module, *args: module.load_state_dict(*args))
     device = next((value.device for value in state.values() if isinstance(value, Tensor)), None)
     if device is not None:
         module.to(device)
