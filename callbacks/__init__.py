@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .base import Callback
+    from .checkpoint_keeper import Checkpoint
     from .device_stats_monitor import DeviceStatsMonitor
     from .early_stopping import EarlyStopping
     from .finetuning import BackboneFinetuning, BaseFinetuning
@@ -30,6 +31,7 @@ __all__ = [
     "BaseFinetuning",
     "BasePredictionWriter",
     "Callback",
+    "Checkpoint",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
     "EarlyStopping",
@@ -52,6 +54,7 @@ __all__ = [
 
 _FILES = {
     "base": ("Callback",),
+    "checkpoint_keeper": ("Checkpoint",),
     "device_stats_monitor": ("DeviceStatsMonitor",),
     "early_stopping": ("EarlyStopping",),
     "finetuning": ("BackboneFinetuning", "BaseFinetuning"),

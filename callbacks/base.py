@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-FIT_PSEUDO_CODE = '''\
+FIT_PSEUDO_CODE = """\
 def fit():
     configure_callbacks()
     prepare_data()
@@ -86,7 +86,7 @@ def transfer_batch():
     on_before_batch_transfer()
     transfer_batch_to_device()
     on_after_batch_transfer()
-'''
+"""
 """A fit, hook by hook. On an exception or Ctrl-C: ``on_exception``, then ``teardown``, then it is raised to the caller.
 
 ``test`` and ``predict`` run as ``validate`` does with their own names, between ``setup`` and ``teardown``.
@@ -155,7 +155,7 @@ class Callback:
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int
     ) -> int | None:
-        """Before each training batch, which is on its device. May change it in place; -1 skips the rest of the epoch."""
+        """Before each training batch, which is on its device. May be changed in place; -1 skips the epoch's rest."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int
@@ -168,7 +168,7 @@ class Callback:
         """
 
     def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Tensor) -> None:
-        """Before each backward. ``loss`` is a scalar, shape (), divided by the accumulation, not yet scaled for fp16."""
+        """Before each backward. ``loss``: scalar, shape (), divided by the accumulation, not yet scaled for fp16."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """After each backward, of every micro-batch. Gradients may be scaled (fp16), sharded, and not yet averaged."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -143,7 +142,7 @@ class CheckpointKeeper(Checkpoint):
 
         A failure to do so is told, not raised: the exception itself is what matters.
         """
-        if not self.may_save(trainer):
+        if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
             return
         self._alone = True  # the other processes may be elsewhere
         try:
@@ -270,15 +269,6 @@ class CheckpointKeeper(Checkpoint):
         name = self.CHECKPOINT_JOIN_CHAR.join(part for part in (prefix, name, version) if part is not None)
         return os.path.join(self.dirpath or "", name + self.FILE_EXTENSION)
 
-    def find_last(self, trainer: Trainer) -> list[str]:
-        """Return the ``last`` files in the folder that this callback uses, whoever wrote them, newest first."""
-        folder = self._folder(trainer)
-        name = file_name.pattern(self.CHECKPOINT_NAME_LAST)
-        name = rf"{name}({re.escape(self.CHECKPOINT_JOIN_CHAR)}v\d+)?{re.escape(self.FILE_EXTENSION)}"
-        there = os.listdir(folder) if os.path.isdir(folder) else []
-        found = [os.path.join(folder, entry) for entry in there if re.fullmatch(name, entry)]
-        return sorted(found, key=os.path.getmtime, reverse=True)
-
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Write score by path of the files kept, by default to ``best_k_models.yaml`` in ``dirpath``."""
         if filepath is None and self.dirpath is None:
@@ -306,8 +296,8 @@ class CheckpointKeeper(Checkpoint):
         missing = sorted(wanted - values.keys() - {self.monitor})
         if missing:
             messages.warn_once(
-                f"ModelCheckpoint(filename={self.filename!r}) asks for {messages.names(missing, last='and')}, not logged "
-                f"so far: the name says nan. Log it, or use one of {messages.names(sorted(logged), last='and')}."
+                f"ModelCheckpoint(filename={self.filename!r}) asks for {messages.names(missing, last='and')}, which is "
+                f"not logged yet: the name says nan. Log it, or choose {messages.names(sorted(logged))}."
             )
         return self._agreed(trainer, values)
 

@@ -156,7 +156,7 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason = reason
-            self.stopping_reason_message = text or "Another process asked to stop."
+            self.stopping_reason_message = text if stop else "Another process asked to stop."
         if text and self.verbose:
             self._say(trainer, text)
 
@@ -223,9 +223,10 @@ def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
     """Whether every epoch ends with the one validation it has (or has none), so that its end is the time to look."""
     if not trainer.enable_validation:
         return True
-    interval = trainer.val_check_interval
-    # The whole number 1 means a validation after every batch.
-    return trainer.check_val_every_n_epoch == 1 and isinstance(interval, float) and interval == 1.0
+    if trainer.check_val_every_n_epoch != 1 or trainer.val_check_seconds is not None:
+        return False
+    # 1.0 is once an epoch; the whole number 1 is after every batch.
+    return isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0
 
 
 def never_logged(who: str, monitor: str, logged: Iterable[str]) -> str:

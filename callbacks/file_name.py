@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from string import Formatter
 
@@ -31,12 +30,6 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
                 parts.append(name.replace("/", "_") + equals)
             parts.append(_written(values.get(name, math.nan), spec or ""))
     return "".join(parts)
-
-
-def pattern(template: str) -> str:
-    """Return a regular expression that matches whatever the template can become."""
-    parts = Formatter().parse(template)
-    return "".join(re.escape(text) + ("" if name is None else ".+") for text, name, _, _ in parts)
 
 
 def check(template: str, what: str) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..loggers import messages
@@ -74,11 +74,11 @@ class BaseFinetuning(Callback):
         """The layers in ``modules`` (a module or a nested iterable of them) that are leaves or own parameters, once."""
         if isinstance(modules, nn.Module):
             found = list(modules.modules())
-        elif isinstance(modules, Iterable):
+        elif isinstance(modules, Iterable) and not isinstance(modules, (str, Tensor)):
             found = [layer for module in modules for layer in BaseFinetuning.flatten_modules(module)]
         else:
             raise TypeError(
-                f"Expected a module or an iterable of modules, got {modules!r} of type {type(modules).__name__}. "
+                f"Expected a module or an iterable of modules, got {modules!r:.60} of type {type(modules).__name__}. "
                 "Pass layers such as pl_module.backbone or [pl_module.stem, pl_module.blocks]."
             )
         unique = {id(module): module for module in found}.values()
@@ -156,16 +156,18 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: a module or a nested iterable of modules.
-            optimizer: receives the parameters that it does not hold yet.
+            optimizer: receives the parameters that it does not hold yet; warns if it holds some that were frozen.
             lr: the new group's learning rate; None: that of the first group divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
             train_bn: unfreeze BatchNorm layers too; otherwise they stay as they are.
         """
+        trained = {id(p) for p in BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)}
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
                 _make_layer_trainable(module)
-        params = list(BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True))
-        params = BaseFinetuning.filter_on_optimizer(optimizer, params)
+        trained &= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        params = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+        params = BaseFinetuning.filter_on_optimizer(optimizer, (p for p in params if id(p) not in trained))
         if params:
             rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
             for parameter in params:
@@ -395,8 +397,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = rate
         if self.verbose and self._group is not None:
             messages.info(
-                f"Epoch {epoch}: learning rate {round(current, self.rounding)}, "
-                f"backbone {round(rate, self.rounding)}"
+                f"Epoch {epoch}: learning rate {round(current, self.rounding)}, backbone {round(rate, self.rounding)}"
             )
 
     def _first_rate(self, current: float) -> float:

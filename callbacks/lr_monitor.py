@@ -79,13 +79,14 @@ class LearningRateMonitor(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         if not trainer.logs_this_step or self._interval(trainer, optimizer) == "epoch":
             return
-        if self._logged_at.get(id(optimizer)) != trainer.state.batches:
-            self._logged_at[id(optimizer)] = trainer.state.batches
-            self._log(trainer, [optimizer])
+        update = trainer.state.updates if trainer.state.stepped else trainer.state.updates + 1
+        if self._logged_at.get(id(optimizer)) != update:
+            self._logged_at[id(optimizer)] = update
+            self._log(trainer, [optimizer], update)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         due = [optimizer for optimizer in trainer.optimizers if self._interval(trainer, optimizer) == "epoch"]
-        self._log(trainer, due)
+        self._log(trainer, due, trainer.state.updates)
 
     def _interval(self, trainer: Trainer, optimizer: Optimizer) -> str:
         if self.logging_interval is not None:
@@ -93,13 +94,13 @@ class LearningRateMonitor(Callback):
         intervals = {config.interval for config in _schedulers(trainer, optimizer)}
         return "epoch" if intervals == {"epoch"} else "step"
 
-    def _log(self, trainer: Trainer, optimizers: list[Optimizer]) -> None:
+    def _log(self, trainer: Trainer, optimizers: list[Optimizer], update: int) -> None:
         values: dict[str, float] = {}
         for optimizer in optimizers:
             for name, group in _groups(trainer, optimizer):
                 values.update(self._values(name, group))
         if values:
-            trainer.log_metrics(values)
+            trainer.log_metrics(values, update)
 
     def _values(self, name: str, group: dict[str, Any]) -> Iterator[tuple[str, float]]:
         """One group's values by their full names. A learning rate kept as a GPU tensor makes the host wait here."""

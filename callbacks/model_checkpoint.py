@@ -6,6 +6,7 @@ gets onto the disk is ``trainer.save_checkpoint``'s.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -116,6 +117,7 @@ class ModelCheckpoint(CheckpointKeeper):
         self._set_rhythm(every_n_epochs, every_n_train_steps, train_time_interval)
         self._monitor_is_validated = False
         self._metric_before_validation: Tensor | None = None
+        self._next_step: float = math.inf
         self._begin(global_step=0)
 
     @property
@@ -214,8 +216,10 @@ class ModelCheckpoint(CheckpointKeeper):
 
     def _set_next(self, global_step: int) -> None:
         every = self._every_n_train_steps
-        self._next_step = (global_step // every + 1) * every if every else 0
-        if self._train_time_interval is not None:
+        if every:
+            self._next_step = (global_step // every + 1) * every
+        elif self._train_time_interval is not None:
+            self._next_step = global_step + 1
             self._deadline = perf_counter() + self._train_time_interval.total_seconds()
 
     def _time_is_up(self, trainer: Trainer) -> bool:

@@ -48,7 +48,8 @@ class ModelSummary(Callback):
             messages.info(f"\n{summary}")
 
 
-RichModelSummary = ModelSummary
+class RichModelSummary(ModelSummary):
+    """:class:`ModelSummary` under the name that Lightning has for its colored one; there is one look here."""
 
 
 @dataclass
@@ -189,8 +190,10 @@ def _mode(training: bool | None) -> str:
 
 def _as_it_is(module: nn.Module, inputs: Any) -> None:
     """Run forward where the module's first parameter lives."""
+    from torch.utils._pytree import tree_map_only
+
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    _call(module, torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
+    _call(module, tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
 
 
 def _as_trained(trainer: Trainer) -> Callable[[nn.Module, Any], None]:
@@ -314,7 +317,7 @@ def _shape(value: Any) -> Any:
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Run in eval mode; afterwards every module is in the mode it was, and random numbers go on as if nothing had been."""
+    """Run in eval mode; afterwards modes and random numbers are as if nothing had been run."""
     modes = {child: child.training for child in module.modules()}
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     # A compiled module is not compiled for the example's shapes.

@@ -41,7 +41,9 @@ class OnExceptionCheckpoint(Checkpoint):
         return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run or trainer.global_step == 0:
+        state = trainer.state
+        training = state.fn == "fit" and state.stage in ("train", "validate") and state.global_step > 0
+        if not training or trainer.fast_dev_run:
             return
         what = type(exception).__name__
         try:

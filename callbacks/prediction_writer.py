@@ -39,15 +39,10 @@ class BasePredictionWriter(Callback):
         if write_interval not in _INTERVALS:
             raise ValueError(messages.unknown("write_interval", write_interval, _INTERVALS))
         self.interval = write_interval
-        if write_interval == "epoch":
-            self.on_predict_batch_end = None  # type: ignore[method-assign, assignment]
+        self._predictions: list[list[Any]] = []
         if write_interval == "batch":
+            self.on_predict_start = None  # type: ignore[method-assign, assignment]
             self.on_predict_epoch_end = None  # type: ignore[method-assign, assignment]
-
-    @property
-    def needs_all_predictions(self) -> bool:
-        """Whether the predictions of the whole run must be kept, also with ``return_predictions=False``."""
-        return self.interval != "batch"
 
     def write_on_batch_end(
         self,
@@ -84,7 +79,8 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: the trainer that predicted.
             pl_module: the module that predicted.
-            predictions: as ``trainer.predict`` returns them: one item a batch, or a list of those for each loader.
+            predictions: as ``trainer.predict`` returns them, one item a batch, or a list of those for each of several
+                loaders; they are kept for this also with ``return_predictions=False``.
             batch_indices: for each loader the list of each batch's places in the data set.
         """
         raise NotImplementedError(self._unwritten("write_on_epoch_end"))
@@ -111,8 +107,16 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        indices = trainer.current_batch_indices
-        self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
+        if self.interval != "epoch":
+            indices = trainer.current_batch_indices
+            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
+        if self.interval != "batch":
+            self._predictions[dataloader_idx].append(outputs)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._predictions = [[] for _ in trainer.num_predict_batches]
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self.write_on_epoch_end(trainer, pl_module, trainer.predictions, trainer.predict_batch_indices)
+        kept, self._predictions = self._predictions, []
+        predictions = kept if len(kept) > 1 else kept[0]
+        self.write_on_epoch_end(trainer, pl_module, predictions, trainer.predict_batch_indices)

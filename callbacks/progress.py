@@ -147,10 +147,19 @@ class ProgressBar(Callback):
         standard: dict[str, int | str | float] = {} if version is None else {"v_num": version}
         return {**standard, **trainer.progress_bar_metrics}
 
-    def print(self, *args: Any, sep: str = " ", end: str = "\n") -> None:
-        """Like the built-in ``print``, above the bar and without tearing it."""
-        if sys.stdout is not None:
-            sys.stdout.write(sep.join(str(arg) for arg in args) + end)
+    def print(
+        self, *args: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
+    ) -> None:
+        """Like the built-in ``print``, above the bar and without tearing it. ``file`` prints there instead."""
+        stream = sys.stdout if file is None else file
+        if stream is not None:
+            stream.write(_joined(args, sep, end))
+            if flush:
+                stream.flush()
+
+
+def _joined(args: Sequence[Any], sep: str | None, end: str | None) -> str:
+    return (" " if sep is None else sep).join(str(arg) for arg in args) + ("\n" if end is None else end)
 
 
 def _version(trainer: Trainer) -> int | str | None:
@@ -250,7 +259,7 @@ class Surface(Protocol):
         ...
 
 
-class PlainLines:
+class PlainLines(Surface):
     """A line now and then, for output that is no terminal: a file, a pipe, a batch system. No control characters.
 
     A line is written every ``seconds`` and at the end of each training epoch, validation run, test and prediction.
@@ -315,8 +324,7 @@ class DrawnProgressBar(ProgressBar):
         self._due = inf
         self._changed = 0.0
         if refresh_rate == 0:
-            for hook in _DRAWING_HOOKS:
-                setattr(self, hook, None)
+            self._undefine_hooks()
 
     @property
     def refresh_rate(self) -> int:
@@ -331,11 +339,22 @@ class DrawnProgressBar(ProgressBar):
         super().disable()
         self._close()
 
-    def print(self, *args: Any, sep: str = " ", end: str = "\n") -> None:
-        if self._surface is None:
-            super().print(*args, sep=sep, end=end)
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if not trainer.is_global_zero:
+            self._undefine_hooks()
+
+    def _undefine_hooks(self) -> None:
+        for hook in _DRAWING_HOOKS:
+            setattr(self, hook, None)
+
+    def print(
+        self, *args: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
+    ) -> None:
+        if self._surface is None or file is not None:
+            super().print(*args, sep=sep, end=end, file=file, flush=flush)
         else:
-            self._on_surface("write", sep.join(str(arg) for arg in args) + end)
+            self._on_surface("write", _joined(args, sep, end))
 
     def _make_surface(self) -> Surface:
         """Where this run's bars are drawn, decided when its first bar opens."""
@@ -361,7 +380,7 @@ class DrawnProgressBar(ProgressBar):
     ) -> None:
         if dataloader_idx != self._dataloader_idx:
             self._finish_inner()
-            self._open_inner(dataloader_idx)
+            self._open_inner(dataloader_idx, 1)
         self._last = batch_idx
         if batch_idx >= self._next and perf_counter() >= self._due:
             self._draw()
@@ -389,7 +408,7 @@ class DrawnProgressBar(ProgressBar):
         self._close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._open_inner(0)
+        self._open_inner(0, 0)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._finish_inner()
@@ -422,8 +441,8 @@ class DrawnProgressBar(ProgressBar):
         self._count_from(n)
         return Bar(stage, description, total, n, now)
 
-    def _open_inner(self, dataloader_idx: int) -> None:
-        """Start the bar of one evaluation loader, under the training bar if there is one."""
+    def _open_inner(self, dataloader_idx: int, n: int) -> None:
+        """Start the bar of an evaluation loader of which ``n`` batches are done, under that of a training."""
         self._dataloader_idx = dataloader_idx
         if self._train is not None:
             self._train.advance(self._last + 1, perf_counter())
@@ -431,7 +450,7 @@ class DrawnProgressBar(ProgressBar):
         of_bar, of_trainer = _EVALUATIONS[stage]
         description, totals = getattr(self, of_bar), getattr(self.trainer, of_trainer)
         several = f" DataLoader {dataloader_idx}" if len(totals) > 1 else ""
-        self._inner = self._open(stage, description + several, self._of_loader(totals), 0)
+        self._inner = self._open(stage, description + several, self._of_loader(totals), n)
         self._draw_if_due()
 
     def _finish_inner(self) -> None:

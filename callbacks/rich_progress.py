@@ -111,7 +111,7 @@ def _moves_cursor(console: Console, asked: Mapping[str, Any]) -> bool:
     return console.is_terminal and (bool(asked.get("force_terminal")) or is_terminal(console.file))
 
 
-class _Terminal:
+class _Terminal(Surface):
     """Rows at the bottom of a terminal, drawn over in place. Rich's own refresh thread is not used."""
 
     seconds = 0.1
@@ -143,7 +143,7 @@ class _Terminal:
         self._live.stop()
 
 
-class _Notebook:
+class _Notebook(Surface):
     """The rows as the output of a notebook's cell, replaced in place; needs no widgets."""
 
     seconds = 0.25

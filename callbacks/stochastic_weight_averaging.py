@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,6 +95,7 @@ class StochasticWeightAveraging(Callback):
         self._last_epoch = -1
         self._final = False
         self._held_statistics: dict[str, Tensor] = {}
+        self._finished: Mapping[str, Any] | None = None
 
     @property
     def swa_start(self) -> int:
@@ -111,13 +114,16 @@ class StochasticWeightAveraging(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._check_run(trainer, pl_module)
         self._start = self._start_epoch(trainer)
-        self._last_epoch = self._restored.get("latest_update_epoch", -1)
+        self._last_epoch = self._restored.get("latest_epoch", -1)
         if self._restored.get("active"):
             self._begin(trainer, pl_module)
             state = self._restored["average_model_state"]
             if self._average is not None and self._restored["n_averaged"]:
                 self._average.load(trainer.strategy, state, self._restored["n_averaged"])
         self._restored = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._finished = None
 
     def _check_run(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         me, module = type(self).__name__, type(pl_module).__name__
@@ -131,10 +137,15 @@ class StochasticWeightAveraging(Callback):
                 f"{me} takes the place of the learning-rate scheduler, but {module}.configure_optimizers returned "
                 f"{len(trainer.lr_scheduler_configs)} of them. Return one (SequentialLR joins several) or none."
             )
-        if not pl_module.automatic_optimization and any(isinstance(m, _BatchNorm) for m in pl_module.modules()):
+        if not pl_module.automatic_optimization:
             raise ValueError(
-                f"{me} estimates BatchNorm statistics by running training_step without gradients, but "
-                f"{module}.training_step optimizes manually and would train. Use WeightAveraging, which averages them."
+                f"{me} advances a schedule of its own and runs training_step without gradients for BatchNorm, but "
+                f"{module} optimizes manually and does both itself. Use WeightAveraging or EMAWeightAveraging."
+            )
+        if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters and _training_layers(pl_module):
+            raise ValueError(
+                f"{me} estimates BatchNorm statistics batch by batch, but {module}.training_step(dataloader_iter) "
+                "fetches batches itself. Write it as training_step(batch, batch_idx), or use WeightAveraging."
             )
 
     def _start_epoch(self, trainer: Trainer) -> int:
@@ -157,6 +168,8 @@ class StochasticWeightAveraging(Callback):
                     "resumed from a checkpoint without its state. Only the epochs from here on are averaged."
                 )
             self._begin(trainer, pl_module)
+            self._last_epoch = epoch - 1
+        self._take_in(epoch - 1)  # if the checkpoint was written by a callback that comes before this one
 
     def _begin(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         average = one_by_one(self._avg_fn) if self._avg_fn is not None else equal_weights()
@@ -177,14 +190,18 @@ class StochasticWeightAveraging(Callback):
         _replace_scheduler(trainer.lr_scheduler_configs, scheduler)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        epoch = trainer.current_epoch
+        self._take_in(trainer.current_epoch)
+
+    def _take_in(self, epoch: int) -> None:
         if self._average is not None and epoch > self._last_epoch:
             self._average.update()
             self._last_epoch = epoch
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if self.n_averaged:
-            self._finish(trainer, pl_module)
+            self._show(pl_module)
+            if self._held_statistics:
+                _estimate_statistics(trainer, pl_module)
         else:
             messages.warn(
                 f"{type(self).__name__} averaged nothing: the fit ended after {trainer.current_epoch} epochs, before "
@@ -192,24 +209,29 @@ class StochasticWeightAveraging(Callback):
                 "Train longer, or lower swa_epoch_start."
             )
 
-    def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if self.n_averaged:  # a resumed fit that had nothing left to train
-            self._finish(trainer, pl_module)
+    def _show(self, pl_module: TrainingModule) -> None:
+        if self._average is not None:
+            self._held_statistics = _statistics(pl_module)
+            self._average.show()
+            self._final = True
 
-    def _finish(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if self._final or self._average is None:
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self._final or not self.n_averaged:
             return
-        self._held_statistics = _statistics(pl_module)
-        self._average.show()
-        self._final = True
-        if self._held_statistics:
-            _estimate_statistics(trainer, pl_module)
+        if self._finished is not None:  # a run that was saved after its end, and had nothing left to train
+            self._show(pl_module)
+            trainer.strategy.load_model_state(pl_module, self._finished, strict=pl_module.strict_loading)
+        else:
+            messages.warn(
+                f"The resumed run had nothing left to train, so {type(pl_module).__name__} keeps the checkpoint's "
+                f"weights, not the mean of the {self.n_averaged} epochs averaged. Raise max_epochs to train on."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "active": self._average is not None,
             "n_averaged": self.n_averaged,
-            "latest_update_epoch": self._last_epoch,
+            "latest_epoch": self._last_epoch,
             "average_model_state": self._average.averages() if self._average is not None else {},
         }
 
@@ -217,13 +239,15 @@ class StochasticWeightAveraging(Callback):
         self._restored = state_dict
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        if self._final and self._average is not None and self._average.module is pl_module:
+        resumable = "callbacks" in checkpoint  # else it is a file of weights only
+        if resumable and self._final and self._average is not None and self._average.module is pl_module:
             trained = self._average.held_state(trainer.strategy) | self._held_statistics
             checkpoint[CURRENT_KEY] = {n: trained.get(n, value) for n, value in checkpoint["state_dict"].items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn == "fit" and CURRENT_KEY in checkpoint:
+        if CURRENT_KEY in checkpoint:
             load_current(trainer, pl_module, checkpoint)
+            self._finished = checkpoint["state_dict"]
 
 
 def _check_rates(owner: str, rates: Any) -> None:
@@ -266,11 +290,7 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
 
 def _training_layers(module: nn.Module) -> dict[str, _BatchNorm]:
     """The BatchNorm layers whose statistics a training step changes."""
-    return {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.training
-    }
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
 
 
 def _statistics(module: nn.Module) -> dict[str, Tensor]:
@@ -286,16 +306,15 @@ def _estimate_statistics(trainer: Trainer, module: TrainingModule) -> None:
     """Replace BatchNorm statistics by the means over one pass of the training data, over all ranks."""
     layers = list(_training_layers(module).values())
     momenta = [layer.momentum for layer in layers]
-    step, move = trainer._bind_step("training_step"), trainer._mover(0)
+    step = trainer.strategy.bind_step(module.training_step, trainer.model or module)
+    takes_index = _takes_index(module.training_step)
     try:
         for layer in layers:
             layer.reset_running_stats()
             layer.momentum = None  # the plain mean over all batches
-        with torch.no_grad(), _without_logging(module):
-            for batch_idx, batch in enumerate(trainer._source.train_iterable()):
-                if batch_idx >= trainer.num_training_batches:
-                    break
-                step(batch if move is None else move(batch), batch_idx)
+        with torch.no_grad(), _without_traces(module):
+            for batch_idx, batch in enumerate(_training_batches(trainer, module)):
+                step(batch, batch_idx) if takes_index else step(batch)
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
@@ -305,9 +324,44 @@ def _estimate_statistics(trainer: Trainer, module: TrainingModule) -> None:
                 buffer.copy_(trainer.strategy.reduce(buffer, "mean"))
 
 
+def _takes_index(step: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(step).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def _training_batches(trainer: Trainer, module: TrainingModule) -> Iterator[Any]:
+    """One pass over the training data, each batch brought to the device the way the run does it."""
+    loader, limit = trainer.train_dataloader, trainer.num_training_batches
+    batches = loader.batches() if hasattr(loader, "flattened") else loader  # a CombinedLoader iterates over triples
+    before, transfer, after = (
+        _own_method(trainer.datamodule, module, name)
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    )
+    move = trainer.strategy.batch_mover()
+    for batch in islice(batches, None if limit == math.inf else int(limit)):
+        batch = before(batch, 0) if before else batch
+        batch = transfer(batch, trainer.strategy.device, 0) if transfer else batch
+        batch = move(batch) if move else batch
+        yield after(batch, 0) if after else batch
+
+
+def _own_method(datamodule: Any, module: Any, name: str) -> Callable[..., Any] | None:
+    """The user's method of that name, the DataModule's before the module's; None if neither defines it."""
+    house = __name__.partition(".")[0] + "."
+    for owner in (datamodule, module):
+        if owner is None:
+            continue
+        home = next((c for c in type(owner).__mro__ if name in vars(c)), type(owner))
+        if name in vars(owner) or not home.__module__.startswith(house):
+            return getattr(owner, name)
+    return None
+
+
 @contextmanager
-def _without_logging(module: nn.Module) -> Iterator[None]:
-    """Let ``self.log`` of a module and of modules in it do nothing."""
+def _without_traces(module: nn.Module) -> Iterator[None]:
+    """Let ``self.log`` of a module and of modules in it do nothing, and torchmetrics forget what they see."""
+    metrics: list[Any] = [m for m in module.modules() if getattr(m, "update_count", None) == 0]
     loggers = [m for m in module.modules() if hasattr(type(m), "log_dict") and "log" not in vars(m)]
     for m in loggers:
         vars(m)["log"] = _ignore
@@ -316,6 +370,8 @@ def _without_logging(module: nn.Module) -> Iterator[None]:
     finally:
         for m in loggers:
             del vars(m)["log"]
+        for metric in metrics:
+            metric.reset()
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

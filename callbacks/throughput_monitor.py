@@ -248,7 +248,7 @@ _SLOWER_VARIANTS = {"D", "Laptop", "Max", "SUPER", "Ti"}
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Peak FLOP/s of a device in ``"float16"``, ``"bfloat16"``, ``"tf32"``, ``"float32"`` or ``"float64"``, if known."""
+    """Dense peak FLOP/s of a device in ``"float16"``, ``"bfloat16"``, ``"tf32"``, ``"float32"`` or ``"float64"``."""
     if device.type != "cuda":
         return None
     return peak_flops_of(torch.cuda.get_device_name(device), dtype)

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from time import time
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 from .progress import Bar, DrawnProgressBar, PlainLines, Surface, is_terminal, metric_text, notebook_display
@@ -117,7 +117,7 @@ def _tqdm_class() -> Any:
     return type("tqdm", (base,), {"monitor_interval": 0})
 
 
-class _Tqdm:
+class _Tqdm(Surface):
     """One tqdm bar for each of ours, made when it is first drawn."""
 
     seconds = 0.1
@@ -160,6 +160,7 @@ class _Tqdm:
             drawn.reset(bar.total)
             drawn.total = bar.total
             drawn.initial = drawn.n = drawn.last_print_n = bar.first
+            drawn.start_t = drawn.last_print_t = time() - perf_counter() + bar.started
             if bar.description != self._plain_descriptions[bar.stage]:
                 drawn.set_description(bar.description, refresh=False)
             self._drawn[bar.stage] = (bar, drawn)

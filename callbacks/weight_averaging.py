@@ -92,7 +92,8 @@ class WeightAverage:
             if self.n_averaged:
                 self._average(averages, current, self.n_averaged)
             else:
-                torch._foreach_copy_(averages, current)
+                for a, c in zip(averages, current, strict=True):
+                    a.copy_(c)
         self.n_averaged += 1
 
     @torch.no_grad()
@@ -239,9 +240,7 @@ class WeightAveraging(Callback):
         ValueError: for both functions at once, or an unknown device.
     """
 
-    def __init__(
-        self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         name = type(self).__name__
         for key, value in kwargs.items():
             self._check_argument(key, value)
@@ -316,25 +315,36 @@ class WeightAveraging(Callback):
         return self._multi_avg_fn or equal_weights()
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._last_step = trainer.state.global_step
-        self._last_epoch = self._restored.get("latest_update_epoch", -1)
+        state = trainer.state
+        self._last_step = self._restored.get("latest_step", state.global_step)
+        self._last_epoch = self._restored.get("latest_epoch", state.epoch - 1)
+        # Updates that were due when the checkpoint was written, by a callback that comes before this one.
+        self._step_made(state.global_step, state.epoch)
+        self._epoch_ended(state.epoch - 1)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int
     ) -> None:
         state = trainer.state
-        step = state.global_step
+        if state.global_step != self._last_step:
+            self._step_made(state.global_step, state.epoch)
+
+    def _step_made(self, step: int, epoch: int) -> None:
         if step == self._last_step:
             return
-        self._previous_step, self._last_step, self._epoch = self._last_step, step, state.epoch
+        self._previous_step, self._last_step, self._epoch = self._last_step, step, epoch
         if self.should_update(step_idx=step - 1) and self._average is not None:
             self._average.update()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        epoch = trainer.current_epoch
-        if epoch > self._last_epoch and self.should_update(epoch_idx=epoch) and self._average is not None:
+        self._epoch_ended(trainer.current_epoch)
+
+    def _epoch_ended(self, epoch: int) -> None:
+        if epoch <= self._last_epoch:
+            return
+        self._last_epoch = epoch
+        if self.should_update(epoch_idx=epoch) and self._average is not None:
             self._average.update()
-            self._last_epoch = epoch
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.fn == "fit" and self._average is not None:
@@ -372,7 +382,7 @@ class WeightAveraging(Callback):
             self._average.hide()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"n_averaged": self.n_averaged, "latest_update_epoch": self._last_epoch}
+        return {"n_averaged": self.n_averaged, "latest_step": self._last_step, "latest_epoch": self._last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
@@ -382,13 +392,12 @@ class WeightAveraging(Callback):
         if average is None or average.module is not pl_module or not average.n_averaged:
             return
         state = checkpoint["state_dict"]
-        checkpoint[CURRENT_KEY] = _replaced(state, average.held_state(trainer.strategy))
+        if "callbacks" in checkpoint:  # else it is a file of weights only
+            checkpoint[CURRENT_KEY] = _replaced(state, average.held_state(trainer.strategy))
         if not self._final:
             checkpoint["state_dict"] = _replaced(state, average.average_state(trainer.strategy))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn != "fit":
-            return
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         if CURRENT_KEY in checkpoint:
             load_current(trainer, pl_module, checkpoint)

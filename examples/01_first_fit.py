@@ -101,13 +101,13 @@ class Curve(Callback):
 
 
 def draw(path: Path, curve: Curve, model: Classifier, data: Digits) -> None:
-    """The learning curve on the left, every test image the model gets wrong on the right."""
+    """The learning curve on the left, the test images that the model gets wrong on the right."""
     from matplotlib.figure import Figure
 
     images, labels = next(iter(DataLoader(data.test, batch_size=len(data.test))))
     with torch.no_grad():
         guesses = model.cpu().eval()(images).argmax(1)
-    wrong = (guesses != labels).nonzero().flatten().tolist()[:24]
+    wrong = (guesses != labels).nonzero().flatten().tolist()
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subfigures(1, 2)
     axes = left.subplots()
@@ -116,11 +116,12 @@ def draw(path: Path, curve: Curve, model: Classifier, data: Digits) -> None:
     axes.set(xlabel="epoch", ylabel="cross-entropy", yscale="log")
     axes.legend()
     right.suptitle(f"{len(wrong)} wrong of {len(labels)}")
-    for axes, i in zip(right.subplots(4, 6).flat, wrong + [None] * (24 - len(wrong)), strict=True):
+    tiles = right.subplots(3, 4).flatten().tolist()
+    for axes, i in zip(tiles, wrong, strict=False):
+        axes.imshow(images[i, 0], cmap="gray_r")
+        axes.set_title(f"{labels[i]}, not {guesses[i]}", fontsize=9)
+    for axes in tiles:
         axes.axis("off")
-        if i is not None:
-            axes.imshow(images[i, 0], cmap="gray_r")
-            axes.set_title(f"{labels[i]}, not {guesses[i]}", fontsize=8)
     figure.savefig(path, dpi=120)
 
 
@@ -133,7 +134,7 @@ def main() -> None:
 
     seed_everything(1)
     model, data, curve = Classifier(), Digits(), Curve()
-    best = ModelCheckpoint(args.out / "checkpoints", monitor="val_accuracy", mode="max", save_last=True)
+    best = ModelCheckpoint(args.out / "checkpoints", monitor="val_loss", save_last=True)
     trainer = Trainer(
         max_epochs=args.epochs,
         callbacks=[curve, best],

@@ -34,7 +34,7 @@ class TensorBoardLogger(FolderLogger):
         name: the experiment, a folder below ``save_dir``; None for none.
         version: which run. None takes a new number; a version that exists continues with another event file.
         log_graph: record the graph of the model, traced with ``example_input_array`` of the module.
-        default_hp_metric: record ``hp_metric`` as -1 at step 0 when settings come without metrics. Log ``hp_metric``
+        default_hp_metric: record ``hp_metric`` as -1 when a new run has settings without metrics. Log ``hp_metric``
             yourself to fill it.
         prefix: put before the name of each metric, with a dash.
         sub_dir: a folder below the version's that the files go to.
@@ -101,9 +101,10 @@ class TensorBoardLogger(FolderLogger):
         self._hparams_due = True
         if metrics:
             self.log_metrics(metrics, step=0)
-        elif self._default_hp_metric and not self._session_open:
-            new_value = _tensorboard("compat.proto.summary_pb2").Summary.Value
-            self._record([new_value(tag="hp_metric", simple_value=-1.0)], 0, time.time())
+        elif self._default_hp_metric and messages.is_rank_zero():
+            self._default_hp_metric = False
+            if not os.path.isdir(self.log_dir) or not any("tfevents" in name for name in os.listdir(self.log_dir)):
+                self.experiment.add_scalar("hp_metric", -1, 0)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
         """Record a text, shown as Markdown in the Text tab."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import string
@@ -19,15 +18,15 @@ if TYPE_CHECKING:
     import torch
     from wandb.sdk.wandb_run import Run
 
-#: Seconds between two writes of wandb's process to the run's file, and how long to wait for one.
-_FLUSH_SECONDS = 1.0
+#: Seconds between two writes of wandb's process to the run's file. Its default of 15 is too long to wait for.
+_FLUSH_SECONDS = 0.5
 _FLUSH_SETTING = "x_transaction_log_flush_interval"
 
 
 class WandbLogger(Logger):
     """Sends a run to Weights & Biases; with ``offline=True`` it is kept in ``save_dir/wandb`` for ``wandb sync``.
 
-    A process of wandb's own does the writing and sending; it writes to the run's local file every second. After a
+    A process of wandb's own does the writing and sending; it writes to the run's local file every half second. After a
     success the run stays open, so that ``test`` or ``wandb.log`` can add to it until ``wandb.finish()`` or the end of
     the program; a run that failed or was interrupted is finished as failed at once, and continued under its id if
     the logger is used again. Where wandb has a run going already, the logger adds to that one.
@@ -208,8 +207,8 @@ class WandbLogger(Logger):
             self._upload_checkpoints(self._checkpoint_callback)
         if self._experiment is None:
             return
+        self._wait_until_written()
         if status == "success" or not self._is_own:
-            self._wait_until_written()
             return
         self._id = self._experiment.id
         self._experiment.finish(exit_code=1)
@@ -244,14 +243,14 @@ class WandbLogger(Logger):
         """Return when wandb's process has brought to its file what it was sent; it does so at regular intervals."""
         run = self._experiment
         interval = getattr(run.settings, _FLUSH_SETTING, None) or 0.0
-        if not self._has_unwritten or not 0 < interval <= 2 * _FLUSH_SECONDS:
+        if run.disabled or not self._has_unwritten or not 0 < interval <= 1:
             return
-        if run.offline:
-            run.status()  # answered after everything sent before has been taken in
-        since, path = time.time(), run.settings.sync_file
-        with contextlib.suppress(OSError):
-            while time.time() < since + 1.5 * interval and os.path.getmtime(path) <= since:
-                time.sleep(0.02)
+        run.status()  # answered after everything sent before has been taken in
+        path, deadline = run.settings.sync_file, time.monotonic() + 10 * interval
+        size = os.path.getsize(path)
+        run.define_metric("trainer/global_step")  # there is something to write now, so the file will grow
+        while os.path.getsize(path) == size and time.monotonic() < deadline:
+            time.sleep(0.01)
         self._has_unwritten = False
 
     def _upload_checkpoints(self, callback: Any) -> None:

@@ -1,8 +1,8 @@
 """The one interface between the loop and the machine: where tensors live and who talks to whom.
 
 ``Trainer`` and ``Accelerator`` drive the same object. The defaults here are those of a single process; a strategy for
-several overrides what differs. Precision is composed in, never subclassed: ``strategy.precision`` decides dtypes and loss
-scaling, the strategy decides placement and communication.
+several overrides what differs. Precision is composed in, never subclassed: ``strategy.precision`` decides dtypes and
+loss scaling, the strategy decides placement and communication.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Strategy:
         return optimizers
 
     def batch_mover(self) -> Callable[[Any], Any] | None:
-        """Return the function that brings a batch to the device and to the precision's input dtype; None: nothing to do."""
+        """Return what brings a batch to the device and the precision's input dtype; None if there is nothing to do."""
         from .transfer import mover
 
         return mover(self.device, self.precision.input_dtype)
@@ -133,7 +133,7 @@ class Strategy:
         """Multiply every gradient of ``optimizer`` by ``factor``, a number or a scalar tensor, in place."""
         grads = gradients(optimizer)
         if grads:
-            torch._foreach_mul_(grads, factor)
+            torch._foreach_mul_(grads, factor)  # type: ignore[reportPrivateImportUsage]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Take fp16's loss scale out of the gradients; a second call before the step does nothing."""
@@ -175,7 +175,7 @@ class Strategy:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """The unwrapped module's ``state_dict``, whole (every process must call, rank 0 may be the only one to get it)."""
+        """The unwrapped module's ``state_dict``, whole. Every process must call; only rank 0 may get it."""
         return module.state_dict()
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -206,4 +206,3 @@ def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.device != device and key != "step":
                 state[key] = value.to(device)
-

@@ -63,7 +63,8 @@ def choose_strategy(
         return _given(strategy, accelerator, precision, plugins)
     if not isinstance(strategy, str):
         raise TypeError(
-            f"Trainer(strategy={strategy!r}) is a {type(strategy).__name__}. Pass a name such as 'auto', or a Strategy object."
+            f"Trainer(strategy={strategy!r}) is a {type(strategy).__name__}. Pass a name such as 'auto', or a "
+            "Strategy object."
         )
     kind = find_kind("cpu" if strategy == "cpu" and accelerator == "auto" else accelerator)
     if strategy == "cpu" and kind != "cpu":
@@ -76,7 +77,8 @@ def choose_strategy(
         return _from_entry_point(others[strategy], find_devices(devices, kind), chosen)
     if strategy == "dp":
         raise ValueError(
-            "Trainer(strategy='dp'): DataParallel copies the model every step and is slower than one process per device. "
+            "Trainer(strategy='dp'): DataParallel copies the model every step and is slower than one process per "
+            "device. "
             "Write strategy='ddp'."
         )
     known = ("auto", *SingleDevice.names, *SEVERAL, *others)
@@ -97,7 +99,13 @@ def _refuse_several(strategy: str, devices: Any, count: int, num_nodes: int) -> 
         raise ValueError(f"Trainer(num_nodes={num_nodes!r}) is not a number of machines. Pass 1 or more.")
     if strategy not in SEVERAL and count == 1 and num_nodes == 1:
         return
-    asked = f"strategy={strategy!r}" if strategy in SEVERAL else f"devices={devices!r}" if count > 1 else f"num_nodes={num_nodes}"
+    asked = (
+        f"strategy={strategy!r}"
+        if strategy in SEVERAL
+        else f"devices={devices!r}"
+        if count > 1
+        else f"num_nodes={num_nodes}"
+    )
     raise NotImplementedError(
         f"Trainer({asked}) needs several processes, which this version of Paceline does not start yet. "
         "Use strategy='auto' with devices=1."

@@ -29,11 +29,13 @@ def find_kind(accelerator: Any) -> str:
     """
     if not isinstance(accelerator, str):
         raise TypeError(
-            f"Trainer(accelerator={accelerator!r}) is a {type(accelerator).__name__}. Pass one of {messages.names(ACCELERATORS)}."
+            f"Trainer(accelerator={accelerator!r}) is a {type(accelerator).__name__}. Pass one of "
+            f"{messages.names(ACCELERATORS)}."
         )
     if accelerator in ("tpu", "xla", "hpu"):
         raise ValueError(
-            f"Trainer(accelerator={accelerator!r}): Paceline runs on what torch itself drives (CPU, CUDA and ROCm, Apple MPS), "
+            f"Trainer(accelerator={accelerator!r}): Paceline runs on what torch itself drives (CPU, CUDA and ROCm, "
+            "Apple MPS), "
             "not on XLA or Gaudi devices. Choose 'auto' to take the best device of this machine."
         )
     if accelerator not in ACCELERATORS:
@@ -54,7 +56,8 @@ def _missing(accelerator: str, what: str) -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     return (
-        f"Trainer(accelerator={accelerator!r}) asks for a {what}, but this process sees none{why}; torch {torch.__version__} "
+        f"Trainer(accelerator={accelerator!r}) asks for a {what}, but this process sees none{why}; torch "
+        f"{torch.__version__} "
         f"is built {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}. "
         "Use accelerator='auto' or 'cpu', make a device visible, or install a torch build for it."
     )
@@ -64,19 +67,24 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
     """The devices for ``Trainer(devices=...)``.
 
     Args:
-        devices: how many (``2``, ``"2"``), which (``[0, 1]``, ``"0,1"``), ``-1`` for all, or ``"auto"``: one CPU, all others.
+        devices: how many (``2``, ``"2"``), which (``[0, 1]``, ``"0,1"``), ``-1``: all, ``"auto"``: one CPU, else all.
         kind: from :func:`find_kind`.
     """
     present = count(kind)
     if devices == "auto":
         indices: Sequence[int] = range(present)
     elif isinstance(devices, (list, tuple)) or (isinstance(devices, str) and "," in devices):
-        indices = [_integer(d, devices) for d in (devices.split(",") if isinstance(devices, str) else devices) if str(d).strip()]
+        indices = [
+            _integer(d, devices)
+            for d in (devices.split(",") if isinstance(devices, str) else devices)
+            if str(d).strip()
+        ]
     else:
         number = _integer(devices, devices)
         if number == 0 or number < -1:
             raise ValueError(
-                f"Trainer(devices={devices!r}) asks for no device. Pass 1 or more, a list of indices, -1 for all, or 'auto'."
+                f"Trainer(devices={devices!r}) asks for no device. Pass 1 or more, a list of indices, -1 for all, or "
+                "'auto'."
             )
         indices = range(present if number == -1 else number)
     if kind == "cpu":
@@ -84,7 +92,8 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
     if not indices or max(indices) >= present or min(indices) < 0 or len(set(indices)) != len(indices):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ValueError(
-            f"Trainer(devices={devices!r}) asks for {kind.upper()} devices {list(indices)}, but this process sees {present}"
+            f"Trainer(devices={devices!r}) asks for {kind.upper()} devices {list(indices)}, but this process sees "
+            f"{present}"
             f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. "
             f"Set devices={present} or devices='auto', or make more devices visible."
         )

@@ -27,7 +27,7 @@ ARROWS = {
     "": set(ROOMS),
 }
 #: What a room may name for the type checker only.
-TYPING_ARROWS = {"callbacks": {"trainer"}}
+TYPING_ARROWS = {"callbacks": {"strategies", "trainer"}}
 
 #: Packages that cost a user's start, or that need not be installed: only functions may import them.
 LAZY = {

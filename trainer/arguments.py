@@ -8,15 +8,15 @@ from typing import Any
 
 from ..loggers import messages
 
-LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
-
 
 def check_limit(name: str, value: Any) -> int | float:
     """A number of batches (int) or a share of them (float from 0 to 1); None means all."""
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass a number of batches or a fraction.")
+        raise TypeError(
+            f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass a number of batches or a fraction."
+        )
     if value < 0 or (isinstance(value, float) and value > 1):
         raise ValueError(
             f"Trainer({name}={value!r}) is out of range. Pass an int of 0 or more (batches) or a float from 0.0 to 1.0 "
@@ -29,7 +29,9 @@ def check_count(name: str, value: Any, least: int = 0, none: bool = False, unlim
     """A whole number of at least ``least``; also None or -1 (no limit) where those are allowed."""
     if value is None and none:
         return None
-    allowed = f"an integer of {least} or more" + (", -1 for no limit" if unlimited else "") + (", or None" if none else "")
+    allowed = (
+        f"an integer of {least} or more" + (", -1 for no limit" if unlimited else "") + (", or None" if none else "")
+    )
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass {allowed}.")
     if value < least and not (unlimited and value == -1):
@@ -40,7 +42,9 @@ def check_count(name: str, value: Any, least: int = 0, none: bool = False, unlim
 def check_fast_dev_run(value: Any) -> int:
     """True means one batch of each kind."""
     if not isinstance(value, (bool, int)):
-        raise TypeError(f"Trainer(fast_dev_run={value!r}) is a {type(value).__name__}. Pass True, or a number of batches.")
+        raise TypeError(
+            f"Trainer(fast_dev_run={value!r}) is a {type(value).__name__}. Pass True, or a number of batches."
+        )
     if value < 0:
         raise ValueError(f"Trainer(fast_dev_run={value!r}) is out of range. Pass True, or a number of batches.")
     return int(value)
@@ -73,7 +77,8 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
         return 1.0, seconds("val_check_interval", value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
-            f"Trainer(val_check_interval={value!r}) is a {type(value).__name__}. Pass a fraction of an epoch (float), a number "
+            f"Trainer(val_check_interval={value!r}) is a {type(value).__name__}. Pass a fraction of an epoch "
+            "(float), a number "
             "of batches (int), or a duration."
         )
     if isinstance(value, float) and not 0 < value <= 1:
@@ -82,7 +87,8 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
         raise ValueError(f"Trainer(val_check_interval={value}) is out of range. Pass 1 or more batches.")
     if every_n_epochs is None and isinstance(value, float):
         raise ValueError(
-            f"Trainer(check_val_every_n_epoch=None, val_check_interval={value}): without an epoch to take a fraction of, pass "
+            f"Trainer(check_val_every_n_epoch=None, val_check_interval={value}): without an epoch to take a fraction "
+            "of, pass "
             "val_check_interval as a number of batches (int) or a duration."
         )
     return value, None
@@ -91,12 +97,15 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
 def check_clipping(value: Any, algorithm: str | None) -> None:
     """``gradient_clip_val`` is a positive number or None, the algorithm "norm" or "value"."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
-        raise ValueError(f"Trainer(gradient_clip_val={value!r}) is not a positive number. Pass one, or None to leave gradients.")
+        raise ValueError(
+            f"Trainer(gradient_clip_val={value!r}) is not a positive number. Pass one, or None to leave gradients."
+        )
     if algorithm not in (None, "norm", "value"):
         raise ValueError(messages.unknown("gradient_clip_algorithm", algorithm, ("norm", "value")))
     if value is None and algorithm is not None:
         raise ValueError(
-            f"Trainer(gradient_clip_algorithm={algorithm!r}) without gradient_clip_val clips nothing. Pass gradient_clip_val too."
+            f"Trainer(gradient_clip_algorithm={algorithm!r}) without gradient_clip_val clips nothing. Pass "
+            "gradient_clip_val too."
         )
 
 
@@ -105,40 +114,40 @@ def check_barebones(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value:
             raise ValueError(
-                f"Trainer(barebones=True, {name}={value!r}) contradict each other: barebones switches that off to measure the "
+                f"Trainer(barebones=True, {name}={value!r}) contradict each other: barebones switches that off to "
+                "measure the "
                 f"bare loop. Leave {name} out, or barebones."
             )
-
-
-def check_limits_of_time(max_epochs: int | None, max_steps: int, max_time: Any) -> int | None:
-    """``max_epochs`` as the loop takes it: without any limit given, 1000 epochs and a word about it."""
-    if max_epochs is None and max_steps == -1 and max_time is None:
-        messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
-        return 1000
-    return max_epochs
 
 
 def check_flags(given: Mapping[str, Any]) -> None:
     """Options that exclude each other or do not exist."""
     if given["profiler"] is not None:
         raise ValueError(
-            f"Trainer(profiler={given['profiler']!r}): this version of Paceline has no profilers. Leave it out, and use "
+            f"Trainer(profiler={given['profiler']!r}): this version of Paceline has no profilers. Leave it out, and "
+            "use "
             "torch.profiler around Trainer.fit."
         )
     if given["deterministic"] not in (None, True, False, "warn"):
-        raise ValueError(messages.unknown("value for deterministic:", given["deterministic"], ("warn",), ", or True or False"))
+        raise ValueError(
+            messages.unknown("value for deterministic:", given["deterministic"], ("warn",), ", or True or False")
+        )
     if given["deterministic"] and given["benchmark"]:
         raise ValueError(
-            "Trainer(deterministic=True, benchmark=True) contradict each other: benchmarking picks kernels by their speed in "
+            "Trainer(deterministic=True, benchmark=True) contradict each other: benchmarking picks kernels by their "
+            "speed in "
             "this run. Leave one out."
         )
     if not isinstance(given["compile"], (bool, Mapping)):
         raise TypeError(
-            f"Trainer(compile={given['compile']!r}) is a {type(given['compile']).__name__}. Pass True, or a dict of arguments for "
+            f"Trainer(compile={given['compile']!r}) is a {type(given['compile']).__name__}. Pass True, or a dict of "
+            "arguments for "
             "torch.compile such as {'mode': 'max-autotune'}."
         )
     if given["overfit_batches"] and given["fast_dev_run"]:
-        raise ValueError("Trainer(overfit_batches, fast_dev_run) contradict each other: both limit the batches. Leave one out.")
+        raise ValueError(
+            "Trainer(overfit_batches, fast_dev_run) contradict each other: both limit the batches. Leave one out."
+        )
     if given["barebones"]:
         off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
         more = ("fast_dev_run", "detect_anomaly", "log_every_n_steps")

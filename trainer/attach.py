@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..callbacks.base import Callback
+from ..callbacks.timer import Timer
 from ..loggers import messages
 from .binding import takes_iterator
 from .compiling import compile_in_place, uncompiled
@@ -58,6 +59,13 @@ def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None) -> dict[str, 
     """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
     from .checkpoint.contents import restore_training
 
+    if (
+        trainer.max_epochs is None
+        and trainer.max_steps == -1
+        and not any(isinstance(c, Timer) for c in trainer.callbacks)
+    ):
+        messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
+        trainer.max_epochs = 1000
     if checkpoint is not None:
         _restore_model(trainer, checkpoint, callbacks=True)
     setup_optimizers(trainer)
@@ -95,9 +103,10 @@ def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, boo
         if isinstance(module, type) and issubclass(module, TrainingModule):
             hint = f" Did you mean {module.__name__}()?"
         elif isinstance(module, nn.Module):
-            hint = " Put it into a TrainingModule as an attribute and write training_step and configure_optimizers around it."
+            hint = " Make it an attribute of a TrainingModule that defines training_step and configure_optimizers."
         raise TypeError(
-            f"Trainer.{request.fn}() got {type(module).__name__} as its module; a TrainingModule object is needed.{hint}"
+            f"Trainer.{request.fn}() got {type(module).__name__} as its module; a TrainingModule object is "
+            f"needed.{hint}"
         )
     return module, False
 
@@ -112,9 +121,13 @@ def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
                 raise ValueError(f"Trainer.{request.fn}() got two DataModules. Pass one, as datamodule=.")
             datamodule, loaders[stage] = given, None
     if datamodule is not None and any(given is not None for given in loaders.values()):
-        raise ValueError(f"Trainer.{request.fn}() got loaders and a DataModule: it is not clear which to use. Pass one of them.")
+        raise ValueError(
+            f"Trainer.{request.fn}() got loaders and a DataModule: it is not clear which to use. Pass one of them."
+        )
     if datamodule is not None and not isinstance(datamodule, DataModule):
-        raise TypeError(f"Trainer.{request.fn}(datamodule=...) got a {type(datamodule).__name__}. Pass a DataModule object.")
+        raise TypeError(
+            f"Trainer.{request.fn}(datamodule=...) got a {type(datamodule).__name__}. Pass a DataModule object."
+        )
     trainer._module = trainer.model = module
     trainer.datamodule = datamodule
     trainer._source = DataSource(trainer, loaders)
@@ -145,7 +158,8 @@ def with_module_callbacks(trainer: Trainer, module: TrainingModule) -> list[Call
     for callback in theirs:
         if not isinstance(callback, Callback):
             raise TypeError(
-                f"{type(module).__name__}.configure_callbacks() returned {callback!r}, which is not a Callback. Return a list of "
+                f"{type(module).__name__}.configure_callbacks() returned {callback!r}, which is not a Callback. "
+                "Return a list of "
                 "Callback objects."
             )
     types = {type(callback) for callback in theirs}
@@ -171,12 +185,14 @@ def check_steps(trainer: Trainer, fn: str) -> None:
             value = getattr(trainer, name)
             if value != neutral:
                 raise ValueError(
-                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do it in "
+                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do "
+                    "it in "
                     "training_step (self.clip_gradients, stepping every n batches), and leave the argument out."
                 )
     if fn == "fit" and takes_iterator(module.training_step) and trainer.accumulate_grad_batches > 1:
         raise ValueError(
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) with training_step(dataloader_iter): the trainer "
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) with "
+            "training_step(dataloader_iter): the trainer "
             "does not see the batches it would count. Use training_step(batch, batch_idx), or accumulate in the step."
         )
 

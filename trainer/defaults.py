@@ -26,7 +26,8 @@ def choose_loggers(logger: Any, trainer: Trainer) -> list[Logger]:
     for one in found:
         if not isinstance(one, Logger):
             raise TypeError(
-                f"Trainer(logger=...) got a {type(one).__name__} ({one!r}). Pass True for TensorBoard, False for none, a Logger or "
+                f"Trainer(logger=...) got a {type(one).__name__} ({one!r}). Pass True for TensorBoard, False for "
+                "none, a Logger or "
                 "a list of Loggers."
             )
     return found
@@ -43,7 +44,9 @@ def choose_callbacks(callbacks: Any, given: Mapping[str, Any], trainer: Trainer)
     for one in found:
         if not isinstance(one, Callback):
             hint = f" Did you mean {one.__name__}()?" if isinstance(one, type) and issubclass(one, Callback) else ""
-            raise TypeError(f"Trainer(callbacks=...) got {one!r}, which is not a Callback.{hint} Pass Callback objects.")
+            raise TypeError(
+                f"Trainer(callbacks=...) got {one!r}, which is not a Callback.{hint} Pass Callback objects."
+            )
     for name, kind in (
         ("enable_progress_bar", ProgressBar),
         ("enable_model_summary", ModelSummary),
@@ -60,7 +63,8 @@ def choose_callbacks(callbacks: Any, given: Mapping[str, Any], trainer: Trainer)
     if given["max_time"] is not None:
         if any(isinstance(c, Timer) for c in found):
             raise ValueError(
-                f"Trainer(max_time={given['max_time']!r}) contradicts the Timer among its callbacks. Leave one of them out."
+                f"Trainer(max_time={given['max_time']!r}) contradicts the Timer among its callbacks. Leave one of "
+                "them out."
             )
         found.append(Timer(duration=given["max_time"]))
     return order(found)
@@ -93,6 +97,7 @@ def check_state_keys(callbacks: list[Callback]) -> None:
         if key in seen and type(callback).state_dict is not Callback.state_dict:
             raise ValueError(
                 f"Two callbacks save their state under one key {key!r} ({type(seen[key]).__name__} and "
-                f"{type(callback).__name__}), so one would overwrite the other. Give one another state_key, or remove it."
+                f"{type(callback).__name__}), so one would overwrite the other. Give one another state_key, or "
+                "remove it."
             )
         seen[key] = callback

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 def numerics(trainer: Trainer) -> Iterator[None]:
     """Anomaly mode, deterministic algorithms and cuDNN's benchmark as the Trainer's arguments ask, during a run."""
     anomaly = torch.is_anomaly_enabled()
-    deterministic = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     benchmark = torch.backends.cudnn.benchmark
     if trainer.detect_anomaly:
         torch.autograd.set_detect_anomaly(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -111,24 +112,24 @@ class EvalLoop:
         taken: list[list[int]] = []
         indices = source.track_indices(loader) if self.kind == "predict" and self.writes() else None
         batch_idx = -1
-        for batch in batches:
-            batch_idx += 1
-            metrics.batch = batch
-            if indices is not None:
-                trainer.current_batch_indices = indices()
-                taken.append(trainer.current_batch_indices)
-            for hook in starts:
-                hook(batch, batch_idx, *extra)
-            outputs = step(batch, batch_idx, *extra)
-            for hook in ends:
-                hook(outputs, batch, batch_idx, *extra)
-            if self.keep:
-                kept.append(outputs)
-            if metrics.steps_in_evaluation:
-                metrics.flush_eval_step()
-            if state.signum:
-                raise interruption(state.signum)
-        batches.close()
+        with closing(batches):
+            for batch in batches:
+                batch_idx += 1
+                metrics.batch = batch
+                if indices is not None:
+                    trainer.current_batch_indices = indices()
+                    taken.append(trainer.current_batch_indices)
+                for hook in starts:
+                    hook(batch, batch_idx, *extra)
+                outputs = step(batch, batch_idx, *extra)
+                for hook in ends:
+                    hook(outputs, batch, batch_idx, *extra)
+                if self.keep:
+                    kept.append(outputs)
+                if metrics.steps_in_evaluation:
+                    metrics.flush_eval_step()
+                if state.signum:
+                    raise interruption(state.signum)
         if batch_idx + 1 != limit and known != float("inf"):
             raise RuntimeError(
                 f"The {self.word} dataloader has a length of {known} batches, but yielded {batch_idx + 1} where {limit} were "

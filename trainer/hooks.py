@@ -41,8 +41,8 @@ def overridden(owner: Any, name: str, base: type) -> Bound | None:
 class HookTable:
     """For each hook the callables that define it, in call order, with ``trainer`` and module already applied.
 
-    ``table.on_train_batch_end`` is a tuple: empty when nobody defines the hook. ``on_train_epoch_end`` holds the callbacks
-    that do not monitor and the module; ``on_train_epoch_end_monitors`` the callbacks that do.
+    ``table.on_train_batch_end`` is a tuple: empty when nobody defines the hook. ``on_train_epoch_end`` holds the
+    callbacks that do not monitor and the module; ``on_train_epoch_end_monitors`` the callbacks that do.
     """
 
     def __init__(
@@ -102,7 +102,9 @@ def check_signature(owner: Any, name: str, method: Bound, given: int, extra: int
         given: how many leading arguments (trainer, module) are applied already.
         extra: further positional arguments (``dataloader_idx`` with several loaders).
     """
-    wanted = [p.name for p in inspect.signature(getattr(Callback, name)).parameters.values() if p.default is p.empty][1:]
+    wanted = [p.name for p in inspect.signature(getattr(Callback, name)).parameters.values() if p.default is p.empty][
+        1:
+    ]
     if not given:
         wanted = wanted[2:]
     wanted += ["dataloader_idx"] * extra
@@ -110,7 +112,8 @@ def check_signature(owner: Any, name: str, method: Bound, given: int, extra: int
         inspect.signature(method).bind(*wanted)
     except TypeError as error:
         raise TypeError(
-            f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called with ({', '.join(wanted)}): {error}. "
+            f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called with ({', '.join(wanted)}): "
+            f"{error}. "
             f"Write it as def {name}(self, {', '.join(wanted)})."
         ) from None
     except ValueError:  # a callable without a signature, written in C

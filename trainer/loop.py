@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ..loggers import messages
@@ -11,20 +11,19 @@ from .binding import bind_mover, bind_step, takes_iterator
 from .checkpoint.contents import restore_random
 from .data.batches import Batches
 from .data.handover import HandOver
-from .data.loaders import seed_shuffling
-from .evaluation import EvalLoop
-from .hooks import overridden
-from .module import TrainingModule
+from .data.loaders import load_loader_state, seed_shuffling
+from .loss import LossReader
+from .schedules import Schedules
 from .signals import interruption
-from .step import IteratorStep, choose_step, detached
+from .step import IteratorStep, Step, choose_step, detached
+from .validation import Validation
 
 if TYPE_CHECKING:
-    from .optimizers import SchedulerConfig
     from .trainer import Trainer
 
 
 class FitLoop:
-    """One fit. Everything that depends on the configuration is bound here, before the first batch.
+    """One fit. Everything that depends on the configuration is bound before the first batch.
 
     Args:
         trainer: attached, with its module set up.
@@ -32,253 +31,151 @@ class FitLoop:
     """
 
     def __init__(self, trainer: Trainer, resumed: dict[str, Any] | None) -> None:
-        self.trainer = trainer
-        self.state = trainer.state
-        self.hooks = trainer._hooks
-        self.metrics = trainer._metrics
+        self.trainer, self.state = trainer, trainer.state
+        self.hooks, self.metrics = trainer._hooks, trainer._metrics
         self.resumed = resumed
-        self.validation = EvalLoop(trainer, "validate")
-        self.max_steps = float("inf") if trainer.max_steps == -1 else trainer.max_steps
-        self.max_epochs = float("inf") if trainer.max_epochs in (-1, None) else trainer.max_epochs
-        self.val_clock = time.monotonic()
+        self.validation = Validation(trainer)
         self.takes_iterator = takes_iterator(trainer.training_module.training_step)
-        module = trainer.training_module
-        self.own_lr_step = overridden(module, "lr_scheduler_step", TrainingModule) is not None
-        module_steps_lr = trainer.lr_scheduler_configs if module.automatic_optimization else []
-        self.step_schedulers = [c for c in module_steps_lr if c.interval == "step" and not c.reduce_on_plateau]
-        self.epoch_schedulers = [c for c in module_steps_lr if c.interval == "epoch" and not c.reduce_on_plateau]
-        self.step_plateaus = [c for c in module_steps_lr if c.interval == "step" and c.reduce_on_plateau]
-        self.epoch_plateaus = [c for c in module_steps_lr if c.interval == "epoch" and c.reduce_on_plateau]
+        self.losses = LossReader(trainer.training_module, trainer.strategy)
 
     def run(self) -> None:
         """Train until a limit is reached, somebody stops it, or an exception ends it."""
-        trainer, state, hooks = self.trainer, self.state, self.hooks
+        trainer, state, metrics = self.trainer, self.state, self.metrics
         if self.resumed is None:
-            self.sanity_check()
-        start_batch = self.enter_epoch_after_resume()
+            self.validation.sanity_check()
+        if state.epoch_done:
+            self.enter_next_epoch()
         if trainer.limit_train_batches == 0 or self.finished():
             messages.info_once(f"Nothing to train: {self.why_finished()}.", key="nothing to train")
             return
         state.stage = "train"
         trainer._source.train()
+        if trainer.enable_validation:
+            trainer._source.load_evaluation("validate")
         self.forward = bind_step(trainer, "training_step")
-        self.metrics.enter(phases.ON_TRAIN_START)
-        for hook in hooks.on_train_start:
+        metrics.enter(phases.ON_TRAIN_START)
+        for hook in self.hooks.on_train_start:
             hook()
         while not self.finished():
-            self.run_epoch(start_batch)
-            start_batch = 0
-        self.metrics.enter(phases.ON_TRAIN_END)
-        for hook in hooks.on_train_end:
+            self.run_epoch(state.batch_idx + 1)
+        metrics.enter(phases.ON_TRAIN_END)
+        for hook in self.hooks.on_train_end:
             hook()
 
-    def enter_epoch_after_resume(self) -> int:
-        """Move the counters of a resumed run to the batch it goes on with; return that batch's index."""
-        state = self.state
-        if state.epoch_done:
-            state.epoch, state.epoch_done, state.batch_idx = state.epoch + 1, False, -1
-        return state.batch_idx + 1
-
-    # ---- one epoch -------------------------------------------------------------------------------------------------
-
-    def run_epoch(self, start_batch: int) -> None:
+    def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go
         """One pass over the training data, from ``start_batch`` on."""
-        trainer, state, hooks, metrics = self.trainer, self.state, self.hooks, self.metrics
-        trainer._source.reload_if_due()
-        metrics.enter(phases.ON_TRAIN_EPOCH_START)
-        for hook in hooks.on_train_epoch_start:
-            hook()
-        num_batches = trainer.num_training_batches
-        batches = self.batches(start_batch)
-        step = choose_step(trainer, self.forward)
-        if self.takes_iterator:
-            step = IteratorStep(step)
+        trainer, state, hooks, metrics, validation = self.trainer, self.state, self.hooks, self.metrics, self.validation
+        self.start_epoch()
+        step, schedules, batches = self.step(), Schedules(trainer), self.batches(start_batch)
         starts, ends = hooks.on_train_batch_start, hooks.on_train_batch_end
-        max_steps, log_every = self.max_steps, trainer.log_every_n_steps
-        validates, validation_due = self.validates_this_epoch(), self.validation_due
-        schedules = bool(self.step_schedulers or self.epoch_schedulers or self.step_plateaus)
+        log_every, max_steps = trainer.log_every_n_steps, limit(trainer.max_steps)
+        num_batches, validates = trainer.num_training_batches, validation.plan_epoch()
         batch_idx = start_batch - 1
-        metrics.enter(phases.TRAIN_BATCH)
-        self.restore_random(start_batch == 0)
-        iterator = iter(batches)
-        self.restore_random(True)
-        for batch in iterator:
-            batch_idx += 1
-            if batch_idx >= num_batches:
-                raise RuntimeError(self.length_lie(batch_idx + 1, "more"))
-            state.batch_idx = batch_idx
-            state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
-            state.stepped = False
-            metrics.batch = batch
-            if starts and any([hook(batch, batch_idx) == -1 for hook in starts]):
-                break
-            outputs = step(batch, batch_idx)
-            state.batches += 1
-            if schedules:
-                self.step_lr()
-            if ends:
-                outputs = detached(outputs)
-                for hook in ends:
-                    hook(outputs, batch, batch_idx)
-            if state.stepped and (state.updates % log_every == 0 or state.should_stop):
-                metrics.flush_step(state.updates, state.epoch)
-            if validates and validation_due(batch_idx):
-                self.validate()
-            if self.step_plateaus and state.stepped:
-                self.advance(self.step_plateaus, state.updates)
-            if state.should_stop or state.signum or state.global_step >= max_steps:
+        with closing(batches):
+            for batch in self.started(batches, start_batch):
+                batch_idx += 1
+                if batch_idx >= num_batches:
+                    raise RuntimeError(self.length_lie(batch_idx + 1, "more"))
+                state.batch_idx, state.stepped = batch_idx, False
+                state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
+                metrics.batch = batch
+                if starts and -1 in [hook(batch, batch_idx) for hook in starts]:
+                    break
+                outputs = step(batch, batch_idx)
+                state.batches += 1
+                if schedules.per_batch:
+                    schedules.after_batch()
+                if ends:
+                    outputs = detached(outputs)
+                    for hook in ends:
+                        hook(outputs, batch, batch_idx)
+                if state.stepped and (state.updates % log_every == 0 or state.should_stop):
+                    metrics.flush_step(state.updates, state.epoch)
+                if validates and validation.due(batch_idx):
+                    validation.run()
+                if schedules.step_plateaus and state.stepped:
+                    schedules.advance(schedules.step_plateaus, state.updates)
                 if state.signum:
                     raise interruption(state.signum)
-                if state.global_step >= max_steps or self.may_stop():
+                if state.global_step >= max_steps or (state.should_stop and trainer.may_stop()):
                     break
-        else:
-            if batch_idx + 1 < num_batches and trainer._source.length_known():
-                raise RuntimeError(self.length_lie(batch_idx + 1, "only"))
-        batches.close()
-        self.end_epoch()
+            else:
+                if batch_idx + 1 < num_batches and trainer._source.length_known():
+                    raise RuntimeError(self.length_lie(batch_idx + 1, "only"))
+        self.end_epoch(schedules)
+
+    # ---- the parts of an epoch -------------------------------------------------------------------------------------
+
+    def start_epoch(self) -> None:
+        """What comes before the first batch is fetched."""
+        self.trainer._source.reload_if_due()
+        self.metrics.enter(phases.ON_TRAIN_EPOCH_START)
+        for hook in self.hooks.on_train_epoch_start:
+            hook()
+        self.metrics.enter(phases.TRAIN_BATCH)
+
+    def step(self) -> Step:
+        """The step, bound to what callbacks left of optimizers and accumulation."""
+        step = choose_step(self.trainer, self.forward, self.losses)
+        return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
         """The epoch's batches on the device, in an order that (seed, epoch) alone decide."""
-        trainer, state = self.trainer, self.state
-        source = trainer._source
+        trainer, state, source = self.trainer, self.state, self.trainer._source
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
-        found = Batches(loader, bind_mover(trainer, 0), lookahead, source.cut(), start_batch)
+        knows_position = self.resumed is not None and load_loader_state(
+            loader, self.resumed.get("paceline", {}).get("loader"), mid_epoch=start_batch > 0
+        )
+        skip = 0 if knows_position else start_batch
+        found = Batches(loader, bind_mover(trainer, 0), lookahead, source.cut() - (start_batch - skip), skip)
         return HandOver(found, start_batch) if self.takes_iterator else found
 
-    def restore_random(self, now: bool) -> None:
-        """After a resume: put the random states back, where the uninterrupted run had them."""
-        if now and self.resumed is not None:
-            restore_random(self.resumed)
-            self.resumed = None
+    def started(self, batches: Any, start_batch: int) -> Any:
+        """The batches' iterator; after a resume with the random states where the uninterrupted run had them.
 
-    def end_epoch(self) -> None:
+        At an epoch's start they belong before the iterator is made (which draws from them), inside an epoch after it.
+        """
+        resumed, self.resumed = self.resumed, None
+        if resumed is not None and start_batch == 0:
+            restore_random(resumed)
+        iterator = iter(batches)
+        if resumed is not None and start_batch > 0:
+            restore_random(resumed)
+        return iterator
+
+    def end_epoch(self, schedules: Schedules) -> None:
         """Everything that follows the last batch."""
-        trainer, state, hooks, metrics = self.trainer, self.state, self.hooks, self.metrics
+        state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done = True
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.epoch_ended = True
         for hook in hooks.on_train_epoch_end:
             hook()
         results = metrics.finish_epoch()
-        if self.epoch_plateaus:
-            self.advance(self.epoch_plateaus, state.epoch + 1)
+        if schedules.epoch_plateaus:
+            schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
-        state.epoch, state.epoch_done, state.batch_idx = state.epoch + 1, False, -1
+        self.enter_next_epoch()
         if state.signum:
             raise interruption(state.signum)
 
-    # ---- validation ------------------------------------------------------------------------------------------------
-
-    def sanity_check(self) -> None:
-        """Try a few validation batches ahead of training; leaves no trace in metrics or random states."""
-        from .seed import isolate_rng
-
-        trainer, state, hooks = self.trainer, self.state, self.hooks
-        if not trainer.enable_validation or trainer.num_sanity_val_steps == 0:
-            return
-        state.stage = "sanity_check"
-        with isolate_rng():
-            self.metrics.enter(phases.SANITY_HOOK)
-            for hook in hooks.on_sanity_check_start:
-                hook()
-            self.validation.run()
-            self.metrics.enter(phases.SANITY_HOOK)
-            for hook in hooks.on_sanity_check_end:
-                hook()
-        self.metrics.discard()
-
-    def validates_this_epoch(self) -> bool:
-        """Whether this epoch is one that validates, decided when it starts."""
-        trainer = self.trainer
-        every = trainer.check_val_every_n_epoch
-        if not trainer.enable_validation or (every is not None and (self.state.epoch + 1) % every != 0):
-            return False
-        self.val_every = trainer._source.val_check_batch()
-        return True
-
-    def validation_due(self, batch_idx: int) -> bool:
-        """Whether to validate after this batch."""
-        trainer, state = self.trainer, self.state
-        if trainer._val_seconds is not None:
-            return time.monotonic() - self.val_clock >= trainer._val_seconds
-        if state.should_stop and self.may_stop():
-            return True
-        if self.val_every == float("inf"):
-            return state.is_last_batch
-        done = state.batches if trainer.check_val_every_n_epoch is None else batch_idx + 1
-        return done % self.val_every == 0
-
-    def validate(self) -> None:
-        """A validation in the middle or at the end of an epoch."""
-        state, metrics = self.state, self.metrics
-        metrics.drain()
-        state.stage = "validate"
-        self.validation.run(zero_grad=state.window == 0)
-        state.stage = "train"
-        self.val_clock = time.monotonic()
-        metrics.enter(phases.TRAIN_BATCH)
-
-    # ---- learning rates --------------------------------------------------------------------------------------------
-
-    def step_lr(self) -> None:
-        """Advance the schedulers that follow this batch."""
+    def enter_next_epoch(self) -> None:
+        """Move the counters from a finished epoch to the next."""
         state = self.state
-        if state.stepped and self.step_schedulers:
-            self.advance(self.step_schedulers, state.updates)
-        if state.is_last_batch and self.epoch_schedulers:
-            self.advance(self.epoch_schedulers, state.epoch + 1)
-
-    def advance(self, configs: list[SchedulerConfig], count: int) -> None:
-        """Step each scheduler whose frequency divides ``count``, with the value it monitors."""
-        if self.own_lr_step:
-            self.metrics.enter(phases.LR_SCHEDULER_STEP)
-        for config in configs:
-            if count % config.frequency != 0:
-                continue
-            value = None
-            if config.reduce_on_plateau:
-                value = self.trainer.callback_metrics.get(config.monitor or "")
-                if value is None:
-                    self.missing_monitor(config)
-                    continue
-            self.trainer.training_module.lr_scheduler_step(config.scheduler, value)
-        if self.own_lr_step:
-            self.metrics.enter(phases.ON_TRAIN_EPOCH_END if self.state.epoch_done else phases.TRAIN_BATCH)
-
-    def missing_monitor(self, config: SchedulerConfig) -> None:
-        """A plateau scheduler's value was not logged: raise, or warn where the user said so."""
-        logged = messages.names(sorted(self.trainer.callback_metrics), "and") or "nothing"
-        text = (
-            f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it steps; "
-            f"logged so far: {logged}. Log it with self.log, choose another 'monitor', or set 'strict': False."
-        )
-        if config.strict:
-            raise RuntimeError(text)
-        messages.warn_once(text)
+        state.epoch, state.epoch_done, state.batch_idx, state.is_last_batch = state.epoch + 1, False, -1, False
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:
         """Whether there is nothing left to train."""
-        state = self.state
-        if state.global_step >= self.max_steps or state.epoch >= self.max_epochs:
-            return True
-        return state.should_stop and self.may_stop()
-
-    def may_stop(self) -> bool:
-        """``should_stop`` is respected after ``min_epochs`` and ``min_steps``."""
         trainer, state = self.trainer, self.state
-        epochs = state.epoch + (1 if state.is_last_batch and not state.epoch_done else 0)
-        if epochs >= (trainer.min_epochs or 0) and state.global_step >= (trainer.min_steps or 0):
+        if state.global_step >= limit(trainer.max_steps) or state.epoch >= limit(trainer.max_epochs):
             return True
-        messages.info_once(
-            f"Asked to stop, but goes on until min_epochs={trainer.min_epochs or 0} and min_steps={trainer.min_steps or 0}."
-        )
-        return False
+        return state.should_stop and trainer.may_stop()
 
     def why_finished(self) -> str:
         """The reason there is nothing to train, with the numbers."""
@@ -293,8 +190,14 @@ class FitLoop:
     def length_lie(self, seen: int, word: str) -> str:
         """The error for a loader that yields more or fewer batches than it says."""
         return (
-            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {word} {seen} in "
-            f"epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct __len__, "
+            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {word} "
+            f"{seen} "
+            f"in epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct "
+            "__len__, "
             "or remove it so that Paceline looks one batch ahead instead."
         )
 
+
+def limit(value: int | None) -> float:
+    """A limit as a number to compare with: -1 and None mean none."""
+    return float("inf") if value in (-1, None) else float(value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The loss in what ``training_step`` returned, its weight in the accumulation window, and the errors for what is no loss."""
+"""The loss in what ``training_step`` returned, its weight in the window, and the errors for what is no loss."""
 
 from __future__ import annotations
 
@@ -62,13 +62,16 @@ class LossReader:
         """A power of two near the first batch's items: keeps the weighed loss in fp16's range and costs no rounding."""
         first = float(items)
         if not 0 <= first < math.inf:
-            raise ValueError(f"{self.owner} returned num_items={first}. Return how many items the mean is over, 0 or more.")
+            raise ValueError(
+                f"{self.owner} returned num_items={first}. Return how many items the mean is over, 0 or more."
+            )
         return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
 
     def _skip(self) -> None:
         if self.strategy.world_size > 1:
             raise RuntimeError(
-                f"{self.owner} returned None to skip a batch on rank {self.strategy.global_rank}; the other ranks would wait "
+                f"{self.owner} returned None to skip a batch on rank {self.strategy.global_rank}; the other ranks "
+                "would wait "
                 "for its gradients. Return a loss multiplied by zero instead."
             )
 
@@ -76,7 +79,8 @@ class LossReader:
         """What is wrong with a loss whose backward failed, if it is the loss."""
         if not loss.requires_grad:
             return RuntimeError(
-                f"{self.owner} returned a loss that no parameter can learn from: it has no graph (requires_grad=False). "
+                f"{self.owner} returned a loss that no parameter can learn from: it has no graph "
+                "(requires_grad=False). "
                 "Compute it from the module's output without .item(), .detach() or torch.no_grad(), check that some "
                 "parameters are not frozen, or return None to skip this batch."
             )
@@ -87,8 +91,10 @@ class LossReader:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
             raise RuntimeError(
-                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before the weights "
-                "are spoiled. Look at the batch and the learning rate; torch's anomaly trace names the operation in backward."
+                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before "
+                "the weights "
+                "are spoiled. Look at the batch and the learning rate; torch's anomaly trace names the operation in "
+                "backward."
             )
         return output
 

@@ -6,10 +6,11 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..callbacks.base import Callback
+from ..loggers import messages
 from ..loggers.base import Logger
 from .state import RunState
 
@@ -40,10 +41,12 @@ class TrainerStatus:
     default_root_dir: str
     max_epochs: int | None
     max_steps: int
+    min_epochs: int | None
+    min_steps: int | None
     accumulate_grad_batches: int
     log_every_n_steps: int
     num_sanity_val_steps: int
-    model: nn.Module | None
+    model: Any
     _module: TrainingModule | None
     _source: DataSource
     _hooks: HookTable
@@ -75,6 +78,15 @@ class TrainerStatus:
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self.state.should_stop = bool(stop)
+
+    def may_stop(self) -> bool:
+        """Whether ``should_stop`` counts by now: only after ``min_epochs`` and ``min_steps``."""
+        if self.state.epoch >= (self.min_epochs or 0) and self.state.global_step >= (self.min_steps or 0):
+            return True
+        messages.info_once(
+            f"Asked to stop, but goes on until min_epochs={self.min_epochs or 0} and min_steps={self.min_steps or 0}."
+        )
+        return False
 
     @property
     def training(self) -> bool:

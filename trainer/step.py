@@ -1,8 +1,8 @@
 """The mathematics of one training batch: forward, backward, update.
 
 Three forms with one call, ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the straight line),
-:class:`ClosureStep` (LBFGS and modules that override ``optimizer_step``) and :class:`ManualStep`. Which one, and everything
-it calls, is chosen when the run starts.
+:class:`ClosureStep` (LBFGS and modules that override ``optimizer_step``) and :class:`ManualStep`. Which one, and
+everything it calls, is chosen when the run starts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 Outputs = Any
+Step = Callable[[Any, int], Outputs]
 
 
 class ManualStep:
@@ -39,13 +40,14 @@ class ManualStep:
 class TrainStep(ManualStep):
     """Forward, backward and, on the last micro-batch of a window, the update.
 
-    A window is ``accumulate_grad_batches`` micro-batches, fewer at the end of an epoch. Its gradient is the mean over the
-    micro-batches really in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the mean over all
-    items of the window on all ranks.
+    A window is ``accumulate_grad_batches`` micro-batches, fewer at the end of an epoch. Its gradient is the mean over
+    the micro-batches really in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the mean over
+    all items of the window on all ranks.
     """
 
-    def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
+    def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> None:
         super().__init__(trainer, forward)
+        self.losses = losses
         module, hooks, strategy = trainer.training_module, trainer._hooks, trainer.strategy
         from .module import TrainingModule
 
@@ -62,7 +64,6 @@ class TrainStep(ManualStep):
         own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
         plain = type(self.optimizer).zero_grad is Optimizer.zero_grad and own_zero is None
         self.clear = clear_gradients if plain else partial(self._zero_grad, module.optimizer_zero_grad)
-        self.losses = LossReader(module, strategy)
 
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
         from .module import TrainingModule
@@ -145,12 +146,14 @@ class ClosureStep(TrainStep):
     micro-batches of the window, a further one (LBFGS) starts from cleared gradients.
     """
 
-    def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
-        super().__init__(trainer, forward)
+    def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> None:
+        super().__init__(trainer, forward, losses)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
             raise ValueError(
-                f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS: it evaluates the loss of one batch several "
-                "times, so gradients of earlier batches would be lost. Use a larger batch and accumulate_grad_batches=1."
+                f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS: it evaluates the loss of one batch "
+                "several "
+                "times, so gradients of earlier batches would be lost. Use a larger batch and "
+                "accumulate_grad_batches=1."
             )
         self.managed = trainer._managed[0]
 
@@ -181,7 +184,8 @@ class ClosureStep(TrainStep):
         self.trainer.training_module.optimizer_step(state.epoch, batch_idx, self.managed, closure)
         if not evaluated:
             raise RuntimeError(
-                f"{type(self.trainer.training_module).__name__}.optimizer_step did not run the closure, so this batch was not "
+                f"{type(self.trainer.training_module).__name__}.optimizer_step did not run the closure, so this "
+                "batch was not "
                 "trained on. Call optimizer.step(closure=optimizer_closure), or optimizer_closure() to skip the step."
             )
         for hook in self.before_zero:
@@ -194,7 +198,7 @@ class ClosureStep(TrainStep):
 class IteratorStep:
     """For ``training_step(dataloader_iter)``: hands the iterator over and checks that it was used."""
 
-    def __init__(self, step: ManualStep) -> None:
+    def __init__(self, step: Step) -> None:
         self.step = step
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
@@ -202,7 +206,8 @@ class IteratorStep:
         outputs = self.step(batch, batch_idx)
         if batch.taken == taken:
             raise RuntimeError(
-                "training_step(dataloader_iter) returned without calling next(dataloader_iter), so training would never "
+                "training_step(dataloader_iter) returned without calling next(dataloader_iter), so training would "
+                "never "
                 "advance. Call it once: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
             )
         return outputs
@@ -215,15 +220,17 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def choose_step(trainer: Trainer, forward: Callable[..., Any]) -> Callable[[Any, int], Outputs]:
-    """The step for this module and its optimizers."""
+def choose_step(trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> Step:
+    """The step for this module and its optimizers, chosen anew each epoch: callbacks may change the accumulation."""
     from .module import TrainingModule
 
     module = trainer.training_module
     if not module.automatic_optimization or not trainer.optimizers:
         return ManualStep(trainer, forward)
-    closed = overridden(module, "optimizer_step", TrainingModule) is not None or isinstance(trainer.optimizers[0], LBFGS)
-    return ClosureStep(trainer, forward) if closed else TrainStep(trainer, forward)
+    closed = overridden(module, "optimizer_step", TrainingModule) is not None or isinstance(
+        trainer.optimizers[0], LBFGS
+    )
+    return (ClosureStep if closed else TrainStep)(trainer, forward, losses)
 
 
 def detached(output: Any) -> dict[str, Any] | None:

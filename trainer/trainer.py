@@ -52,8 +52,8 @@ class Trainer(TrainerStatus):
         strategy: ``"auto"``, a name such as ``"cpu"`` or ``"single_device"``, or a Strategy.
         devices: how many, which, or ``"auto"``.
         num_nodes: machines.
-        precision: ``"32-true"`` (default), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``, ``"bf16-mixed"``,
-            their aliases, or a Precision.
+        precision: ``"32-true"`` (default), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``,
+            ``"bf16-mixed"``, their aliases, or a Precision.
         logger: None or True for TensorBoard, False for none, a Logger or several.
         callbacks: one Callback or several. A progress bar, a model summary and a ``ModelCheckpoint`` are added.
         fast_dev_run: try everything on n batches (True: 1), without logging or saving.
@@ -67,7 +67,7 @@ class Trainer(TrainerStatus):
         limit_test_batches: the same for test.
         limit_predict_batches: the same for predict.
         overfit_batches: train and validate on the first n batches (or share), in order.
-        val_check_interval: validate after this share of an epoch (float), these many batches (int) or this time (duration).
+        val_check_interval: validate after this share of an epoch (float), so many batches (int) or so much time.
         check_val_every_n_epoch: epochs between validations; None counts batches over epochs.
         num_sanity_val_steps: validation batches to try before training; -1 for all, 0 for none. 2 by default.
         log_every_n_steps: updates between two records of step metrics. 50 by default.
@@ -149,8 +149,11 @@ class Trainer(TrainerStatus):
         self._clear()
 
     def _check_limits(self, given: Mapping[str, Any]) -> None:
-        for name in (*check.LIMITS, "overfit_batches"):
-            setattr(self, name, check.check_limit(name, given[name]))
+        self.limit_train_batches = check.check_limit("limit_train_batches", given["limit_train_batches"])
+        self.limit_val_batches = check.check_limit("limit_val_batches", given["limit_val_batches"])
+        self.limit_test_batches = check.check_limit("limit_test_batches", given["limit_test_batches"])
+        self.limit_predict_batches = check.check_limit("limit_predict_batches", given["limit_predict_batches"])
+        self.overfit_batches = check.check_limit("overfit_batches", given["overfit_batches"])
         self.max_epochs = check.check_count("max_epochs", given["max_epochs"], none=True, unlimited=True)
         self.max_steps = check.check_count("max_steps", given["max_steps"], unlimited=True)
         self.min_epochs = check.check_count("min_epochs", given["min_epochs"], none=True)
@@ -158,32 +161,37 @@ class Trainer(TrainerStatus):
         self.fast_dev_run = check.check_fast_dev_run(given["fast_dev_run"])
         if self.fast_dev_run:
             self.max_epochs, self.max_steps = 1, self.fast_dev_run
-        self.max_epochs = check.check_limits_of_time(self.max_epochs, self.max_steps, given["max_time"])
         every = check.check_count("check_val_every_n_epoch", given["check_val_every_n_epoch"], least=1, none=True)
         self.check_val_every_n_epoch = every
-        self.val_check_interval, self._val_seconds = check.check_val_interval(given["val_check_interval"], every)
+        self.val_check_interval, self.val_check_seconds = check.check_val_interval(given["val_check_interval"], every)
         sanity = 2 if given["num_sanity_val_steps"] is None else given["num_sanity_val_steps"]
         self.num_sanity_val_steps = check.check_count("num_sanity_val_steps", sanity, unlimited=True)
         if self.fast_dev_run or given["barebones"]:
             self.num_sanity_val_steps = 0
 
     def _check_steps(self, given: Mapping[str, Any]) -> None:
-        self.accumulate_grad_batches = check.check_count(
-            "accumulate_grad_batches", given["accumulate_grad_batches"], least=1
-        )
-        check.check_clipping(given["gradient_clip_val"], given["gradient_clip_algorithm"])
-        self.gradient_clip_val, self.gradient_clip_algorithm = given["gradient_clip_val"], given["gradient_clip_algorithm"]
+        accumulate = given["accumulate_grad_batches"]
+        self.accumulate_grad_batches = check.check_count("accumulate_grad_batches", accumulate, least=1)
+        self.gradient_clip_val: float | None = given["gradient_clip_val"]
+        self.gradient_clip_algorithm: str | None = given["gradient_clip_algorithm"]
+        check.check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
         every = 50 if given["log_every_n_steps"] is None else given["log_every_n_steps"]
         self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62
-        name = "reload_dataloaders_every_n_epochs"
-        self.reload_dataloaders_every_n_epochs = check.check_count(name, given[name])
+        reload = given["reload_dataloaders_every_n_epochs"]
+        self.reload_dataloaders_every_n_epochs = check.check_count("reload_dataloaders_every_n_epochs", reload)
 
     def _check_flags(self, given: Mapping[str, Any]) -> None:
         check.check_flags(given)
-        for name in ("deterministic", "benchmark", "inference_mode", "use_distributed_sampler", "detect_anomaly"):
-            setattr(self, name, given[name])
-        self.barebones, self.sync_batchnorm = given["barebones"], given["sync_batchnorm"]
-        self.enable_autolog_hparams, self.compile = given["enable_autolog_hparams"], given["compile"]
+        self.deterministic: bool | str | None = given["deterministic"]
+        self.benchmark: bool | None = given["benchmark"]
+        self.inference_mode: bool = given["inference_mode"]
+        self.use_distributed_sampler: bool = given["use_distributed_sampler"]
+        self.sync_batchnorm: bool = given["sync_batchnorm"]
+        self.profiler = None
+        self.detect_anomaly: bool = given["detect_anomaly"]
+        self.barebones: bool = given["barebones"]
+        self.enable_autolog_hparams: bool = given["enable_autolog_hparams"]
+        self.compile: bool | Mapping[str, Any] = given["compile"]
 
     # ---- entry points ----------------------------------------------------------------------------------------------
 
@@ -291,11 +299,14 @@ class Trainer(TrainerStatus):
 
         if self._module is None:
             raise AttributeError(
-                f"Trainer.save_checkpoint({str(filepath)!r}): there is no module to save yet. Call fit (or validate, test, "
+                f"Trainer.save_checkpoint({str(filepath)!r}): there is no module to save yet. Call fit (or validate, "
+                "test, "
                 "predict) first."
             )
         if storage_options is not None:
-            raise ValueError(f"save_checkpoint(storage_options={storage_options!r}): files are written locally. Leave it out.")
+            raise ValueError(
+                f"save_checkpoint(storage_options={storage_options!r}): files are written locally. Leave it out."
+            )
         self._metrics.drain()
         for logger in self.loggers if self.is_global_zero else []:
             logger.save()
@@ -356,9 +367,9 @@ class Trainer(TrainerStatus):
     def _fail(self, error: BaseException) -> None:
         """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
         self.state.status = "interrupted"
-        self._quietly([lambda: self._metrics.drain()])
+        self._run_all([lambda: self._metrics.drain()])
         if self._hooks is not None:
-            self._quietly([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
+            self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
 
     def _teardown(self, fn: str, failed: bool) -> None:
         jobs: list[Any] = []
@@ -368,20 +379,24 @@ class Trainer(TrainerStatus):
         if self.is_global_zero:
             jobs += [lambda logger=logger: logger.finalize(status) for logger in self.loggers]
         jobs.append(self.strategy.teardown)
+        if not failed:
+            self.state.status = "finished"
         try:
-            if failed:
-                self._quietly(jobs)
-            else:
-                self.state.status = "finished"
-                for job in jobs:
-                    job()
+            self._run_all(jobs, hidden=failed)
         finally:
             self.state.fn = self.state.stage = None
 
     @staticmethod
-    def _quietly(jobs: Iterable[Any]) -> None:
+    def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:
+        """Run every job. Errors become warnings; unless ``hidden`` the first one is raised at the end."""
+        first: Exception | None = None
         for job in jobs:
             try:
                 job()
-            except Exception as error:  # the run has failed already: what comes after may not hide why
-                messages.warn(f"While the run was ending after an error, {type(error).__name__} came up as well: {error}")
+            except Exception as error:
+                if not hidden and first is None:
+                    first = error
+                    continue
+                messages.warn(f"While the run was ending, {type(error).__name__} came up as well: {error}")
+        if first is not None:
+            raise first

@@ -33,7 +33,8 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
     if plugin is not None:
         if precision is not None:
             raise ValueError(
-                f"Trainer(precision={precision!r}) was given together with a {type(plugin).__name__} plugin. Leave one out."
+                f"Trainer(precision={precision!r}) was given together with a {type(plugin).__name__} plugin. Leave "
+                "one out."
             )
         return plugin
     if precision is None:
@@ -42,7 +43,9 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
     if name not in NAMES:
         raise ValueError(messages.unknown("precision", precision, (*NAMES, *ALIASES), ", or pass a Precision"))
     if kind == "mps" and name == "64-true":
-        raise ValueError("Trainer(precision='64-true'): Apple's MPS device has no float64. Use '32-true', or accelerator='cpu'.")
+        raise ValueError(
+            "Trainer(precision='64-true'): Apple's MPS device has no float64. Use '32-true', or accelerator='cpu'."
+        )
     if name == "32-true":
         return Precision()
     return MixedPrecision(name, kind) if name.endswith("mixed") else TruePrecision(name)
@@ -53,7 +56,8 @@ def _plugin(plugins: Any) -> Precision | None:
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"Trainer(plugins=...) got a {type(plugin).__name__}. Pass a Precision; other parts are replaced through "
+                f"Trainer(plugins=...) got a {type(plugin).__name__}. Pass a Precision; other parts are replaced "
+                "through "
                 "strategy= (a Strategy object), logger= and callbacks=."
             )
         found = plugin if found is None else _twice(found, plugin)
@@ -62,4 +66,3 @@ def _plugin(plugins: Any) -> Precision | None:
 
 def _twice(first: Precision, second: Precision) -> Precision:
     raise ValueError(f"Two precisions were given ({first.name!r} and {second.name!r}). Leave one out.")
-

@@ -24,9 +24,9 @@ DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 class MixedPrecision(Precision):
     """``"16-mixed"`` and ``"bf16-mixed"``.
 
-    With fp16 the loss is scaled so that small gradients do not vanish (Micikevicius et al., Mixed Precision Training, 2018).
-    A step whose gradients overflow is skipped: it moves neither ``global_step`` nor schedulers, and is counted in
-    ``skipped_steps``.
+    With fp16 the loss is scaled so that small gradients do not vanish (Micikevicius et al., Mixed Precision Training,
+    2018). A step whose gradients overflow is skipped: it moves neither ``global_step`` nor schedulers, and is counted
+    in ``skipped_steps``.
 
     Args:
         name: which of the two.
@@ -74,7 +74,8 @@ class MixedPrecision(Precision):
         if closure is not None:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
-                    "precision='16-mixed' with LBFGS: it evaluates the loss several times a step, which loss scaling cannot "
+                    "precision='16-mixed' with LBFGS: it evaluates the loss several times a step, which loss scaling "
+                    "cannot "
                     "follow. Use 'bf16-mixed' or '32-true'."
                 )
             closure()

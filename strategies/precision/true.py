@@ -20,8 +20,8 @@ DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch
 class TruePrecision(Precision):
     """``"64-true"``, ``"16-true"`` and ``"bf16-true"``: the module's floating-point tensors are converted, inputs too.
 
-    Tensors made inside a step get the dtype as well. With 16 bits the weights themselves are rounded: updates smaller than
-    their resolution are lost, so prefer the mixed forms for training.
+    Tensors made inside a step get the dtype as well. With 16 bits the weights themselves are rounded: updates smaller
+    than their resolution are lost, so prefer the mixed forms for training.
     """
 
     def __init__(self, name: str = "bf16-true") -> None:

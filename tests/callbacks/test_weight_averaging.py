@@ -23,6 +23,8 @@ from paceline.callbacks.weight_averaging import (
 from paceline.loggers.messages import PacelineWarning
 from paceline.strategies.base import Strategy
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*there is no val_dataloader")
+
 
 class Net(TrainingModule):
     """A small network with BatchNorm, so that buffers matter."""
@@ -232,9 +234,19 @@ def test_half_precision_weights_are_averaged_in_float32() -> None:
         (EMAWeightAveraging, {"decay": -0.1}, ValueError, ["decay=-0.1", "outside [0, 1]", "such as 0.999"]),
         (EMAWeightAveraging, {"decay": "0.9"}, TypeError, ["decay='0.9'", "str", "Give a number from 0 to 1"]),
         (EMAWeightAveraging, {"update_every_n_steps": 0}, ValueError, ["update_every_n_steps=0", "at least 1"]),
-        (EMAWeightAveraging, {"update_every_n_steps": 1.5}, TypeError, ["update_every_n_steps=1.5", "counts", "integer"]),
+        (
+            EMAWeightAveraging,
+            {"update_every_n_steps": 1.5},
+            TypeError,
+            ["update_every_n_steps=1.5", "counts", "integer"],
+        ),
         (EMAWeightAveraging, {"update_starting_at_step": -1}, ValueError, ["update_starting_at_step=-1", "at least 0"]),
-        (EMAWeightAveraging, {"update_starting_at_epoch": True}, TypeError, ["update_starting_at_epoch=True", "integer"]),
+        (
+            EMAWeightAveraging,
+            {"update_starting_at_epoch": True},
+            TypeError,
+            ["update_starting_at_epoch=True", "integer"],
+        ),
         (EMAWeightAveraging, {"dekay": 0.9}, TypeError, ["'dekay'", "Did you mean 'decay'?", "Choose"]),
         (EMAWeightAveraging, {"avg_fn": max}, TypeError, ["avg_fn", "from decay", "Use WeightAveraging(avg_fn=...)"]),
         (WeightAveraging, {"avgfn": max}, TypeError, ["'avgfn'", "Did you mean 'avg_fn'?", "Choose"]),
@@ -271,9 +283,11 @@ def test_ema_is_the_hand_computed_average_of_the_weights_after_each_step(tmp_pat
     assert_close(module, fold(record.steps, 0.8))
 
 
-def test_weight_averaging_is_the_mean_of_the_weights_after_each_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weight_averaging_is_the_mean_of_the_weights_after_each_step(tmp_path: Path, accumulate: int) -> None:
     module, record = Net(), Recorder()
-    trainer(tmp_path, record, WeightAveraging(), max_epochs=2).fit(module, loader())
+    run = trainer(tmp_path, record, WeightAveraging(), max_epochs=2, accumulate_grad_batches=accumulate)
+    run.fit(module, loader())
     mean = {n: torch.stack([s[n] for s in record.steps]).mean(0) for n in record.steps[0]}
     assert_close(module, mean)
 
@@ -344,7 +358,10 @@ def test_two_optimizers_in_a_batch_make_one_update(tmp_path: Path) -> None:
                 optimizer.zero_grad()
 
         def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.SGD(self.net[3].parameters(), lr=0.1)]
+            return [
+                torch.optim.SGD(self.net[0].parameters(), lr=0.1),
+                torch.optim.SGD(self.net[3].parameters(), lr=0.1),
+            ]
 
     every, second = EMAWeightAveraging(), EMAWeightAveraging(update_every_n_steps=2)
     run = trainer(tmp_path, every, max_epochs=1)
@@ -395,6 +412,19 @@ def test_an_exception_in_validation_gives_the_training_weights_back(
     assert len(module.validated) == 1
     assert not torch.equal(module.validated[0].double(), record.steps[-1]["net.0.weight"])
     assert_same({n: p.detach().double() for n, p in module.named_parameters()}, record.steps[-1])
+
+
+def test_validating_after_an_exception_uses_the_weights_in_the_module(tmp_path: Path) -> None:
+    class Fails(Net):
+        def on_train_epoch_end(self) -> None:
+            raise ValueError("on purpose")
+
+    module, record = Fails(), Recorder()
+    run = trainer(tmp_path, record, EMAWeightAveraging(decay=0.5), max_epochs=1)
+    with pytest.raises(ValueError, match="on purpose"):
+        run.fit(module, loader())
+    run.validate(module, loader(), verbose=False)
+    assert torch.equal(module.validated[-1].double(), record.steps[-1]["net.0.weight"])
 
 
 def test_an_exception_in_a_hook_of_the_callback_after_it_gives_the_training_weights_back(tmp_path: Path) -> None:
@@ -540,10 +570,51 @@ def test_a_run_saved_after_its_end_can_be_prolonged_to_the_bit(tmp_path: Path) -
     run = trainer(tmp_path, EMAWeightAveraging(decay=0.8), max_epochs=2)
     run.fit(half, loader(shuffle=True))
     run.save_checkpoint(path)
-    trainer(tmp_path, EMAWeightAveraging(decay=0.8), max_epochs=4).fit(
-        prolonged, loader(shuffle=True), ckpt_path=path
-    )
+    trainer(tmp_path, EMAWeightAveraging(decay=0.8), max_epochs=4).fit(prolonged, loader(shuffle=True), ckpt_path=path)
     assert_same(weights(prolonged), weights(whole))
+
+
+def test_what_is_changed_after_the_fit_is_what_is_saved(tmp_path: Path) -> None:
+    module, path = Net(), tmp_path / "end.ckpt"
+    run = trainer(tmp_path, EMAWeightAveraging(), max_epochs=1)
+    run.fit(module, loader())
+    nn.init.zeros_(module.net[3].weight)
+    run.save_checkpoint(path)
+    assert_same(torch.load(path, weights_only=True)["state_dict"], dict(module.state_dict()))
+
+
+class SaveEarly(Callback):
+    """Saves in the same hook in which an average is updated, ahead of it, when a batch or an epoch has been trained."""
+
+    def __init__(self, path: Path, hook: str, batches: int) -> None:
+        self.path = path
+        self.batches = batches
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, pl_module: Any, outputs: Any = None, batch: Any = None, batch_idx: int = 0) -> None:
+        if trainer.state.batches == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(("hook", "batches"), [("on_train_batch_end", 10), ("on_train_epoch_end", 10)])
+def test_an_update_that_was_due_when_a_callback_saved_is_made_after_the_resume(
+    tmp_path: Path, hook: str, batches: int
+) -> None:
+    class StepsAndEpochs(WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return True
+
+    def run(ckpt_path: Path | None = None) -> dict[str, Any]:
+        save = SaveEarly(tmp_path / "r.ckpt", hook, batches)
+        fit = trainer(tmp_path, save, StepsAndEpochs(), max_epochs=3)
+        fit.fit(Net(), loader(), ckpt_path=ckpt_path)
+        fit.save_checkpoint(tmp_path / "end.ckpt")
+        return torch.load(tmp_path / "end.ckpt", weights_only=True)
+
+    whole, resumed = run(), run(tmp_path / "r.ckpt")
+    assert whole["callbacks"][StepsAndEpochs.__qualname__]["n_averaged"] == 15 + 3
+    assert_same(resumed["state_dict"], whole["state_dict"])
+    assert_same(resumed[CURRENT_KEY], whole[CURRENT_KEY])
 
 
 def test_resuming_a_finished_run_leaves_the_average_in_the_module(tmp_path: Path) -> None:
@@ -556,13 +627,14 @@ def test_resuming_a_finished_run_leaves_the_average_in_the_module(tmp_path: Path
     assert_same(weights(second), weights(first))
 
 
-def test_a_checkpoint_without_average_starts_a_new_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_average_starts_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="paceline")
     path = tmp_path / "plain.ckpt"
     trainer(tmp_path, SaveAt(0, path), max_epochs=1).fit(Net(), loader())
     module, record, ema = Net(), Recorder(), EMAWeightAveraging(decay=0.8)
     record.steps = [{} for _ in range(5)]
     trainer(tmp_path, record, ema, max_epochs=2).fit(module, loader(), ckpt_path=path)
-    assert "holds no average" in capsys.readouterr().err
+    assert "holds no average of EMAWeightAveraging" in caplog.text
     assert ema.n_averaged == 5
     assert_close(module, fold(record.steps[5:], 0.8))
 
@@ -572,7 +644,9 @@ def test_evaluating_a_checkpoint_uses_the_average_in_it(tmp_path: Path) -> None:
     ema = EMAWeightAveraging(decay=0.8)
     trainer(tmp_path, ema, SaveAt(1, path), max_epochs=2).fit(Net(), loader())
     module = Net()
-    trainer(tmp_path, EMAWeightAveraging(decay=0.8)).validate(module, loader(), ckpt_path=path, verbose=False)
+    trainer(tmp_path, EMAWeightAveraging(decay=0.8), max_epochs=1).validate(
+        module, loader(), ckpt_path=path, verbose=False
+    )
     saved = torch.load(path, weights_only=True)["state_dict"]["net.0.weight"]
     assert torch.equal(module.validated[0], saved)
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-import paceline
 from paceline.loggers import CSVLogger, Logger, TensorBoardLogger, messages
 
 pytestmark = pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
@@ -36,11 +35,8 @@ def test_runs_that_start_together_never_share_a_folder(kind: Any, tmp_path: Path
         "sys.stdin.readline()\n"
         f"print([{kind.__name__}({str(tmp_path)!r}).version for _ in range(40)])"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(paceline.__path__[0]).parent)}
     runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     for run in runs:

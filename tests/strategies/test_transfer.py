@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from paceline.strategies.transfer import Mover, ahead, move, mover
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from paceline.strategies.transfer import Mover, ahead, move, mover
 
 META = torch.device("meta")
 

@@ -38,7 +38,7 @@ SHARED = tuple(h for h in HOOKS if h != "on_save_checkpoint")
 CALLBACK_ONLY = ("on_sanity_check_start", "on_sanity_check_end", "on_exception")
 
 
-class Stop(Exception):
+class StopOnPurposeError(Exception):
     """Raised by a step on purpose."""
 
 
@@ -87,7 +87,7 @@ class Recording(TrainingModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.steps += 1
         if self.steps == self.fail_at:
-            raise Stop
+            raise StopOnPurposeError
         if self.steps == self.stop_at:
             self.trainer.should_stop = True
         return self.layer(batch[0]).pow(2).mean()
@@ -160,10 +160,10 @@ class Scenario:
     def expected(self, owner: str, skipped: tuple[str, ...] = ()) -> list[str]:
         """The hook names of one owner, in the pseudo-code's order."""
         scope = _Scope(self)
-        exec(FIT_PSEUDO_CODE, scope)  # noqa: S102 - the pseudo-code is Python on purpose
+        exec(FIT_PSEUDO_CODE, scope)
         try:
             scope["fit"]()
-        except Stop:
+        except StopOnPurposeError:
             self.called += ["on_exception", "teardown"]
         known = {*SHARED} if owner == "C" else {*SHARED, *MODULE_ONLY, "optimizer_step"} - {*CALLBACK_ONLY}
         return [name for name in self.called if name in known and name not in skipped]
@@ -195,9 +195,10 @@ class _Scope(dict[str, Any]):
         return partial(self.call, name)
 
     def train_batches(self) -> Any:
-        for self.s.batch in range(self.s.batches):
+        for batch in range(self.s.batches):
+            self.s.batch = batch
             self.s.step += 1
-            yield self.s.batch
+            yield batch
 
     def stopping(self) -> bool:
         return self.s.stop_after is not None and self.s.step >= self.s.stop_after
@@ -212,7 +213,7 @@ class _Scope(dict[str, Any]):
             return
         s.called.append(name)
         if name == "training_step" and s.step == s.fail_at:
-            raise Stop
+            raise StopOnPurposeError
 
 
 RUNS = {
@@ -232,13 +233,17 @@ def test_recorded_run_equals_the_pseudo_code(run: str, owner: str, quiet: dict[s
     arguments, module_arguments, scenario = RUNS[run]
     record = Recorder()
     module = Stepping(record, **module_arguments)
-    trainer = Trainer(**{"max_epochs": 1, "num_sanity_val_steps": 0, **quiet, **arguments}, callbacks=[recording_callback(record)])
+    trainer = Trainer(
+        **{"max_epochs": 1, "num_sanity_val_steps": 0, **quiet, **arguments}, callbacks=[recording_callback(record)]
+    )
     if "fail_at" in scenario:
-        with pytest.raises(Stop):
+        with pytest.raises(StopOnPurposeError):
             trainer.fit(module)
     else:
         trainer.fit(module)
-    assert record.names(owner) == Scenario(**scenario).expected(owner, skipped=("on_load_checkpoint", "load_state_dict"))
+    assert record.names(owner) == Scenario(**scenario).expected(
+        owner, skipped=("on_load_checkpoint", "load_state_dict")
+    )
 
 
 @pytest.mark.parametrize("owner", ["C", "M"])

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from paceline.loggers import messages
 from paceline.trainer.hparams import AttributeDict, HyperparametersMixin
-from torch import nn
 
 
 class Plain(HyperparametersMixin):

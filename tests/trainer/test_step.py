@@ -166,7 +166,7 @@ def test_an_error_in_backward_that_is_not_the_loss_passes_through() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return Breaks.apply(super().training_step(batch, batch_idx))
 
-    with pytest.raises(RuntimeError, match="^mine"):
+    with pytest.raises(RuntimeError, match=r"^mine"):
         fit(Module(), [data(2)])
 
 
@@ -260,7 +260,9 @@ def test_lbfgs_gets_its_closure_and_minimizes() -> None:
     module = Second()
     trainer = fit(module, [(x, y)] * 2)
     assert trainer.global_step == 2
-    torch.testing.assert_close(module.layer.weight.detach(), torch.tensor([[1.0, 2.0, 3.0]]).double(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        module.layer.weight.detach(), torch.tensor([[1.0, 2.0, 3.0]]).double(), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_lbfgs_with_accumulation_is_refused() -> None:

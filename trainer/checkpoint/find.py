@@ -24,18 +24,21 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
     if ckpt_path is None:
         best = _best(trainer) if reused and fn != "fit" else None
         if best is not None:
-            messages.info(f"No module was passed to {fn}(): its best checkpoint is used. Pass the module to use it as it is.")
+            messages.info(
+                f"No module was passed to {fn}(): its best checkpoint is used. Pass the module to use it as it is."
+            )
         return best
     if ckpt_path == "best":
         best = _best(trainer)
         if best is None:
             raise ValueError(
-                f"Trainer.{fn}(ckpt_path='best'): no checkpoint has been saved as the best one. Train with a ModelCheckpoint "
+                f"Trainer.{fn}(ckpt_path='best'): no checkpoint has been saved as the best one. Train with a "
+                "ModelCheckpoint "
                 "(enable_checkpointing=True) first, or pass the path of a file."
             )
         return best
     if ckpt_path == "last":
-        return _last(trainer)
+        return _last(trainer, fn)
     return Path(ckpt_path)
 
 
@@ -43,16 +46,19 @@ def _best(trainer: Trainer) -> Path | None:
     return next((Path(c.best_model_path) for c in trainer.checkpoint_callbacks if c.best_model_path), None)
 
 
-def _last(trainer: Trainer) -> Path | None:
-    """The newest valid checkpoint in the folders this run saves to."""
+def _last(trainer: Trainer, fn: str) -> Path | None:
+    """The newest valid checkpoint in the folders this run saves to; for a fit one that can be resumed from."""
     folders = {Path(folder) for folder in _folders(trainer) if folder}
     files = [file for folder in folders if folder.is_dir() for file in folder.glob("*.ckpt")]
     passed_over = []
     for file in sorted(files, key=lambda f: (f.stat().st_mtime_ns, f.name), reverse=True):
         try:
-            read(file)
+            found = read(file)
         except Exception as error:  # a broken file is what is being looked for
             passed_over.append(f"{file} ({type(error).__name__})")
+            continue
+        if fn == "fit" and "optimizer_states" not in found:
+            passed_over.append(f"{file} (weights only)")
             continue
         if passed_over:
             messages.warn(f"ckpt_path='last' passed over {', '.join(passed_over)} and takes {file}.")
@@ -64,7 +70,7 @@ def _last(trainer: Trainer) -> Path | None:
 
 
 def _folders(trainer: Trainer) -> list[Any]:
-    folders = [c.dirpath for c in trainer.callbacks if getattr(c, "dirpath", None)]
+    folders = [getattr(callback, "dirpath", None) for callback in trainer.callbacks]
     if trainer.log_dir is not None and not trainer.fast_dev_run:
         own = Path(trainer.log_dir)
         siblings = [*own.parent.glob("version_*/checkpoints")] if own.name.startswith("version_") else []

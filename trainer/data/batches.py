@@ -74,16 +74,17 @@ class Batches:
         limited = self._limit != float("inf")
         if limited and self._skip >= self._limit:
             return iter(())
-        source, skip = self._open()
+        source, dropped = self._open()
         self._source = source
-        if limited or skip:
-            end = int(self._limit) - self._skip + skip if limited else None
-            source = islice(source, skip, end)
+        next(islice(source, dropped, dropped), None)  # at once, so that random states can be restored after it
+        if limited:
+            source = islice(source, int(self._limit) - self._skip)
         if not self._lookahead:
             return source if self._move is None else map(self._move, source)
         side = ahead(self._move)
         move = side or self._move
-        return self._one_ahead(source if move is None else map(move, source), side.ready if side else None)
+        source = source if move is None else map(move, source)
+        return self._one_ahead(next(source, _END), source, side.ready if side else None)
 
     def _open(self) -> tuple[Iterator[Any], int]:
         """The loader's iterator, and how many of its batches remain to be dropped."""
@@ -94,8 +95,7 @@ class Batches:
             return _jump(loader, self._skip), 0
         return iter(loader), self._skip
 
-    def _one_ahead(self, source: Iterator[Any], ready: Callable[[], None] | None) -> Iterator[Any]:
-        batch = next(source, _END)
+    def _one_ahead(self, batch: Any, source: Iterator[Any], ready: Callable[[], None] | None) -> Iterator[Any]:
         while batch is not _END:
             if ready is not None:
                 ready()

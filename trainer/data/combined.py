@@ -200,15 +200,13 @@ class CombinedLoader:
         total = max((length for length in lengths if length is not None), default=0)
         steps = range(total) if None not in lengths else count()
         for _ in steps:
-            parts = []
-            for index, source in enumerate(sources):
-                part = next(source, _END)
-                if part is _END:
-                    unread.discard(index)
-                    if not unread:
-                        return
-                    part = self._start_over(index, sources, opened)
-                parts.append(part)
+            parts = [next(source, _END) for source in sources]
+            ended = [index for index, part in enumerate(parts) if part is _END]
+            unread.difference_update(ended)
+            if not unread:
+                return
+            for index in ended:
+                parts[index] = self._start_over(index, sources, opened)
             yield parts
 
     def _start_over(self, index: int, sources: list[Iterator[Any]], opened: list[Iterator[Any]]) -> Any:

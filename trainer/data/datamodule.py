@@ -144,12 +144,12 @@ class DataModule(HyperparametersMixin):
 
         Args:
             checkpoint_path: the file.
-            map_location: where its tensors go; the CPU by default.
-            hparams_file: a .yaml or .csv file whose hyperparameters replace those of the checkpoint.
-            weights_only: files are read without running code in any case; True and None are the same.
+            map_location: where its tensors go, as for ``torch.load``.
+            hparams_file: a ``.yaml`` or ``.csv`` file whose hyperparameters replace those of the checkpoint.
+            weights_only: False unpickles whatever is in the file, which runs code that it names: for your own files.
             **kwargs: arguments of ``__init__`` that win over those saved.
         """
-        from ..checkpoint.contents import load_from_checkpoint
+        from ..checkpoint.load_module import load_from_checkpoint
 
         return load_from_checkpoint(
             cls, checkpoint_path, map_location, hparams_file, weights_only=weights_only, **kwargs

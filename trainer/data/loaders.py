@@ -6,8 +6,10 @@ import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -15,6 +17,9 @@ from ...loggers import messages
 from .combined import CombinedLoader, holds_loaders, length_of
 
 _MISSING = object()
+
+#: States of generators of the users' when :func:`seed_shuffling` last announced an epoch.
+_at_epoch_start: WeakKeyDictionary[torch.Generator, Tensor] = WeakKeyDictionary()
 
 
 def is_loader_collection(loaders: Any) -> bool:
@@ -98,6 +103,8 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
     wherever the loader, its samplers or its data set have one.
     """
     for index, leaf in enumerate(_leaves(loader)):
+        for generator in _generators(leaf):
+            _at_epoch_start[generator] = generator.get_state()
         samplers = _samplers(leaf)
         owners = [*samplers, leaf] if isinstance(leaf, DataLoader) else samplers
         for place, owner in enumerate(owners):
@@ -114,26 +121,34 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
 def loader_state(loader: Any) -> dict[str, Any] | None:
     """Return what a checkpoint keeps of a loader: its own ``state_dict`` and the states of the user's generators.
 
-    None if it has neither.
+    Of a generator both the present state and the one before the epoch under way. None if the loader has neither.
     """
     states = [_leaf_state(leaf) for leaf in _leaves(loader)]
     return {"loaders": states} if any(state is not None for state in states) else None
 
 
-def load_loader_state(loader: Any, state: Mapping[str, Any] | None) -> None:
-    """Take back what :func:`loader_state` returned; warn about what finds no place."""
+def load_loader_state(loader: Any, state: Mapping[str, Any] | None, mid_epoch: bool = False) -> bool:
+    """Take back what :func:`loader_state` returned; warn about what finds no place.
+
+    Args:
+        loader: the loader as it is now.
+        state: of the loader as it was then.
+        mid_epoch: the epoch of then is gone through again up to where it was, so that its order is needed once more.
+
+    Returns:
+        Whether the loader knows its position itself, so that no batches have to be skipped.
+    """
     if not state:
-        return
+        return False
     leaves, states = list(_leaves(loader)), state["loaders"]
     if len(leaves) != len(states):
         messages.warn(
             f"The checkpoint holds the states of {len(states)} loaders, this run trains from {len(leaves)}. They are "
             "left out, so the data start anew. Give fit the loaders of then to continue where it was."
         )
-        return
-    for leaf, leaf_state in zip(leaves, states, strict=True):
-        if leaf_state is not None:
-            _load_leaf_state(leaf, leaf_state)
+        return False
+    known = [_load_leaf_state(leaf, kept, mid_epoch) for leaf, kept in zip(leaves, states, strict=True) if kept]
+    return any(known)
 
 
 def without_shuffling(loader: Any) -> Any:
@@ -280,20 +295,23 @@ def _leaf_state(loader: Any) -> dict[str, Any] | None:
     generators = _generators(loader)
     if generators:
         state["generators"] = [generator.get_state() for generator in generators]
+        state["generators_at_epoch_start"] = [_at_epoch_start.get(g, g.get_state()) for g in generators]
     return state or None
 
 
-def _load_leaf_state(loader: Any, state: Mapping[str, Any]) -> None:
+def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool) -> bool:
     lost = []
-    if "state_dict" in state:
-        if _is_stateful(loader):
-            loader.load_state_dict(state["state_dict"])
-        else:
-            lost.append("its position (the loader has no load_state_dict now)")
-    saved, generators = state.get("generators", []), _generators(loader)
+    positioned = "state_dict" in state and _is_stateful(loader)
+    if positioned:
+        loader.load_state_dict(state["state_dict"])
+    elif "state_dict" in state:
+        lost.append("its position (the loader has no load_state_dict now)")
+    saved = state.get("generators_at_epoch_start" if mid_epoch and not positioned else "generators", [])
+    generators = _generators(loader)
     if len(saved) == len(generators):
         for generator, generator_state in zip(generators, saved, strict=True):
             generator.set_state(generator_state)
+            _at_epoch_start[generator] = generator_state
     else:
         lost.append(f"the states of {len(saved)} random generators (the loader has {len(generators)} now)")
     if lost:
@@ -301,6 +319,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any]) -> None:
             f"The checkpoint holds of the training loader ({type(loader).__name__}) {' and '.join(lost)}, which finds "
             "no place. The order of the data will differ from the run before. Give fit the loader of then."
         )
+    return positioned
 
 
 def _in_order(sampler: Any, dataset: Any) -> Any:

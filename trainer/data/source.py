@@ -63,7 +63,8 @@ class DataSource:
         owner = type(self.trainer.training_module).__name__
         if hook is None:
             raise ValueError(
-                f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule defines "
+                f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule "
+                "defines "
                 f"{HOOK[stage]}(). Pass a loader, or define the hook."
             )
         loaders = hook()
@@ -108,7 +109,8 @@ class DataSource:
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
-                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an epoch, so "
+                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an "
+                    "epoch, so "
                     "validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
                 )
             return interval
@@ -116,7 +118,8 @@ class DataSource:
             return INF
         if batches == INF:
             raise ValueError(
-                f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no length. "
+                f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no "
+                "length. "
                 "Pass a number of batches (an int), or give the loader a __len__."
             )
         return max(1, int(batches * interval))
@@ -132,13 +135,27 @@ class DataSource:
         step = overridden(trainer.training_module, "validation_step", TrainingModule) is not None
         owner = type(trainer.training_module).__name__
         if loader and not step:
-            messages.warn_once(f"A val_dataloader was given but {owner} has no validation_step: there is no validation.")
+            messages.warn_once(
+                f"A val_dataloader was given but {owner} has no validation_step: there is no validation."
+            )
         if step and not loader and trainer.state.fn == "fit":
-            messages.warn_once(f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation.")
+            messages.warn_once(
+                f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation."
+            )
         return loader and step and self.limit("validate") != 0
 
     def evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
-        """The loaders of a stage and how many batches of each to take."""
+        """The loaders of a stage, shuffled for this epoch, and how many batches of each to take."""
+        trainer = self.trainer
+        loaders, limits = self.load_evaluation(kind)
+        for loader in loaders:
+            seed_shuffling(loader, trainer.state.shuffle_seed, trainer.state.epoch)
+        if trainer.state.stage == "sanity_check" and trainer.num_sanity_val_steps != -1:
+            limits = [min(limit, trainer.num_sanity_val_steps) for limit in limits]
+        return loaders, limits
+
+    def load_evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
+        """Make the loaders of a stage, once; with them the number of batches each gives."""
         trainer = self.trainer
         if kind not in self.eval:
             loaders = eval_loaders(self._load(kind))
@@ -148,12 +165,7 @@ class DataSource:
             for loader in loaders:
                 advise(loader, HOOK[kind])
             self.eval[kind] = (loaders, limits)
-        loaders, limits = self.eval[kind]
-        for loader in loaders:
-            seed_shuffling(loader, trainer.state.shuffle_seed, trainer.state.epoch)
-        if trainer.state.stage == "sanity_check" and trainer.num_sanity_val_steps != -1:
-            limits = [min(limit, trainer.num_sanity_val_steps) for limit in limits]
-        return loaders, limits
+        return self.eval[kind]
 
     def track_indices(self, loader: Any) -> Callable[[], list[int]] | None:
         """A function that gives the sample indices of each next batch; None where the order is not known beforehand."""
@@ -180,4 +192,3 @@ class DataSource:
     def looks_ahead(self, loader: Any) -> bool:
         """Whether batches are fetched one ahead: to overlap copies to a device, or to know the last one."""
         return self.trainer.strategy.device.type == "cuda" or self.length(loader) == INF
-

@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.trainer.data.batches import Batches, batch_size_of, conflicting_sizes
-from paceline.trainer.data.combined import CombinedLoader
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from paceline.trainer.data.batches import Batches, batch_size_of, conflicting_sizes
+from paceline.trainer.data.combined import CombinedLoader
 
 
 class Recorded:
@@ -59,7 +60,7 @@ def python_calls(function: Any, *args: Any) -> list[str]:
 
     def profile(frame: Any, event: str, arg: Any) -> None:
         if event == "call":
-            calls.append(frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
+            calls.append(frame.f_code.co_name)
 
     sys.setprofile(profile)
     try:
@@ -76,9 +77,7 @@ def test_a_batch_costs_no_python_call_without_move_and_lookahead(limit):
             pass
 
     batches = iter(Batches(list(range(1000)), None, False, limit))
-    assert python_calls(consume, batches) == [
-        f"{test_a_batch_costs_no_python_call_without_move_and_lookahead.__name__}.<locals>.consume"
-    ]
+    assert python_calls(consume, batches) == ["consume"]
 
 
 def test_without_move_lookahead_and_limit_the_loaders_own_iterator_is_handed_out():
@@ -143,7 +142,7 @@ def test_a_batch_is_moved_before_the_one_in_front_of_it_is_handed_out_only_with_
     limit=st.one_of(st.integers(0, 10), st.just(float("inf"))),
     lookahead=st.booleans(),
 )
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)
 def test_the_batches_are_those_from_skip_to_limit(count, skip, limit, lookahead):
     source = Recorded(count)
     batches = Batches(source, None, lookahead, limit, skip)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.trainer.data import CombinedLoader
 from torch.utils.data import DataLoader, SequentialSampler
+
+from paceline.trainer.data import CombinedLoader
 
 MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
 
@@ -62,7 +63,7 @@ def reference(lists: list[list[Any]], mode: str) -> list[tuple[Any, int, int]]:
     limits=st.one_of(st.none(), st.lists(st.one_of(st.integers(0, 7), st.just(float("inf"))), min_size=4, max_size=4)),
     sized=st.lists(st.booleans(), min_size=4, max_size=4),
 )
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=400, deadline=None, database=None, derandomize=True)
 def test_every_mode_yields_what_the_plain_reference_yields(sizes, mode, limits, sized):
     lists = [[f"{which}-{index}" for index in range(size)] for which, size in enumerate(sizes)]
     loaders = [values if known else Unsized(values) for values, known in zip(lists, sized, strict=False)]
@@ -132,19 +133,25 @@ def test_a_shuffled_loader_that_starts_over_draws_a_new_order():
     assert len({tuple(row) for row in rows}) > 1
 
 
-def test_the_longest_loader_is_known_to_end_without_starting_shorter_ones_again():
-    started = []
+def test_nothing_is_fetched_past_the_end_of_the_longest_loader():
+    fetched = []
 
-    class Counted(Unsized):
+    class Noted(Unsized):
         def __iter__(self):
-            started.append(len(self.values))
-            return iter(self.values)
+            for value in self.values:
+                fetched.append(value)
+                yield value
 
         def __len__(self):
             return len(self.values)
 
-    assert len(list(CombinedLoader([Counted([1, 2]), Counted([1, 2, 3, 4])], "max_size_cycle"))) == 4
-    assert started == [2, 4, 2]
+    assert len(list(CombinedLoader([Noted(["a", "b"]), Noted([1, 2, 3])], "max_size_cycle"))) == 3
+    assert fetched == ["a", 1, "b", 2, 3, "a"]
+
+
+def test_iterators_of_one_length_that_can_be_read_once_need_not_start_over():
+    pair = CombinedLoader([(i for i in range(2)), (i for i in range(2))], "max_size_cycle")
+    assert list(pair.batches()) == [[0, 0], [1, 1]]
 
 
 def test_an_iterator_that_can_be_read_once_cannot_cycle():
@@ -175,6 +182,20 @@ def test_dropping_a_half_read_pass_shuts_the_workers_down(mode):
     assert set(multiprocessing.active_children()) - before
     batches.close()  # type: ignore[attr-defined]
     assert not set(multiprocessing.active_children()) - before
+
+
+def test_a_loader_that_fails_takes_the_workers_of_the_others_along():
+    def fails():
+        yield 1
+        raise OSError("disk gone")
+
+    before = set(multiprocessing.active_children())
+    batches = CombinedLoader([DataLoader(range(20), num_workers=1), fails()]).batches()
+    next(batches)
+    with pytest.raises(OSError, match="disk gone") as held:
+        next(batches)
+    assert not set(multiprocessing.active_children()) - before
+    assert held.traceback
 
 
 def test_one_limit_holds_for_all_loaders_and_none_lifts_it():

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paceline.trainer.data import DataModule
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+
+from paceline.trainer.data import DataModule
 
 
 class Digits(DataModule):

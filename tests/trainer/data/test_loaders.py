@@ -11,6 +11,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
 from paceline.loggers import messages
 from paceline.trainer.data import CombinedLoader
 from paceline.trainer.data.batches import Batches
@@ -24,19 +38,6 @@ from paceline.trainer.data.loaders import (
     seed_shuffling,
     train_loader,
     without_shuffling,
-)
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    random_split,
 )
 
 INF = float("inf")
@@ -194,7 +195,7 @@ def test_batches_are_counted_under_a_limit(source, limit, expected):
 
 
 @given(length=st.integers(1, 1000), batches=st.integers(1, 1000))
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
 def test_a_fraction_that_means_whole_batches_gives_exactly_these(length, batches):
     batches = min(batches, length)
     assert count_batches(range(length), batches / length, "train_dataloader") == batches
@@ -413,6 +414,29 @@ def test_states_go_round_through_a_combined_loader():
     assert order(other.flattened[1]) == expected
 
 
+def test_in_the_middle_of_an_epoch_the_users_generator_goes_back_to_its_start():
+    source = with_generator(1)
+    order(source)
+    seed_shuffling(source, 0, 1)
+    second = order(source)
+    state = loader_state(source)
+    other = with_generator(2)
+    seed_shuffling(other, 0, 1)
+    assert load_loader_state(other, state, mid_epoch=True) is False
+    again = loader_state(other)
+    assert again is not None
+    assert state is not None
+    kept = "generators_at_epoch_start"
+    assert torch.equal(again["loaders"][0][kept][0], state["loaders"][0][kept][0])
+    assert [batch.tolist() for batch in Batches(other, skip=2)] == second[2:]
+    assert order(other) == order(source)
+
+
+def test_a_loader_that_restored_its_position_says_so():
+    assert load_loader_state(Positioned(), loader_state(Positioned()), mid_epoch=True) is True
+    assert load_loader_state(loader(), None) is False
+
+
 def test_a_state_that_finds_no_place_is_told():
     state = loader_state(CombinedLoader([Positioned(), with_generator(0)]))
     with pytest.warns(messages.PacelineWarning, match="states of 2 loaders, this run trains from 1"):
@@ -448,6 +472,14 @@ def test_without_shuffling_keeps_everything_else_of_a_subclass():
     assert order(ordered) == [[0, 1], [2, 3]]
     assert isinstance(source.sampler, RandomSampler)
     assert isinstance(source.batch_sampler.sampler, RandomSampler)
+
+
+def test_without_shuffling_a_loader_whose_workers_are_running_gets_its_own():
+    source = loader(6, shuffle=True, num_workers=1, persistent_workers=True)
+    order(source)
+    ordered = without_shuffling(source)
+    assert order(ordered) == order(ordered) == [[0, 1], [2, 3], [4, 5]]
+    CombinedLoader([source, ordered]).reset()
 
 
 def test_without_shuffling_keeps_a_batch_samplers_own_ways():

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+
+from paceline import Trainer
+from paceline.callbacks.base import Callback
+from paceline.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+from paceline.loggers.messages import PacelineWarning
+from paceline.strategies.single_device import SingleDevice
+
+NAN, INF = math.nan, math.inf
+
+
+class Scored(TinyModule):
+    """Logs the given ``score`` values, one in each validation; ``sanity`` in the sanity check."""
+
+    def __init__(self, *scores: float, sanity: float = 0.0) -> None:
+        super().__init__()
+        self.scores = list(scores)
+        self.sanity = sanity
+        self.validations = 0
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.sanity_checking:
+            self.log("score", self.sanity)
+            return
+        self.log("score", self.scores[self.validations])
+        self.validations += 1
+
+
+def fit(module: TinyModule, *callbacks: Callback, epochs: int = 10, resume: Any = None, **arguments: Any) -> Trainer:
+    given = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "accelerator": "cpu",
+    }
+    if "strategy" in arguments:
+        del given["accelerator"]
+    trainer = Trainer(callbacks=list(callbacks), max_epochs=epochs, **(given | arguments))
+    trainer.fit(module, tiny_loader(), tiny_loader(seed=1), ckpt_path=resume)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("mode", "scores", "epochs"),
+    [
+        ("min", [3.0, 2.0, 2.0, 2.5, 1.0], 4),
+        ("max", [1.0, 2.0, 2.0, 1.5, 3.0], 4),
+        ("min", [3.0, 2.0, 2.5, 1.0, 1.5, 1.5], 6),
+    ],
+    ids=["min", "max", "an improvement starts the count again"],
+)
+def test_stops_after_patience_checks_without_an_improvement(mode: Any, scores: list[float], epochs: int) -> None:
+    stopping = EarlyStopping("score", patience=2, mode=mode)
+    trainer = fit(Scored(*scores), stopping)
+    assert trainer.current_epoch == epochs
+    assert stopping.wait_count == 2
+    assert stopping.stopped_epoch == epochs - 1
+    assert stopping.best_score == (min if mode == "min" else max)(scores[:epochs])
+    assert stopping.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+    assert stopping.stopping_reason_message is not None
+    assert "'score' has not improved" in stopping.stopping_reason_message
+    assert "in 2 checks" in stopping.stopping_reason_message
+
+
+def test_a_run_that_keeps_improving_is_not_stopped() -> None:
+    stopping = EarlyStopping("score", patience=1)
+    trainer = fit(Scored(4.0, 3.0, 2.0, 1.0), stopping, epochs=4)
+    assert trainer.current_epoch == 4
+    assert not trainer.should_stop
+    assert (stopping.stopped_epoch, stopping.wait_count) == (0, 0)
+    assert stopping.stopping_reason is EarlyStoppingReason.NOT_STOPPED
+    assert stopping.stopping_reason_message is None
+
+
+@pytest.mark.parametrize(("mode", "scores"), [("min", [3.0, 2.5, 2.0]), ("max", [2.0, 2.5, 3.0])])
+def test_a_change_of_exactly_min_delta_is_no_improvement(mode: Any, scores: list[float]) -> None:
+    stopping = EarlyStopping("score", min_delta=0.5, patience=1, mode=mode)
+    assert fit(Scored(*scores), stopping).current_epoch == 2
+    assert stopping.best_score == scores[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scores", "reason", "words"),
+    [
+        (
+            {"stopping_threshold": 1.0},
+            [2.0, 1.0, 0.5],
+            "STOPPING_THRESHOLD",
+            "0.5, better than the stopping threshold 1",
+        ),
+        ({"stopping_threshold": 1.0, "mode": "max"}, [0.0, 1.0, 2.0], "STOPPING_THRESHOLD", "2, better than"),
+        (
+            {"divergence_threshold": 9.0},
+            [2.0, 9.0, 9.5],
+            "DIVERGENCE_THRESHOLD",
+            "9.5, worse than the divergence threshold 9",
+        ),
+        ({"divergence_threshold": -1.0, "mode": "max"}, [2.0, -1.0, -2.0], "DIVERGENCE_THRESHOLD", "-2, worse than"),
+        ({}, [3.0, 2.0, NAN], "NON_FINITE_METRIC", "nan, which is not finite (best so far 2)"),
+        ({}, [3.0, 2.0, INF], "NON_FINITE_METRIC", "inf, which is not finite"),
+    ],
+)
+def test_stops_at_once_and_says_why(arguments: Any, scores: list[float], reason: str, words: str) -> None:
+    stopping = EarlyStopping("score", **arguments)
+    assert fit(Scored(*scores), stopping).current_epoch == 3
+    assert stopping.stopping_reason.name == reason
+    assert stopping.stopping_reason_message is not None
+    assert words in stopping.stopping_reason_message
+    assert stopping.stopped_epoch == 2
+
+
+def test_a_value_that_is_not_finite_counts_as_no_improvement_where_that_is_allowed() -> None:
+    stopping = EarlyStopping("score", patience=2, check_finite=False)
+    assert fit(Scored(1.0, NAN, INF), stopping).current_epoch == 3
+    assert stopping.best_score == 1.0
+
+
+def test_the_sanity_check_is_not_judged() -> None:
+    stopping = EarlyStopping("score", check_on_train_epoch_end=False)
+    trainer = fit(Scored(2.0, 1.0, sanity=NAN), stopping, epochs=2)
+    assert trainer.current_epoch == 2
+    assert stopping.best_score == 1.0
+
+
+def test_a_validation_of_its_own_is_not_judged() -> None:
+    stopping = EarlyStopping("score", check_on_train_epoch_end=False, patience=1)
+    module = Scored(1.0, 2.0)
+    trainer = fit(module, stopping, epochs=1)
+    trainer.validate(module, tiny_loader(), verbose=False)
+    assert stopping.wait_count == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "checks"),
+    [
+        ({}, 2),
+        ({"val_check_interval": 0.5}, 4),
+        ({"check_val_every_n_epoch": 2}, 1),
+        ({"limit_val_batches": 0}, 2),
+        ({"limit_val_batches": 0, "check_val_every_n_epoch": 2}, 2),
+    ],
+    ids=["once an epoch", "twice an epoch", "every second epoch", "never", "never, whatever the rhythm"],
+)
+def test_checks_follow_the_validations_and_without_them_the_epochs(arguments: dict[str, Any], checks: int) -> None:
+    seen = []
+
+    class Counting(EarlyStopping):
+        def _judge(self, value: torch.Tensor) -> Any:
+            seen.append(value)
+            return super()._judge(value)
+
+    metric = "train_loss" if "limit_val_batches" in arguments else "val_loss"
+    fit(TinyModule(), Counting(metric), epochs=2, **arguments)
+    assert len(seen) == checks
+
+
+def test_a_metric_that_the_module_logs_at_the_epochs_end_is_seen() -> None:
+    class Late(TinyModule):
+        def on_train_epoch_end(self) -> None:
+            self.log("late", float(self.current_epoch))
+
+    stopping = EarlyStopping("late", patience=2)
+    assert fit(Late(), stopping).current_epoch == 3
+    assert stopping.best_score == 0.0
+
+
+def test_stopping_waits_for_min_epochs() -> None:
+    stopping = EarlyStopping("score", patience=1)
+    trainer = fit(Scored(1.0, 2.0, 3.0, 4.0), stopping, min_epochs=4)
+    assert trainer.current_epoch == 4
+
+
+def test_every_process_stops_when_one_wants_to() -> None:
+    class OneOfTwo(SingleDevice):
+        def agree(self, flag: bool, all: bool = False) -> bool:
+            return True
+
+    stopping = EarlyStopping("score")
+    assert fit(Scored(1.0, 2.0), stopping, strategy=OneOfTwo("cpu")).current_epoch == 1
+    assert stopping.stopping_reason_message == "Another process asked to stop."
+
+
+# ---- the metric is not there -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{}, {"fast_dev_run": True}], ids=["fit", "fast_dev_run"])
+def test_a_monitor_that_is_not_logged_is_an_error_that_lists_what_was(arguments: dict[str, Any]) -> None:
+    message = r"monitor='val_los'.*not logged\. Did you mean 'val_loss'\? .*'train_loss' and 'val_loss'.*self\.log"
+    with pytest.raises(ValueError, match=message):
+        fit(TinyModule(), EarlyStopping("val_los"), **arguments)
+
+
+def test_without_strict_a_missing_monitor_is_warned_about_once() -> None:
+    stopping = EarlyStopping("absent", strict=False)
+    with pytest.warns(PacelineWarning, match="'absent' was not logged") as said:
+        trainer = fit(TinyModule(), stopping, epochs=3)
+    assert trainer.current_epoch == 3
+    assert len([w for w in said if "absent" in str(w.message)]) == 1
+
+
+def test_a_metric_of_the_validation_may_come_later_than_the_first_check() -> None:
+    stopping = EarlyStopping("score", check_on_train_epoch_end=True)
+    with pytest.warns(PacelineWarning, match="Until then nothing is checked"):
+        fit(Scored(2.0), stopping, check_val_every_n_epoch=2, epochs=2, num_sanity_val_steps=0)
+    assert stopping.best_score == 2.0
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
+    first = EarlyStopping("score", patience=3)
+    trainer = fit(Scored(1.0, 2.0, 2.0), first, epochs=3)
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    assert first.wait_count == 2
+    second = EarlyStopping("score", patience=3)
+    trainer = fit(Scored(2.0, 2.0, 2.0), second, resume=tmp_path / "file.ckpt")
+    assert trainer.current_epoch == 4
+    assert (second.wait_count, second.stopped_epoch, second.best_score.item()) == (3, 3, 1.0)
+    assert second.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+
+
+def test_the_patience_given_on_resume_applies(tmp_path: Path) -> None:
+    trainer = fit(Scored(1.0, 2.0), EarlyStopping("score", patience=3), epochs=2)
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    saved = torch.load(tmp_path / "file.ckpt", weights_only=True)["callbacks"]
+    assert saved["EarlyStopping{'monitor': 'score', 'mode': 'min'}"] == {
+        "wait_count": 1,
+        "stopped_epoch": 0,
+        "best_score": torch.tensor(1.0),
+        "patience": 3,
+        "stopping_reason": 0,
+        "stopping_reason_message": None,
+    }
+    trainer = fit(Scored(*[2.0] * 5), EarlyStopping("score", patience=5), resume=tmp_path / "file.ckpt")
+    assert trainer.current_epoch == 6
+
+
+def test_the_reason_is_saved(tmp_path: Path) -> None:
+    stopping = EarlyStopping("score")
+    fit(Scored(NAN), stopping).save_checkpoint(tmp_path / "file.ckpt")
+    state = torch.load(tmp_path / "file.ckpt", weights_only=True)["callbacks"][stopping.state_key]
+    again = EarlyStopping("score")
+    again.load_state_dict(state)
+    assert again.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC
+    assert again.stopping_reason_message == stopping.stopping_reason_message
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_verbose_tells_improvements_and_the_stop(verbose: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "paceline")
+    fit(Scored(3.0, 2.0, 2.0), EarlyStopping("score", patience=1, verbose=verbose))
+    assert ("'score' improved from 3 to 2." in caplog.text) == verbose
+    assert ("'score' has not improved on 2 in 1 checks: the training stops." in caplog.text) == verbose
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"monitor": ""}, TypeError, r"monitor=''.*does not name a metric.*self\.log"),
+        ({"monitor": None}, TypeError, r"monitor=None.*does not name a metric.*self\.log"),
+        ({"monitor": "x", "mode": "mim"}, ValueError, r"mode of EarlyStopping 'mim'\. Did you mean 'min'\?.*is better"),
+        ({"monitor": "x", "min_delta": -0.1}, ValueError, r"min_delta=-0\.1.*gets worse.*0 or more"),
+        ({"monitor": "x", "patience": -1}, ValueError, r"patience=-1.*not a number of checks.*whole number"),
+        ({"monitor": "x", "patience": 2.5}, ValueError, r"patience=2\.5.*not a number of checks.*whole number"),
+    ],
+)
+def test_bad_arguments_are_errors_that_say_what_to_do(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        EarlyStopping(**arguments)

@@ -1,0 +1,822 @@
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from torch import Tensor
+
+from paceline import Trainer
+from paceline.callbacks import model_checkpoint as module_under_test
+from paceline.callbacks import run_files
+from paceline.callbacks.base import Callback
+from paceline.callbacks.model_checkpoint import ModelCheckpoint
+from paceline.loggers.base import DummyLogger
+from paceline.loggers.messages import PacelineWarning
+from paceline.strategies.single_device import SingleDevice
+from paceline.trainer.checkpoint import file as checkpoint_file
+
+NAN = math.nan
+
+
+@pytest.fixture(autouse=True)
+def notes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "paceline")
+
+
+class Scored(TinyModule):
+    """Logs a given ``score`` in each epoch's validation."""
+
+    def __init__(self, *scores: float) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.scores[self.current_epoch])
+
+
+class Saves(Callback):
+    """Counts the checkpoints that are written, by optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def make_trainer(folder: Path, *callbacks: Callback, epochs: int = 3, **arguments: Any) -> Trainer:
+    given = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return Trainer(callbacks=list(callbacks), max_epochs=epochs, default_root_dir=folder, **(given | arguments))
+
+
+def fit(
+    folder: Path, *callbacks: Callback, module: TinyModule | None = None, resume: Any = None, **arguments: Any
+) -> Trainer:
+    trainer = make_trainer(folder, *callbacks, **arguments)
+    trainer.fit(module or TinyModule(), tiny_loader(), tiny_loader(seed=1), ckpt_path=resume)
+    return trainer
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def by_score(folder: Path, **arguments: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{epoch}", monitor="score", **arguments)
+
+
+# ---- which files are kept --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "kept", "best"), [("min", [1, 3], 3), ("max", [0, 2], 2)])
+def test_the_k_best_are_kept(tmp_path: Path, mode: Any, kept: list[int], best: int) -> None:
+    scores = (3.0, 2.0, 4.0, 1.0)
+    checkpoint = by_score(tmp_path, mode=mode, save_top_k=2)
+    fit(tmp_path, checkpoint, module=Scored(*scores), epochs=4)
+    assert names(tmp_path) == [f"epoch={epoch}.ckpt" for epoch in kept]
+    assert checkpoint.best_model_path == str(tmp_path / f"epoch={best}.ckpt")
+    assert checkpoint.best_model_score == scores[best]
+    assert {Path(path).stem: score.item() for path, score in checkpoint.best_k_models.items()} == {
+        f"epoch={epoch}": scores[epoch] for epoch in kept
+    }
+    worst = next(epoch for epoch in kept if epoch != best)
+    assert checkpoint.kth_best_model_path == str(tmp_path / f"epoch={worst}.ckpt")
+    assert checkpoint.kth_value == scores[worst]
+    assert checkpoint.current_score == scores[-1]
+
+
+def test_a_nan_score_is_kept_while_there_is_room_but_is_never_the_best(tmp_path: Path) -> None:
+    checkpoint = by_score(tmp_path, save_top_k=2)
+    fit(tmp_path, checkpoint, module=Scored(NAN, 5.0, NAN, 7.0), epochs=4)
+    assert names(tmp_path) == ["epoch=1.ckpt", "epoch=3.ckpt"]
+    assert checkpoint.best_model_score == 5.0
+
+
+def test_with_nothing_but_nan_there_is_a_file_and_no_best(tmp_path: Path) -> None:
+    checkpoint = by_score(tmp_path)
+    trainer = fit(tmp_path, checkpoint, module=Scored(NAN, NAN), epochs=2)
+    assert names(tmp_path) == ["epoch=0.ckpt"]
+    assert (checkpoint.best_model_path, checkpoint.best_model_score) == ("", None)
+    with pytest.raises(ValueError, match="'best'"):
+        trainer.test(TinyModule(), tiny_loader(), ckpt_path="best")
+
+
+def test_among_equals_the_older_file_stays(tmp_path: Path) -> None:
+    fit(tmp_path, by_score(tmp_path), module=Scored(2.0, 2.0, 2.0))
+    assert names(tmp_path) == ["epoch=0.ckpt"]
+
+
+@pytest.mark.parametrize(("k", "kept"), [(-1, ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"]), (0, [])])
+def test_minus_one_keeps_all_and_zero_none(tmp_path: Path, k: int, kept: list[str]) -> None:
+    checkpoint = by_score(tmp_path, save_top_k=k)
+    fit(tmp_path, checkpoint, module=Scored(2.0, 1.0, 3.0))
+    assert names(tmp_path) == kept
+    assert checkpoint.best_model_path == (str(tmp_path / "epoch=1.ckpt") if kept else "")
+
+
+def test_without_a_monitor_the_newest_is_kept(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path)
+    fit(tmp_path, checkpoint)
+    assert names(tmp_path) == ["epoch=2-step=12.ckpt"]
+    assert checkpoint.best_model_path == str(tmp_path / "epoch=2-step=12.ckpt")
+    assert checkpoint.best_model_score is None
+
+
+def test_by_default_files_go_below_the_log_dir_and_else_below_the_root(tmp_path: Path) -> None:
+    class Logger(DummyLogger):
+        log_dir = str(tmp_path / "logs" / "version_7")
+
+    trainer = fit(tmp_path, logger=Logger(), epochs=1)
+    assert names(tmp_path) == ["logs/version_7/checkpoints/epoch=0-step=4.ckpt"]
+    assert trainer.checkpoint_callback is not None
+    assert trainer.checkpoint_callback.dirpath == str(tmp_path / "logs/version_7/checkpoints")
+    fit(tmp_path / "other", epochs=1)
+    assert names(tmp_path / "other") == ["checkpoints/epoch=0-step=4.ckpt"]
+
+
+def test_several_instances_save_side_by_side(tmp_path: Path) -> None:
+    every_step = ModelCheckpoint(tmp_path / "steps", every_n_train_steps=5, save_top_k=-1)
+    best = by_score(tmp_path / "best")
+    trainer = fit(tmp_path, every_step, best, module=Scored(1.0, 2.0, 3.0))
+    assert names(tmp_path) == ["best/epoch=0.ckpt", "steps/epoch=1-step=5.ckpt", "steps/epoch=2-step=10.ckpt"]
+    assert trainer.checkpoint_callbacks == [every_step, best]
+    assert {every_step.state_key, best.state_key} <= load(best.best_model_path)["callbacks"].keys()
+
+
+def test_the_best_checkpoint_is_what_test_loads(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, by_score(tmp_path), module=Scored(1.0, 2.0, 3.0))
+    trainer.test(dataloaders=tiny_loader(), ckpt_path="best", verbose=False)
+    weights = load(tmp_path / "epoch=0.ckpt")["state_dict"]
+    assert all(torch.equal(value, weights[name]) for name, value in trainer.training_module.state_dict().items())
+
+
+# ---- when ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_step_rhythm_batches_cost_nothing(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, save_last=True)
+    trainer = fit(tmp_path, checkpoint, epochs=1)
+    assert checkpoint.on_train_batch_end is None
+    assert trainer._hooks.on_train_batch_end == ()
+    assert ModelCheckpoint(every_n_train_steps=1).on_train_batch_end is not None
+
+
+def test_a_subclass_keeps_its_own_batch_hook(tmp_path: Path) -> None:
+    seen = []
+
+    class Mine(ModelCheckpoint):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            seen.append(batch_idx)
+
+    fit(tmp_path, Mine(tmp_path, save_top_k=-1), epochs=1)
+    assert seen == [0, 1, 2, 3]
+    assert names(tmp_path) == ["epoch=0-step=4.ckpt"]
+
+
+def test_step_rhythm_counts_optimizer_steps_and_saves_each_once(tmp_path: Path) -> None:
+    saves = Saves()
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    fit(tmp_path, saves, checkpoint, accumulate_grad_batches=2, epochs=3)
+    assert saves.steps == [2, 4, 6]
+    assert names(tmp_path) == ["epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt", "epoch=2-step=6.ckpt"]
+
+
+def test_step_rhythm_does_not_miss_a_multiple_that_two_optimizers_step_over(tmp_path: Path) -> None:
+    class Pair(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([p], lr=0.1) for p in self.parameters()]
+
+    saves = Saves()
+    fit(tmp_path, saves, ModelCheckpoint(tmp_path, every_n_train_steps=3), module=Pair(), epochs=2)
+    assert saves.steps == [4, 6, 10, 12, 16]
+
+
+def test_time_rhythm_saves_when_the_interval_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(module_under_test, "perf_counter", lambda: clock[0])
+
+    class Clock(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            clock[0] += 10
+
+    saves = Saves()
+    checkpoint = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=25), save_top_k=-1)
+    fit(tmp_path, Clock(), saves, checkpoint, epochs=2)
+    assert saves.steps == [3, 6]
+
+
+@pytest.mark.parametrize("interval", [timedelta(0), "00:00:00:00", {"seconds": 0}])
+def test_an_interval_of_zero_saves_every_step(tmp_path: Path, interval: Any) -> None:
+    saves = Saves()
+    fit(tmp_path, saves, ModelCheckpoint(tmp_path, train_time_interval=interval), epochs=1)
+    assert saves.steps == [1, 2, 3, 4]
+
+
+def test_epoch_rhythm_saves_every_nth_epoch_and_last_every_epoch(tmp_path: Path) -> None:
+    saves = Saves()
+    fit(tmp_path, saves, ModelCheckpoint(tmp_path, every_n_epochs=2, save_top_k=-1, save_last=True), epochs=5)
+    assert names(tmp_path) == ["epoch=1-step=8.ckpt", "epoch=3-step=16.ckpt", "last.ckpt"]
+    assert saves.steps == [4, 8, 8, 12, 16, 16, 20]
+
+
+def test_epochs_are_saved_after_their_end_when_validation_runs_once_in_each(tmp_path: Path) -> None:
+    class Late(TinyModule):
+        def on_train_epoch_end(self) -> None:
+            self.log("known_at_the_end", float(self.current_epoch))
+
+    checkpoint = ModelCheckpoint(tmp_path, "{known_at_the_end:d}", monitor="known_at_the_end", mode="max")
+    fit(tmp_path, checkpoint, module=Late())
+    assert names(tmp_path) == ["known_at_the_end=2.ckpt"]
+
+
+def test_several_validations_an_epoch_are_each_saved(tmp_path: Path) -> None:
+    saves = Saves()
+    fit(tmp_path, saves, ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1), val_check_interval=0.5, epochs=2)
+    assert saves.steps == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("interval", [1, timedelta(microseconds=1)], ids=["every batch", "by time"])
+def test_a_validation_after_every_batch_is_no_validation_once_an_epoch(tmp_path: Path, interval: Any) -> None:
+    saves = Saves()
+    fit(tmp_path, saves, ModelCheckpoint(tmp_path), val_check_interval=interval, epochs=1)
+    assert saves.steps == [1, 2, 3, 4]
+
+
+def test_validation_in_some_epochs_saves_in_those(tmp_path: Path) -> None:
+    saves = Saves()
+    fit(tmp_path, saves, ModelCheckpoint(tmp_path, monitor="val_loss"), check_val_every_n_epoch=2, epochs=4)
+    assert [step for step in saves.steps if step not in (8, 16)] == []
+    assert 8 in saves.steps
+
+
+def test_without_validation_data_epochs_are_saved_whatever_the_validation_rhythm(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, ModelCheckpoint(tmp_path), check_val_every_n_epoch=2)
+    trainer.fit(TinyModule(), tiny_loader())
+    assert names(tmp_path) == ["epoch=2-step=12.ckpt"]
+
+
+def test_saving_after_validation_without_validation_is_said(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, ModelCheckpoint(tmp_path, save_on_train_epoch_end=False), epochs=1)
+    with pytest.warns(PacelineWarning, match="this fit has none"):
+        trainer.fit(TinyModule(), tiny_loader())
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"max_steps": 0}], ids=["fast_dev_run", "no step"])
+def test_trials_leave_no_files(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1), **arguments)
+    assert names(tmp_path) == []
+
+
+def test_the_sanity_check_saves_nothing(tmp_path: Path) -> None:
+    class Stop(Callback):
+        def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(tmp_path, Stop(), ModelCheckpoint(tmp_path, save_on_train_epoch_end=False, save_on_exception=True))
+    assert names(tmp_path) == []
+
+
+# ---- a validation's metric and a rhythm of steps ---------------------------------------------------------------------
+
+
+def loss_of(path: str | Path) -> Tensor:
+    module = TinyModule()
+    module.load_state_dict(load(path)["state_dict"])
+    losses = [module.loss(batch) for batch in tiny_loader(seed=1)]
+    return torch.stack(losses).mean().detach()
+
+
+def test_a_ranked_file_holds_the_weights_that_its_score_was_measured_on(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=3, save_top_k=2)
+    fit(tmp_path, checkpoint, val_check_interval=2, epochs=3)
+    assert len(checkpoint.best_k_models) == 2
+    for path, score in checkpoint.best_k_models.items():
+        torch.testing.assert_close(loss_of(path), score)
+
+
+def test_keeping_all_also_keeps_the_files_between_validations_without_a_score(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", monitor="val_loss", every_n_train_steps=3, save_top_k=-1)
+    fit(tmp_path, checkpoint, epochs=3)
+    scored = {Path(path).stem: not math.isnan(score) for path, score in checkpoint.best_k_models.items()}
+    assert scored == {
+        "step=3": False,
+        "step=4": True,
+        "step=6": False,
+        "step=8": True,
+        "step=9": False,
+        "step=12": True,
+    }
+    assert names(tmp_path) == sorted(f"{stem}.ckpt" for stem in scored)
+    assert not math.isnan(checkpoint.best_model_score)
+    torch.testing.assert_close(loss_of(checkpoint.best_model_path), checkpoint.best_model_score)
+
+
+def test_last_does_not_wait_for_the_validation(tmp_path: Path) -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 3:
+                raise RuntimeError("enough")
+
+    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=2, save_last=True)
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(tmp_path, checkpoint, Stop())
+    assert names(tmp_path) == ["last.ckpt"]
+    assert load(tmp_path / "last.ckpt")["global_step"] == 2
+
+
+def test_a_monitor_not_known_before_the_first_validation_is_warned_about_once(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=1)
+    fit(tmp_path, checkpoint, num_sanity_val_steps=0, epochs=2)
+    said = [str(w.message) for w in recwarn if issubclass(w.category, PacelineWarning)]
+    assert sum("Until then no file is ranked" in text for text in said) == 1
+    assert names(tmp_path) == [Path(checkpoint.best_model_path).name]
+
+
+def test_a_metric_of_training_is_ranked_at_the_step(tmp_path: Path) -> None:
+    saves = Saves()
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", monitor="train_loss", every_n_train_steps=2, save_top_k=-1)
+    fit(tmp_path, saves, checkpoint, epochs=1)
+    assert saves.steps == [2, 4]
+    assert not any(math.isnan(score) for score in checkpoint.best_k_models.values())
+
+
+def test_a_metric_of_the_training_epoch_is_ranked_when_the_epoch_ends(tmp_path: Path) -> None:
+    class ByEpoch(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", monitor="epoch_loss", every_n_train_steps=3)
+    trainer = make_trainer(tmp_path, checkpoint, epochs=1)
+    with pytest.warns(PacelineWarning, match="epoch_loss"):
+        trainer.fit(ByEpoch(), tiny_loader())
+    assert names(tmp_path) == ["step=4.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ({}, 4),
+        ({"val_check_interval": 0.5}, 2),
+        ({"check_val_every_n_epoch": 2}, 8),
+        ({"check_val_every_n_epoch": 2, "rhythm": 3}, 8),
+        ({"limit_val_batches": 0}, 4),
+        ({"limit_val_batches": 0, "rhythm": 3}, 4),
+    ],
+    ids=["epoch", "mid-epoch validation", "second epoch", "steps, validation", "no validation", "steps, no validation"],
+)
+def test_a_monitor_that_is_never_logged_is_an_error_as_soon_as_that_is_certain(
+    tmp_path: Path, arguments: dict[str, Any], steps: int
+) -> None:
+    validates = arguments.get("limit_val_batches") is None
+    right = "val_loss" if validates else "train_loss"
+    checkpoint = ModelCheckpoint(tmp_path, monitor=right[:-1], every_n_train_steps=arguments.pop("rhythm", None))
+    trainer = make_trainer(tmp_path, checkpoint, **arguments)
+    message = rf"monitor='{right[:-1]}'.*not logged\. Did you mean '{right}'\? Logged so far: .*'{right}'.*self\.log"
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(TinyModule(), tiny_loader(), tiny_loader(seed=1))
+    assert names(tmp_path) == []
+    assert trainer.global_step == steps
+
+
+# ---- last ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_last_is_a_whole_file_of_its_own(tmp_path: Path, save_last: Any, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = by_score(tmp_path, save_last=save_last)
+    fit(tmp_path, checkpoint, module=Scored(1.0, 2.0, 3.0))
+    last = tmp_path / "last.ckpt"
+    assert checkpoint.last_model_path == str(last)
+    assert not last.is_symlink()
+    assert last.stat().st_nlink == 1
+    assert ("whole file" in caplog.text) == (save_last == "link")
+    os.remove(checkpoint.best_model_path)
+    assert load(last)["global_step"] == 12
+    trainer = fit(tmp_path, module=Scored(1.0, 2.0, 3.0, 4.0), resume=last, epochs=4)
+    assert trainer.global_step == 16
+
+
+def test_last_holds_the_step_at_which_the_training_ended(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last=True), max_steps=6)
+    assert names(tmp_path) == ["epoch=0-step=4.ckpt", "last.ckpt"]
+    assert load(tmp_path / "last.ckpt")["global_step"] == 6
+
+
+def test_last_knows_the_best_of_its_own_moment(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", monitor="val_loss", every_n_train_steps=4, save_last=True)
+    fit(tmp_path, checkpoint, epochs=1)
+    state = load(tmp_path / "last.ckpt")["callbacks"][checkpoint.state_key]
+    assert state["best_model_path"] == "step=4.ckpt"
+    assert state["best_model_score"] == checkpoint.best_model_score
+
+
+def test_a_last_name_with_the_epoch_in_it_leaves_one_file(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
+    checkpoint.CHECKPOINT_NAME_LAST = "{epoch}-last"
+    fit(tmp_path, checkpoint)
+    assert names(tmp_path) == ["epoch=2-last.ckpt"]
+
+
+def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
+    saves = Saves()
+    fit(tmp_path, saves, ModelCheckpoint(tmp_path, save_last=True), epochs=1)
+    assert saves.steps == [4, 4]  # the file and last
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "insert", "name"),
+    [
+        (None, True, "epoch=3-step=17"),
+        ("{epoch:02d}-{val_loss:.2f}", True, "epoch=03-val_loss=0.12"),
+        ("{epoch:02d}-{val_loss:.2f}", False, "03-0.12"),
+        ("model", True, "model"),
+        ("model.ckpt", True, "model"),
+        ("{val/acc:.1f}", True, "val_acc=0.5"),
+        ("run/{val/acc:.1f}", False, "run/0.5"),
+        ("{m.f1:d}", True, "m.f1=2"),
+        ("{epoch_test}-{epoch}", True, "epoch_test=9-epoch=3"),
+        ("{{{step}}}", False, "{17}"),
+        ("{absent:02d}-{absent:.2f}", True, "absent=nan-absent=nan"),
+    ],
+)
+def test_names_are_filled_from_metrics(template: str | None, insert: bool, name: str) -> None:
+    metrics = {
+        "epoch": torch.tensor(3),
+        "step": 17,
+        "val_loss": torch.tensor(0.123456),
+        "val/acc": 0.5,
+        "m.f1": torch.tensor(2.0),
+        "epoch_test": 9,
+    }
+    checkpoint = ModelCheckpoint(filename=template, auto_insert_metric_name=insert)
+    assert checkpoint.format_checkpoint_name(metrics) == f"{name}.ckpt"
+
+
+def test_names_take_a_version_a_prefix_and_the_folder(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, "{step}")
+    assert checkpoint.format_checkpoint_name({"step": 1}, ver=2, prefix="a") == str(tmp_path / "a-step=1-v2.ckpt")
+    assert checkpoint.format_checkpoint_name({"step": 1}, filename="x") == str(tmp_path / "x.ckpt")
+
+
+def test_a_metric_in_the_name_that_is_not_logged_is_warned_about(tmp_path: Path) -> None:
+    with pytest.warns(PacelineWarning, match=r"'absent'.*name says nan.*'train_loss' or 'val_loss'"):
+        fit(tmp_path, ModelCheckpoint(tmp_path, "{absent:.2f}-{val_loss:.0f}"), epochs=1)
+    assert len(names(tmp_path)) == 1
+    assert names(tmp_path)[0].startswith("absent=nan-val_loss=")
+
+
+def test_a_name_that_exists_gets_a_version(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path, "model", save_top_k=-1))
+    assert names(tmp_path) == ["model-v1.ckpt", "model-v2.ckpt", "model.ckpt"]
+
+
+def test_a_fixed_name_is_used_again_for_the_file_that_gives_way(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path, "model"))
+    assert names(tmp_path) == ["model.ckpt"]
+    assert load(tmp_path / "model.ckpt")["global_step"] == 12
+
+
+def test_without_the_version_counter_a_name_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").write_text("older")
+    fit(tmp_path, ModelCheckpoint(tmp_path, "model", save_top_k=-1, enable_version_counter=False))
+    assert names(tmp_path) == ["model.ckpt"]
+    assert load(tmp_path / "model.ckpt")["global_step"] == 12
+
+
+# ---- what is deleted, and when ---------------------------------------------------------------------------------------
+
+
+def test_files_of_others_are_never_touched(tmp_path: Path) -> None:
+    others = ["epoch=0.ckpt", "epoch=2.ckpt", "last.ckpt", "notes.txt", "deep/epoch=1.ckpt"]
+    (tmp_path / "deep").mkdir()
+    for name in others:
+        (tmp_path / name).write_text(name)
+    checkpoint = by_score(tmp_path, save_last=True)
+    fit(tmp_path, checkpoint, module=Scored(3.0, 2.0, 1.0))
+    assert all((tmp_path / name).read_text() == name for name in others)
+    assert set(names(tmp_path)) - set(others) == {"epoch=2-v1.ckpt", "last-v1.ckpt"}
+
+
+def test_a_second_run_in_the_same_folder_leaves_the_first_ones_files(tmp_path: Path) -> None:
+    fit(tmp_path, by_score(tmp_path, save_last=True), module=Scored(1.0, 2.0, 3.0))
+    first = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    fit(tmp_path, by_score(tmp_path, save_last=True), module=Scored(3.0, 2.0, 1.0))
+    assert {name: (tmp_path / name).read_bytes() for name in first} == first
+    assert set(names(tmp_path)) - set(first) == {"epoch=2.ckpt", "last-v1.ckpt"}
+
+
+def test_a_file_is_deleted_only_when_its_successor_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = []
+    remove = os.remove
+
+    def watched(path: str) -> None:
+        assert Path(checkpoint.best_model_path).is_file()
+        assert load(checkpoint.best_model_path)["global_step"] > load(path)["global_step"]
+        removed.append(Path(path).name)
+        remove(path)
+
+    checkpoint = by_score(tmp_path)
+    monkeypatch.setattr(run_files.os, "remove", watched)
+    fit(tmp_path, checkpoint, module=Scored(3.0, 2.0, 1.0))
+    assert removed == ["epoch=0.ckpt", "epoch=1.ckpt"]
+
+
+def test_a_failed_write_keeps_the_older_file_and_the_ranking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = checkpoint_file.write
+
+    def full_disk(checkpoint: dict[str, Any], path: Any) -> None:
+        if checkpoint["global_step"] > 8:
+            raise OSError(28, "No space left on device", str(path))
+        write(checkpoint, path)
+
+    monkeypatch.setattr(checkpoint_file, "write", full_disk)
+    checkpoint = by_score(tmp_path, save_last=True, save_on_exception=True)
+    with pytest.warns(PacelineWarning, match="could not be saved"), pytest.raises(OSError, match="No space left"):
+        fit(tmp_path, checkpoint, module=Scored(3.0, 2.0, 1.0))
+    assert names(tmp_path) == ["epoch=1.ckpt", "last.ckpt"]
+    assert checkpoint.best_model_path == str(tmp_path / "epoch=1.ckpt")
+    assert checkpoint.best_model_score == 2.0
+    assert list(checkpoint.best_k_models) == [checkpoint.best_model_path]
+    assert load(tmp_path / "last.ckpt")["global_step"] == 8
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_resumed_run_goes_on_ranking_and_deletes_what_it_wrote_before(tmp_path: Path, weights_only: bool) -> None:
+    folder = tmp_path / "files"
+    arguments = {"save_top_k": 2, "save_weights_only": weights_only}
+    whole = ModelCheckpoint(tmp_path / "whole")
+    fit(tmp_path, by_score(folder, **arguments), whole, module=Scored(2.0, 4.0), epochs=2)
+    assert names(folder) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    resumed = by_score(folder, **arguments)
+    module = Scored(2.0, 4.0, 5.0, 3.0, 1.0)
+    fit(tmp_path, resumed, ModelCheckpoint(tmp_path / "whole"), module=module, resume=whole.best_model_path, epochs=5)
+    assert names(folder) == ["epoch=0.ckpt", "epoch=4.ckpt"]
+    assert [score.item() for score in resumed.best_k_models.values()] == [2.0, 1.0]
+
+
+def test_a_resumed_run_writes_on_in_its_own_last_file(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path, save_top_k=0, save_last=True), epochs=1)
+    fit(tmp_path, ModelCheckpoint(tmp_path, save_top_k=0, save_last=True), resume=tmp_path / "last.ckpt", epochs=2)
+    assert names(tmp_path) == ["last.ckpt"]
+    assert load(tmp_path / "last.ckpt")["global_step"] == 8
+
+
+def test_the_file_a_run_was_resumed_from_is_not_deleted(tmp_path: Path) -> None:
+    fit(tmp_path, by_score(tmp_path), module=Scored(4.0), epochs=1)
+    fit(tmp_path, by_score(tmp_path), module=Scored(4.0, 3.0, 2.0), resume=tmp_path / "epoch=0.ckpt")
+    assert names(tmp_path) == ["epoch=0.ckpt", "epoch=2.ckpt"]
+
+
+def test_a_moved_folder_goes_on_in_its_new_place(tmp_path: Path) -> None:
+    fit(tmp_path, by_score(tmp_path / "old", save_top_k=2, save_last=True), module=Scored(2.0, 4.0), epochs=2)
+    new = tmp_path / "new"
+    shutil.move(tmp_path / "old", new)
+    resumed = by_score(new, save_top_k=2, save_last=True)
+    fit(tmp_path, resumed, module=Scored(2.0, 4.0, 3.0), resume=new / "last.ckpt")
+    assert names(tmp_path) == ["new/epoch=0.ckpt", "new/epoch=2.ckpt", "new/last.ckpt"]
+    assert resumed.best_model_path == str(new / "epoch=0.ckpt")
+
+
+def test_another_folder_keeps_the_ranking_and_leaves_the_old_files(tmp_path: Path) -> None:
+    fit(tmp_path, by_score(tmp_path / "a", save_top_k=2, save_last=True), module=Scored(2.0, 4.0), epochs=2)
+    before = names(tmp_path / "a")
+    resumed = by_score(tmp_path / "b", save_top_k=2, save_last=True)
+    fit(tmp_path, resumed, module=Scored(2.0, 4.0, 3.0, 5.0), resume=tmp_path / "a" / "last.ckpt", epochs=4)
+    assert names(tmp_path / "a") == before
+    assert names(tmp_path / "b") == ["epoch=2.ckpt", "last.ckpt"]
+    assert resumed.best_model_path == str(tmp_path / "a" / "epoch=0.ckpt")
+    state = load(tmp_path / "b" / "last.ckpt")["callbacks"][resumed.state_key]
+    assert state["best_model_path"] == "../a/epoch=0.ckpt"
+
+
+def test_a_file_of_another_run_that_bears_the_name_of_one_of_ours_is_left_alone(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder in (a, b):
+        fit(tmp_path, by_score(folder, save_last=True), module=Scored(4.0), epochs=1)
+    others = {name: (b / name).read_bytes() for name in names(b)}
+    fit(tmp_path, by_score(b, save_last=True), module=Scored(4.0, 3.0), resume=a / "last.ckpt", epochs=2)
+    assert set(names(b)) - set(others) == {"epoch=1.ckpt", "last-v1.ckpt"}
+    assert {name: (b / name).read_bytes() for name in others} == others
+
+
+def test_files_that_are_gone_leave_the_ranking(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, by_score(tmp_path, save_top_k=2, save_last=True), module=Scored(1.0, 2.0), epochs=2)
+    os.remove(tmp_path / "epoch=0.ckpt")
+    resumed = by_score(tmp_path, save_top_k=2, save_last=True)
+    fit(tmp_path, resumed, module=Scored(1.0, 2.0, 9.0), resume=tmp_path / "last.ckpt")
+    assert "'epoch=0.ckpt'" in caplog.text
+    assert names(tmp_path) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
+    assert resumed.best_model_score == 2.0
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["where they were", "moved"])
+def test_absolute_paths_of_other_tools_are_understood(tmp_path: Path, there: bool) -> None:
+    old = tmp_path / "old"
+    checkpoint = by_score(old, save_top_k=2, save_last=True)
+    fit(tmp_path, checkpoint, module=Scored(2.0, 4.0), epochs=2)
+    content = load(old / "last.ckpt")
+    content["callbacks"][checkpoint.state_key] = {
+        "monitor": "score",
+        "dirpath": str(old),
+        "best_model_score": checkpoint.best_model_score,
+        "best_model_path": checkpoint.best_model_path,
+        "best_k_models": checkpoint.best_k_models,
+        "last_model_path": checkpoint.last_model_path,
+    }
+    torch.save(content, old / "last.ckpt")
+    folder = old if there else tmp_path / "new"
+    if not there:
+        shutil.move(old, folder)
+    resumed = by_score(folder, save_top_k=2)
+    fit(tmp_path, resumed, module=Scored(2.0, 4.0, 3.0), resume=folder / "last.ckpt")
+    assert resumed.best_model_path == str(folder / "epoch=0.ckpt")
+    assert [Path(path).name for path in resumed.best_k_models] == ["epoch=0.ckpt", "epoch=2.ckpt"]
+
+
+def test_the_state_is_plain_and_holds_no_place_on_this_machine(tmp_path: Path) -> None:
+    checkpoint = by_score(tmp_path, save_last=True)
+    fit(tmp_path, checkpoint, module=Scored(1.0, 2.0, 3.0))
+    state = load(tmp_path / "last.ckpt")["callbacks"][checkpoint.state_key]
+    assert str(tmp_path) not in repr(state)
+    assert (state["best_model_path"], state["last_model_path"]) == ("epoch=0.ckpt", "last.ckpt")
+    assert state["best_k_models"] == {"epoch=0.ckpt": torch.tensor(1.0)}
+
+
+def test_a_second_fit_saves_again_at_the_steps_it_reaches(tmp_path: Path) -> None:
+    saves, checkpoint = Saves(), ModelCheckpoint(tmp_path, save_last=True)
+    fit(tmp_path, saves, checkpoint, epochs=1)
+    fit(tmp_path, saves, checkpoint, epochs=1)
+    assert saves.steps == [4, 4, 4, 4]
+    assert names(tmp_path) == ["epoch=0-step=4.ckpt", "last.ckpt"]
+
+
+# ---- on an exception -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError("enough"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_an_exception_can_be_saved(tmp_path: Path, error: BaseException) -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 6:
+                raise error
+
+    checkpoint = by_score(tmp_path, save_on_exception=True, save_last=True)
+    with pytest.raises(type(error)):
+        fit(tmp_path, Stop(), checkpoint, module=Scored(1.0, 2.0, 3.0))
+    assert names(tmp_path) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+    assert load(tmp_path / "epoch=1.ckpt")["global_step"] == 6
+    assert load(tmp_path / "last.ckpt")["global_step"] == 6
+    assert checkpoint.best_model_path == str(tmp_path / "epoch=0.ckpt")
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def test_other_processes_follow_rank_0_and_leave_the_files_to_it(tmp_path: Path) -> None:
+    scores_of_rank_0 = iter([3.0, 1.0, 2.0])
+
+    class Second(SingleDevice):
+        world_size = 2
+        global_rank = 1
+
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            if isinstance(obj, dict) and "score" in obj:
+                return obj | {"score": torch.tensor(next(scores_of_rank_0))}
+            return obj
+
+    class Logger(DummyLogger):
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            raise AssertionError("only rank 0 tells the loggers")
+
+    (tmp_path / "epoch=0.ckpt").write_text("what rank 0 wrote")
+    checkpoint = by_score(tmp_path, enable_version_counter=False)
+    fit(tmp_path, checkpoint, module=Scored(1.0, 2.0, 0.0), strategy=Second("cpu"), accelerator="auto", logger=Logger())
+    assert checkpoint.best_model_path == str(tmp_path / "epoch=1.ckpt")
+    assert checkpoint.best_model_score == 1.0
+    assert names(tmp_path) == ["epoch=0.ckpt"]
+
+
+# ---- others ----------------------------------------------------------------------------------------------------------
+
+
+def test_loggers_are_told_once_all_files_of_a_moment_are_there(tmp_path: Path) -> None:
+    seen = []
+
+    class Logger(DummyLogger):
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            seen.append((names(tmp_path), checkpoint_callback))
+
+    checkpoint = by_score(tmp_path, save_last=True)
+    fit(tmp_path, checkpoint, module=Scored(3.0, 2.0), epochs=2, logger=[Logger(), Logger()])
+    first, second = (["epoch=0.ckpt", "last.ckpt"], checkpoint), (["epoch=1.ckpt", "last.ckpt"], checkpoint)
+    assert seen == [first, first, second, second]
+
+
+def test_weights_only_files_hold_no_optimizer(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, save_weights_only=True)
+    fit(tmp_path, checkpoint, epochs=1)
+    content = load(checkpoint.best_model_path)
+    assert "state_dict" in content
+    assert "optimizer_states" not in content
+
+
+def test_verbose_says_what_is_saved_and_what_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, by_score(tmp_path, verbose=True), module=Scored(1.0, 2.5), epochs=2)
+    said = caplog.text
+    assert f"Step 4: 'score' is 1, saved '{tmp_path / 'epoch=0.ckpt'}'." in said
+    assert "Step 8: 'score' is 2.5, not among the best 1." in said
+
+
+def test_the_ranking_can_be_written_as_yaml(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    checkpoint = by_score(tmp_path, save_top_k=-1)
+    fit(tmp_path, checkpoint, module=Scored(1.5, math.inf, NAN))
+    checkpoint.to_yaml()
+    written = yaml.safe_load((tmp_path / "best_k_models.yaml").read_text())
+    assert list(written) == [str(tmp_path / f"epoch={epoch}.ckpt") for epoch in range(3)]
+    assert list(written.values())[:2] == [1.5, math.inf]
+    assert math.isnan(list(written.values())[2])
+
+
+def test_yaml_without_a_folder_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"does not know where to write.*Pass filepath"):
+        ModelCheckpoint().to_yaml()
+
+
+def test_check_monitor_top_k_says_whether_a_score_would_be_kept(tmp_path: Path) -> None:
+    checkpoint = by_score(tmp_path)
+    trainer = fit(tmp_path, checkpoint, module=Scored(2.0), epochs=1)
+    answers = [checkpoint.check_monitor_top_k(trainer, score) for score in (torch.tensor(1.0), torch.tensor(3.0), None)]
+    assert answers == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mode": "mn"}, ValueError, r"mode of ModelCheckpoint 'mn'\. Did you mean 'min'\?.*'min' or 'max'"),
+        ({"save_top_k": -2}, ValueError, r"save_top_k=-2.*not a number of files.*Pass a whole number"),
+        ({"save_top_k": 1.5}, ValueError, r"save_top_k=1\.5.*Pass a whole number"),
+        ({"save_top_k": 3}, ValueError, r"save_top_k=3, monitor=None.*no metric.*Pass monitor"),
+        ({"monitor": 3}, TypeError, r"monitor=3.*does not name a metric.*self\.log"),
+        ({"save_last": "yes"}, ValueError, r"save_last='yes'.*Pass True or False"),
+        ({"every_n_epochs": -1}, ValueError, r"every_n_epochs=-1.*not a number.*at least 1"),
+        ({"every_n_train_steps": 2.0}, ValueError, r"every_n_train_steps=2\.0.*at least 1"),
+        (
+            {"every_n_epochs": 1, "every_n_train_steps": 2},
+            ValueError,
+            r"every_n_epochs=1, every_n_train_steps=2.*one rhythm",
+        ),
+        ({"every_n_epochs": 1, "train_time_interval": timedelta(0)}, ValueError, r"more than one rhythm.*Keep one"),
+        ({"train_time_interval": 30}, TypeError, r"train_time_interval=.*30 of type int.*timedelta"),
+        ({"filename": "{epoch"}, ValueError, r"filename=.*'\{epoch', which is not a template.*'\{epoch:02d\}'"),
+        ({"filename": "{}"}, ValueError, r"without a metric's name"),
+        ({"filename": "{loss:.2q}"}, ValueError, r"no format of a number after 'loss': '\.2q'"),
+        ({"filename": "{loss!r}"}, ValueError, r"a conversion, '!r'"),
+        ({"dirpath": "s3://bucket/x"}, ValueError, r"'s3://bucket/x'.*not a folder of this machine.*local dirpath"),
+    ],
+)
+def test_bad_arguments_are_errors_that_say_what_to_do(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ModelCheckpoint(**arguments)
+
+
+def test_two_with_one_state_key_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="state_key"):
+        fit(tmp_path, ModelCheckpoint(tmp_path / "a"), ModelCheckpoint(tmp_path / "b"))

@@ -1,0 +1,344 @@
+"""Loaders, DataModule, hyperparameters and transfer in a real fit."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_loader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from paceline import Callback, CombinedLoader, DataModule, Trainer, TrainingModule
+
+
+class Seen(TrainingModule):
+    """Notes what its steps are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.trained: list[Any] = []
+        self.validated: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append(batch)
+        return self.weight.sum()
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return batch
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SeenValidating(Seen):
+    """The same with validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.validated.append((batch, batch_idx, dataloader_idx))
+
+
+@pytest.fixture
+def trainer(quiet: dict[str, Any]) -> Callable[..., Trainer]:
+    """A Trainer with everything optional switched off."""
+    return lambda **options: Trainer(**{**quiet, "max_epochs": 1, "num_sanity_val_steps": 0, **options})
+
+
+@pytest.fixture
+def trained(trainer: Callable[..., Trainer]) -> Callable[..., list[Any]]:
+    """The batches that a fit trains on, as lists of numbers."""
+
+    def train(loaders: Any, **options: Any) -> list[Any]:
+        module = Seen()
+        trainer(**options).fit(module, loaders)
+        return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in module.trained]
+
+    return train
+
+
+def numbers(count: int = 8, **options: Any) -> DataLoader[Any]:
+    return DataLoader(range(count), **{"batch_size": 2, **options})  # type: ignore[arg-type]
+
+
+def test_the_number_of_workers_does_not_change_what_is_trained_on(trained):
+    orders = []
+    for workers in (0, 2):
+        torch.manual_seed(3)
+        orders.append(trained(numbers(12, shuffle=True, num_workers=workers), max_epochs=2))
+    assert orders[0] == orders[1]
+    assert orders[0][:6] != orders[0][6:]
+    assert sorted(chain.from_iterable(orders[0][:6])) == list(range(12))
+
+
+def test_each_training_batch_comes_once_also_without_a_length(trained):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(5))
+
+    assert trained(DataLoader(Stream(), batch_size=2)) == [[0, 1], [2, 3], [4]]
+    assert trained([torch.tensor([1]), torch.tensor([2])]) == [[1], [2]]
+    assert trained((torch.tensor([i]) for i in range(3)), limit_train_batches=2) == [[0], [1]]
+
+
+def test_training_from_several_loaders_goes_on_until_the_longest_ends(trained):
+    batches = trained({"a": numbers(4), "b": [torch.tensor([7])]})
+    assert [(batch["a"].tolist(), batch["b"].tolist()) for batch in batches] == [([0, 1], [7]), ([2, 3], [7])]
+    batches = trained(CombinedLoader([numbers(4), numbers(2)], "max_size"))
+    assert [[None if b is None else b.tolist() for b in batch] for batch in batches] == [
+        [[0, 1], [0, 1]],
+        [[2, 3], None],
+    ]
+
+
+def test_training_from_loaders_in_sequence_is_refused(trained):
+    with pytest.raises(ValueError, match="mode='sequential'"):
+        trained(CombinedLoader([numbers()], "sequential"))
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [
+        [numbers(4), numbers(2)],
+        {"a": numbers(4), "b": numbers(2)},
+        CombinedLoader([numbers(4), numbers(2)], "sequential"),
+    ],
+)
+def test_several_validation_loaders_run_one_after_the_other(loaders, trainer):
+    module = SeenValidating()
+    trainer().validate(module, loaders, verbose=False)
+    seen = [(batch.tolist(), batch_idx, dataloader_idx) for batch, batch_idx, dataloader_idx in module.validated]
+    assert seen == [([0, 1], 0, 0), ([2, 3], 1, 0), ([0, 1], 0, 1)]
+
+
+def test_combined_validation_gives_combined_batches(trainer):
+    module = SeenValidating()
+    trainer().validate(module, CombinedLoader({"a": numbers(4), "b": numbers(2)}, "min_size"), verbose=False)
+    ((batch, batch_idx, dataloader_idx),) = module.validated
+    assert {key: value.tolist() for key, value in batch.items()} == {"a": [0, 1], "b": [0, 1]}
+    assert (batch_idx, dataloader_idx) == (0, 0)
+
+
+def test_overfitting_takes_the_same_first_batches_in_order_for_both_stages(trainer):
+    module = SeenValidating()
+    trainer(overfit_batches=2, max_epochs=2).fit(module, numbers(8, shuffle=True), numbers(8, shuffle=True))
+    assert [batch.tolist() for batch in module.trained] == [[0, 1], [2, 3]] * 2
+    assert [batch.tolist() for batch, _, _ in module.validated] == [[0, 1], [2, 3]] * 2
+
+
+def test_an_empty_loader_is_an_error_that_says_which(trained, trainer):
+    with pytest.raises(ValueError, match="train_dataloader is empty"):
+        trained(DataLoader(TensorDataset(torch.zeros(0, 2))))
+    with pytest.raises(ValueError, match="val_dataloader is empty"):
+        trainer().validate(SeenValidating(), DataLoader(TensorDataset(torch.zeros(0, 2))), verbose=False)
+
+
+@pytest.mark.parametrize("limit", [1, None])
+def test_no_worker_is_left_after_a_fit(limit, trained):
+    before = set(multiprocessing.active_children())
+    trained(numbers(20, num_workers=2), limit_train_batches=limit)
+    assert not set(multiprocessing.active_children()) - before
+
+
+def test_no_worker_is_left_after_an_exception(trainer):
+    class Fails(Seen):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("on purpose")
+
+    before = set(multiprocessing.active_children())
+    with pytest.raises(RuntimeError, match="on purpose") as error:
+        trainer().fit(Fails(), numbers(20, num_workers=2))
+    assert error.value is not None
+    assert not set(multiprocessing.active_children()) - before
+
+
+class Digits(DataModule):
+    """A data module that notes its hooks."""
+
+    def __init__(self, size: int = 4, scale: float = 2.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.calls: list[Any] = []
+        self.seen_trainer: Any = None
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(("setup", stage))
+        self.seen_trainer = self.trainer
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.arange(float(self.hparams.size))), batch_size=2)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * self.hparams.scale]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        self.calls.append(("transfer", device.type))
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": len(self.calls)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append(("teardown", stage))
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.calls.append(type(exception).__name__)
+
+
+def test_a_data_module_gives_the_data_and_its_hooks_are_called_in_order(trainer):
+    data = Digits()
+    module, run = Seen(), trainer()
+    run.fit(module, data)
+    assert data.calls == ["prepare_data", ("setup", "fit"), *[("transfer", "cpu")] * 2, ("teardown", "fit")]
+    assert [batch.tolist() for batch in module.trained] == [[1.0, 3.0], [5.0, 7.0]]
+    assert data.seen_trainer is run
+
+
+def test_a_data_module_hears_of_an_exception(trainer):
+    class Fails(Seen):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("on purpose")
+
+    data = Digits()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer().fit(Fails(), datamodule=data)
+    assert data.calls[-2:] == ["RuntimeError", ("teardown", "fit")]
+
+
+def test_transfer_hooks_see_the_runs_input_dtype(trainer):
+    data = Digits()
+    module = Seen()
+    trainer(precision="64-true").fit(module, datamodule=data)
+    assert module.trained[0].dtype == torch.float64
+
+
+def test_a_loader_carried_by_the_instance_counts(trainer):
+    data = DataModule()
+    data.train_dataloader = lambda: numbers(4)  # type: ignore[method-assign]
+    module = Seen()
+    trainer().fit(module, datamodule=data)
+    assert len(module.trained) == 2
+
+
+def test_data_sets_are_enough(trainer):
+    data = DataModule.from_datasets(range(4), range(2), predict_dataset=range(6), batch_size=2)
+    module, run = SeenValidating(), trainer()
+    run.fit(module, datamodule=data)
+    assert sorted(torch.cat(module.trained).tolist()) == [0, 1, 2, 3]
+    assert [batch.tolist() for batch, _, _ in module.validated] == [[0, 1]]
+    assert [batch.tolist() for batch in run.predict(module, datamodule=data)] == [[0, 1], [2, 3], [4, 5]]
+
+
+class Saved(Seen):
+    def __init__(self, lr: float = 0.1, sizes: tuple[int, ...] = (1, 2), conf: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyperparameters_of_both_go_through_a_checkpoint(tmp_path, trainer):
+    class Data(Digits):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+        def train_dataloader(self):
+            return tiny_loader()
+
+    module, data, run = Saved(0.3, conf={"a": {"b": 1}}), Data(size=6), trainer()
+    run.fit(module, datamodule=data)
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    again = Saved.load_from_checkpoint(tmp_path / "run.ckpt", lr=0.7)
+    assert again.hparams == {"lr": 0.7, "sizes": (1, 2), "conf": {"a": {"b": 1}}}
+    assert torch.equal(again.weight, module.weight)
+    assert again.weight != 0
+    data_again = Data.load_from_checkpoint(tmp_path / "run.ckpt", scale=5.0)
+    assert data_again.hparams == {"size": 6, "scale": 5.0}
+    assert data_again.loaded["calls"] >= 2
+
+
+def test_a_resumed_run_sees_the_orders_that_the_uninterrupted_run_sees(tmp_path, trainer):
+    torch.manual_seed(1)
+    whole = Seen()
+    trainer(max_epochs=4).fit(whole, numbers(12, shuffle=True))
+    torch.manual_seed(1)
+    first, run = Seen(), trainer(max_epochs=2)
+    run.fit(first, numbers(12, shuffle=True))
+    run.save_checkpoint(tmp_path / "two.ckpt")
+    torch.manual_seed(99)
+    second = Seen()
+    trainer(max_epochs=4).fit(second, numbers(12, shuffle=True), ckpt_path=tmp_path / "two.ckpt")
+    orders = [batch.tolist() for batch in whole.trained]
+    assert [batch.tolist() for batch in first.trained + second.trained] == orders
+
+
+class SaveAfter(Callback):
+    """Saves after so many batches of the run."""
+
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches = batches
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.state.batches == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+def orders_of_a_resumed_run(trainer: Any, make: Callable[[int], Any], saved_after: int, path: Path) -> Any:
+    """The batches of a run, and those of one that was saved on the way together with the one that resumed from it."""
+    whole, resumed = Seen(), Seen()
+    trainer(max_epochs=3, callbacks=SaveAfter(saved_after, path)).fit(whole, make(1))
+    trainer(max_epochs=3).fit(resumed, make(2), ckpt_path=path)
+    expected = [batch.tolist() for batch in whole.trained]
+    return expected, expected[:saved_after] + [batch.tolist() for batch in resumed.trained]
+
+
+@pytest.mark.parametrize("saved_after", [3, 6, 8])
+def test_a_resumed_run_goes_on_with_the_generator_of_the_users(tmp_path, trainer, saved_after):
+    def loader(seed: int) -> DataLoader[Any]:
+        return numbers(12, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+    expected, together = orders_of_a_resumed_run(trainer, loader, saved_after, tmp_path / "on_the_way.ckpt")
+    assert together == expected
+
+
+class Positioned:
+    """A loader of four batches that knows its own position."""
+
+    def __init__(self, seed: int) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        start = self.position % 4
+        for index in range(start, 4):
+            self.position = index + 1
+            yield torch.tensor([index])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("saved_after", [3, 6])
+def test_a_resumed_run_goes_on_where_a_stateful_loader_is(tmp_path, trainer, saved_after):
+    expected, together = orders_of_a_resumed_run(trainer, Positioned, saved_after, tmp_path / "on_the_way.ckpt")
+    assert together == expected == [[0], [1], [2], [3]] * 3

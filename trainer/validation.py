@@ -1,0 +1,73 @@
+"""Validation inside a fit: the sanity check before it, and when it is due."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from . import phases
+from .evaluation import EvalLoop
+from .seed import isolate_rng
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class Validation:
+    """The validations of one fit.
+
+    Attributes:
+        every: batches between two validations in the epoch under way; inf: after its last; None: none in this epoch.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.loop = EvalLoop(trainer, "validate")
+        self.every: int | float | None = None
+        self.last = time.monotonic()
+
+    def sanity_check(self) -> None:
+        """Try a few validation batches ahead of training; leaves no trace in metrics or random states."""
+        trainer, hooks, metrics = self.trainer, self.trainer._hooks, self.trainer._metrics
+        if not trainer.enable_validation or trainer.num_sanity_val_steps == 0:
+            return
+        trainer.state.stage = "sanity_check"
+        with isolate_rng():
+            metrics.enter(phases.SANITY_HOOK)
+            for hook in hooks.on_sanity_check_start:
+                hook()
+            self.loop.run()
+            metrics.enter(phases.SANITY_HOOK)
+            for hook in hooks.on_sanity_check_end:
+                hook()
+        metrics.discard()
+
+    def plan_epoch(self) -> bool:
+        """Decide when this epoch validates; False if it does not."""
+        trainer = self.trainer
+        epochs = trainer.check_val_every_n_epoch
+        skipped = epochs is not None and (trainer.state.epoch + 1) % epochs != 0
+        self.every = None if skipped or not trainer.enable_validation else trainer._source.val_check_batch()
+        return self.every is not None
+
+    def due(self, batch_idx: int) -> bool:
+        """Whether to validate after this batch."""
+        trainer, state = self.trainer, self.trainer.state
+        if trainer.val_check_seconds is not None:
+            return time.monotonic() - self.last >= trainer.val_check_seconds
+        if state.should_stop and trainer.may_stop():
+            return True
+        if self.every == float("inf") or self.every is None:
+            return state.is_last_batch
+        done = state.batches if trainer.check_val_every_n_epoch is None else batch_idx + 1
+        return done % self.every == 0
+
+    def run(self) -> None:
+        """A validation in the middle or at the end of an epoch."""
+        state, metrics = self.trainer.state, self.trainer._metrics
+        metrics.drain()
+        state.stage = "validate"
+        self.loop.run(zero_grad=state.window == 0)
+        state.stage = "train"
+        self.last = time.monotonic()
+        metrics.enter(phases.TRAIN_BATCH)
