@@ -156,7 +156,7 @@ def test_every_callback_and_logger_has_a_section_with_a_program(room: str) -> No
     named = {name: text for heading, text in sections(room) for name in re.findall(r"`(\w+)`", heading)}
     promised = set(getattr(paceline, room).__all__)
     assert set(named) == promised
-    assert not [name for name, text in named.items() if "```python\n" not in text]
+    assert not [name for name, text in named.items() if "```python" not in text]
 
 
 def test_every_callback_and_logger_has_its_table_of_arguments() -> None:
