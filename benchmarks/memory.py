@@ -61,8 +61,8 @@ def child(name: str, what: str) -> None:
 def ask(name: str, what: str) -> float:
     """Measure in a fresh process."""
     command = [sys.executable, str(Path(__file__)), "--child", name, what]
-    # By default glibc keeps freed blocks of up to 32 MB in its heap once it has seen one, so that the peak wobbles by one
-    # or two of this model's weights. With a fixed threshold what is freed is gone, and the peak is what was alive.
+    # By default glibc keeps freed blocks of up to 32 MB in its heap once it has seen one, so that the peak wobbles by
+    # one or two of this model's weights. With a fixed threshold what is freed is gone: the peak is what was alive.
     environment = {**quiet_environment(), "TERM": "dumb", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
