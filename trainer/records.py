@@ -95,7 +95,7 @@ class GraphRecord(Record):
 
 
 class SumRecord(Record):
-    """Sums over the epoch. The sum is float64 where the device has it: a million float32 terms are no rounding error."""
+    """Sums over the epoch, in float64 where the device has it: a million float32 terms lose nothing."""
 
     reduction = "sum"
 
@@ -207,7 +207,8 @@ class MetricRecord(Record):
     def update(self, value: Any, batch_size: int | None) -> None:
         if value is not self.metric:
             raise ValueError(
-                f"self.log({self.key!r}) got another {type(value).__name__} object than before; its state would be lost. "
+                f"self.log({self.key!r}) got another {type(value).__name__} object than before; its state would be "
+                "lost. "
                 "Create the metric once in __init__ and log that object."
             )
         self.fresh = self.seen = True
@@ -248,7 +249,9 @@ def make_record(
         ValueError: a tensor of more than one element, contradictory flags, an unknown reduction.
     """
     if not isinstance(name, str):
-        raise TypeError(f"self.log got {name!r} ({type(name).__name__}) as the name. Pass a string first, then the value.")
+        raise TypeError(
+            f"self.log got {name!r} ({type(name).__name__}) as the name. Pass a string first, then the value."
+        )
     if "/dataloader_idx_" in name:
         raise ValueError(f"self.log({name!r}): '/dataloader_idx_' is added by the trainer. Choose a name without it.")
     on_step, on_epoch = _cadence(name, options, moment, hook)
@@ -284,7 +287,15 @@ def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bo
 
 
 def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:
-    functions = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum"}
+    functions = {
+        torch.mean: "mean",
+        torch.sum: "sum",
+        torch.min: "min",
+        torch.max: "max",
+        min: "min",
+        max: "max",
+        sum: "sum",
+    }
     found = functions.get(reduce_fx, reduce_fx) if callable(reduce_fx) else {"avg": "mean"}.get(reduce_fx, reduce_fx)
     if found not in REDUCTIONS:
         shown = getattr(reduce_fx, "__name__", reduce_fx)
@@ -304,7 +315,8 @@ def check_value(name: str, value: Any) -> None:
         integral = isinstance(value, (int, bool))
     if integral:
         messages.warn_once(
-            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass float(value) to say so."
+            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass float(value) to say "
+            "so."
         )
 
 
@@ -326,7 +338,8 @@ def number(name: str, value: Any) -> float:
         return float(value)
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(
-            f"self.log({name!r}) got {describe(value)}; a number, a tensor with one element or a torchmetrics Metric is "
+            f"self.log({name!r}) got {describe(value)}; a number, a tensor with one element or a torchmetrics Metric "
+            "is "
             "needed. For text use the logger itself (self.logger.experiment); for several values self.log_dict."
         )
     return float(value)

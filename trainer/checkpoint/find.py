@@ -53,7 +53,7 @@ def _last(trainer: Trainer, fn: str) -> Path | None:
     passed_over = []
     for file in sorted(files, key=lambda f: (f.stat().st_mtime_ns, f.name), reverse=True):
         try:
-            found = read(file)
+            found = read(file, map_location="meta")  # its bytes are checked, its tensors not loaded
         except Exception as error:  # a broken file is what is being looked for
             passed_over.append(f"{file} ({type(error).__name__})")
             continue
