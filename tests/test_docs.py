@@ -66,6 +66,7 @@ def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paceline.strategies.devices.count", lambda kind: int(kind == "cpu"))  # the pages show a CPU's
     module = types.ModuleType(f"docs_{page}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     printed = ""
@@ -212,5 +213,5 @@ def test_the_tables_of_checkpoint_keys_are_complete(tmp_path: Path) -> None:
     file = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
     names = {"Data": "the name of the DataModule's class"}
     for comment, found in (("checkpoint keys", file), ("paceline keys", file["paceline"])):
-        in_file = {f"`{key}`" if key not in names else names[key] for key in found}
+        in_file = {names.get(key, f"`{key}`") for key in found}
         assert {row[0] for row in rows_after(comment)} == in_file
