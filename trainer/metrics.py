@@ -82,6 +82,7 @@ class MetricStore:
                 f"Log it in {self._moment.instead.format(stage=self._stage_word())} instead."
             )
         record = make_record(name, value, options, self._moment, self._hook(), self._dataloader_idx, self._weight)
+        self._refuse_overwriting(name, record)
         resumed = self._resumed.pop(f"{self.state.stage}|{self._moment.name}|{record.key}", None)
         if resumed is not None:
             record.load(resumed)
@@ -89,6 +90,17 @@ class MetricStore:
         if self._moment is EVAL_BATCH and record.on_step:
             self.steps_in_evaluation = True
         return record
+
+    def _refuse_overwriting(self, name: str, record: Record) -> None:
+        """Two loaders may not log under one key: the later value would replace the earlier one."""
+        for (stage, moment, idx), table in self._tables.items():
+            same_moment = stage == self.state.stage and moment == self._moment.name and idx != self._dataloader_idx
+            if same_moment and name in table and table[name].key == record.key:
+                raise ValueError(
+                    f"self.log({name!r}, add_dataloader_idx=False) was called for the loaders {idx} and "
+                    f"{self._dataloader_idx}; "
+                    "one value would replace the other. Leave add_dataloader_idx out, or use a name for each loader."
+                )
 
     def _weight(self, name: str) -> int:
         """The batch's size, found once per batch; its form is examined on the first."""
@@ -171,6 +183,8 @@ class MetricStore:
     def flush_eval_step(self) -> None:
         """Send an evaluation batch's step values, against a counter of the stage's own."""
         stage = self.state.stage or ""
+        if stage == "sanity_check":
+            return
         step = self._eval_steps.get(stage, 0)
         self._eval_steps[stage] = step + 1
         self.flush_step(step, self.state.epoch)

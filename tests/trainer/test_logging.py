@@ -295,6 +295,40 @@ def test_bfloat16_values_are_kept_with_full_sums(quiet: dict[str, Any]) -> None:
     assert trainer.callback_metrics["v"].dtype == torch.float32
 
 
+def test_two_loaders_may_not_log_under_one_key(quiet: dict[str, Any]) -> None:
+    module = Values(validation_step=lambda m, b: m.log("v", b.mean(), add_dataloader_idx=False))
+    loaders = [DataLoaderLike(batches(2)), DataLoaderLike(batches(4))]
+    with pytest.raises(ValueError, match=r"called for the loaders 0 and 1; one value would replace the other"):
+        Trainer(**quiet).validate(module, loaders, verbose=False)
+
+
+def test_suffixes_of_step_and_loader_stand_in_lightnings_order(quiet: dict[str, Any]) -> None:
+    module = Values(validation_step=lambda m, b: m.log("v", b.mean(), on_step=True, on_epoch=True))
+    trainer = Trainer(**quiet)
+    trainer.validate(module, [DataLoaderLike(batches(2)), DataLoaderLike(batches(4))], verbose=False)
+    assert {"v_step/dataloader_idx_0", "v_epoch/dataloader_idx_1"} <= set(trainer.callback_metrics)
+
+
+def test_the_sanity_check_sends_nothing(quiet: dict[str, Any]) -> None:
+    module = Values(validation_step=lambda m, b: m.log("v", b.mean(), on_step=True))
+    _, memory = fit(module, batches(1), batches(1), quiet=quiet)
+    assert memory.of("v_step") == [(0, 0.0)]
+
+
+def test_enable_graph_keeps_the_graph_of_the_last_value(quiet: dict[str, Any]) -> None:
+    seen: list[bool] = []
+
+    class Module(Values):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("v", loss, on_step=True, on_epoch=True, enable_graph=True)
+            seen.append(self.trainer.callback_metrics["v_step"].requires_grad)
+            return loss
+
+    fit(Module(), batches(1), quiet=quiet)
+    assert seen == [True]
+
+
 def test_a_key_named_step_is_the_x_axis(quiet: dict[str, Any]) -> None:
     module = Values(training_step=lambda m, b: m.log_dict({"v": b.mean(), "step": 100.0 + b.mean()}))
     assert fit(module, batches(1, 1), quiet=quiet)[1].of("v") == [(100, 0.0), (101, 1.0)]
@@ -375,7 +409,7 @@ def test_on_step_in_an_epoch_hook_is_refused(hook: str, quiet: dict[str, Any]) -
 def test_predict_keeps_no_metrics(quiet: dict[str, Any]) -> None:
     module = Values()
     module.predict_step = lambda batch, batch_idx: module.log("v", 1.0)
-    with pytest.raises(RuntimeError, match="predict keeps no metrics"):
+    with pytest.raises(RuntimeError, match="predict, which has no metrics, where no metrics"):
         Trainer(**quiet).predict(module, batches(1))
 
 
