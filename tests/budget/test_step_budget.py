@@ -73,9 +73,10 @@ def own(frame: Any) -> str | None:
 @cache
 def own_file(name: str) -> str | None:
     path = Path(name).resolve()
-    if not path.is_relative_to(PACKAGE) or path.is_relative_to(PACKAGE / "tests"):
+    if not path.is_relative_to(PACKAGE):
         return None
-    return str(path.relative_to(PACKAGE))
+    inside = path.relative_to(PACKAGE)
+    return str(inside) if inside.parts[0] in ("trainer", "callbacks", "strategies", "loggers") else None
 
 
 def calls_per_batch(module: TrainingModule, prefix: str = "", **arguments: Any) -> Counter[str]:
