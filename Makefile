@@ -35,7 +35,7 @@ demo: .demo/installed
 
 # A stamp each: the pinned packages are installed again when the lock changes, the package itself when its metadata does.
 .venv/locked: requirements-dev.lock
-	$(PYTHON) -c '$(ENOUGH)'
+	@$(PYTHON) -c '$(ENOUGH)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements-dev.lock
 	touch $@
@@ -45,7 +45,7 @@ demo: .demo/installed
 	touch $@
 
 .demo/installed: requirements-dev.lock pyproject.toml
-	$(PYTHON) -c '$(ENOUGH)'
+	@$(PYTHON) -c '$(ENOUGH)'
 	$(PYTHON) -m venv .demo
 	.demo/bin/python -m pip install $(PIP_FLAGS) -c requirements-dev.lock setuptools
 	.demo/bin/python -m pip install $(PIP_FLAGS) -c requirements-dev.lock --no-build-isolation -e . scikit-learn matplotlib

@@ -91,7 +91,8 @@ class EvalLoop:
         if self.kind == "predict" or not numbers:
             return [{} for _ in loaders]
         return [
-            {r.epoch_key: numbers[r.epoch_key] for at, r, _ in found if at in (idx, None)} for idx in range(len(loaders))
+            {r.epoch_key: numbers[r.epoch_key] for at, r, _ in found if at in (idx, None)}
+            for idx in range(len(loaders))
         ]
 
     def run_loader(self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None) -> None:
@@ -132,7 +133,8 @@ class EvalLoop:
                     raise interruption(state.signum)
         if batch_idx + 1 != limit and known != float("inf"):
             raise RuntimeError(
-                f"The {self.word} dataloader has a length of {known} batches, but yielded {batch_idx + 1} where {limit} were "
+                f"The {self.word} dataloader has a length of {known} batches, but yielded {batch_idx + 1} where "
+                f"{limit} were "
                 "expected. Correct __len__, or remove it."
             )
         self.predictions.append(kept)

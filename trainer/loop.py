@@ -15,7 +15,7 @@ from .data.loaders import load_loader_state, seed_shuffling
 from .loss import LossReader
 from .schedules import Schedules
 from .signals import interruption
-from .step import IteratorStep, Step, choose_step, detached
+from .step import IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class FitLoop:
             self.validation.sanity_check()
         if state.epoch_done:
             self.enter_next_epoch()
+        if state.window:
+            self.start_window_over()
         if trainer.limit_train_batches == 0 or self.finished():
             messages.info_once(f"Nothing to train: {self.why_finished()}.", key="nothing to train")
             return
@@ -53,6 +55,7 @@ class FitLoop:
         if trainer.enable_validation:
             trainer._source.load_evaluation("validate")
         self.forward = bind_step(trainer, "training_step")
+        self.advise()
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
             hook()
@@ -70,16 +73,18 @@ class FitLoop:
         starts, ends = hooks.on_train_batch_start, hooks.on_train_batch_end
         log_every, max_steps = trainer.log_every_n_steps, limit(trainer.max_steps)
         num_batches, validates = trainer.num_training_batches, validation.plan_epoch()
-        batch_idx = start_batch - 1
+        batch_idx, complete = start_batch - 1, False
         with closing(batches):
             for batch in self.started(batches, start_batch):
                 batch_idx += 1
                 if batch_idx >= num_batches:
-                    raise RuntimeError(self.length_lie(batch_idx + 1, "more"))
+                    raise RuntimeError(self.length_lie(f"at least {batch_idx + 1}"))
                 state.batch_idx, state.stepped = batch_idx, False
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
                 metrics.batch = batch
                 if starts and -1 in [hook(batch, batch_idx) for hook in starts]:
+                    step.finish_window()
+                    complete = True
                     break
                 outputs = step(batch, batch_idx)
                 state.batches += 1
@@ -95,14 +100,17 @@ class FitLoop:
                     validation.run()
                 if schedules.step_plateaus and state.stepped:
                     schedules.advance(schedules.step_plateaus, state.updates)
+                if state.window:
+                    continue  # a window is never left half-way
                 if state.signum:
                     raise interruption(state.signum)
                 if state.global_step >= max_steps or (state.should_stop and trainer.may_stop()):
+                    complete = state.is_last_batch
                     break
             else:
-                if batch_idx + 1 < num_batches and trainer._source.length_known():
-                    raise RuntimeError(self.length_lie(batch_idx + 1, "only"))
-        self.end_epoch(schedules)
+                self.check_length(batch_idx + 1)
+                complete = True
+        self.end_epoch(schedules, complete)
 
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
 
@@ -114,7 +122,7 @@ class FitLoop:
             hook()
         self.metrics.enter(phases.TRAIN_BATCH)
 
-    def step(self) -> Step:
+    def step(self) -> ManualStep:
         """The step, bound to what callbacks left of optimizers and accumulation."""
         step = choose_step(self.trainer, self.forward, self.losses)
         return IteratorStep(step) if self.takes_iterator else step
@@ -145,10 +153,10 @@ class FitLoop:
             restore_random(resumed)
         return iterator
 
-    def end_epoch(self, schedules: Schedules) -> None:
-        """Everything that follows the last batch."""
+    def end_epoch(self, schedules: Schedules, complete: bool) -> None:
+        """Everything that follows the last batch. An epoch that was cut short is not over: a later fit goes on."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
-        state.epoch_done = True
+        state.epoch_done = complete
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.epoch_ended = True
         for hook in hooks.on_train_epoch_end:
@@ -159,7 +167,8 @@ class FitLoop:
         metrics.send_epoch(results, state.updates, state.epoch)
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
-        self.enter_next_epoch()
+        if complete:
+            self.enter_next_epoch()
         if state.signum:
             raise interruption(state.signum)
 
@@ -167,6 +176,32 @@ class FitLoop:
         """Move the counters from a finished epoch to the next."""
         state = self.state
         state.epoch, state.epoch_done, state.batch_idx, state.is_last_batch = state.epoch + 1, False, -1, False
+
+    def start_window_over(self) -> None:
+        """A checkpoint does not hold the gradients of a half-full window."""
+        messages.warn(
+            f"The run goes on from inside an accumulation window whose gradients of {self.state.window} "
+            "micro-batches were not "
+            "kept: the window starts over without them. Save after an optimizer step to lose none."
+        )
+        self.state.window = 0
+
+    def advise(self) -> None:
+        """Say what probably is not meant: a module in eval mode, a run too short to log anything."""
+        trainer = self.trainer
+        asleep = sum(not module.training for module in trainer.training_module.modules())
+        if asleep:
+            messages.warn_once(
+                f"{asleep} submodules of {type(trainer.training_module).__name__} are in eval mode at the start of "
+                "the fit and "
+                "stay in it. Call module.train() before, unless they are meant to be frozen."
+            )
+        updates = trainer.estimated_stepping_batches
+        if trainer.loggers and not trainer.fast_dev_run and updates < trainer.log_every_n_steps < 2**62:
+            messages.info_once(
+                f"This fit makes {updates} updates, so no step metrics reach the loggers with "
+                f"log_every_n_steps={trainer.log_every_n_steps}. Lower it to see them."
+            )
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -187,14 +222,24 @@ class FitLoop:
             f"max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}"
         )
 
-    def length_lie(self, seen: int, word: str) -> str:
+    def check_length(self, seen: int) -> None:
+        """Raise if the loader ended too early, or gave nothing at all."""
+        if seen == 0:
+            raise RuntimeError(
+                f"The train_dataloader yielded no batch in epoch {self.state.epoch}. A generator can be read only "
+                "once: pass a "
+                "DataLoader, a list, or an object whose __iter__ starts over."
+            )
+        if seen < self.trainer.num_training_batches and self.trainer._source.length_known():
+            raise RuntimeError(self.length_lie(f"only {seen}"))
+
+    def length_lie(self, seen: str) -> str:
         """The error for a loader that yields more or fewer batches than it says."""
         return (
-            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {word} "
-            f"{seen} "
-            f"in epoch {self.state.epoch}. Windows, validation and schedules are planned from the length: correct "
-            "__len__, "
-            "or remove it so that Paceline looks one batch ahead instead."
+            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {seen} "
+            "in epoch "
+            f"{self.state.epoch}. Windows, validation and schedules are planned from the length: correct __len__, or "
+            "remove it so that Paceline looks one batch ahead instead."
         )
 
 

@@ -1,8 +1,8 @@
 """What ``self.log`` writes to.
 
-The first sight of a name checks everything and makes a record; after that a call is one dictionary hit and one update of
-the record, on the device the value lives on. Values leave the device when somebody reads them: all together, once per
-flush, and on an accelerator without waiting for it.
+The first sight of a name checks everything and makes a record; after that a call is one dictionary hit and one update
+of the record, on the device the value lives on. Values leave the device when somebody reads them: all together, once
+per flush, and on an accelerator without waiting for it.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class MetricStore:
                 f"Log it in {self._moment.instead.format(stage=self._stage_word())} instead."
             )
         record = make_record(name, value, options, self._moment, self._hook(), self._dataloader_idx, self._weight)
+        self._refuse_overwriting(name, record)
         resumed = self._resumed.pop(f"{self.state.stage}|{self._moment.name}|{record.key}", None)
         if resumed is not None:
             record.load(resumed)
@@ -89,6 +90,17 @@ class MetricStore:
         if self._moment is EVAL_BATCH and record.on_step:
             self.steps_in_evaluation = True
         return record
+
+    def _refuse_overwriting(self, name: str, record: Record) -> None:
+        """Two loaders may not log under one key: the later value would replace the earlier one."""
+        for (stage, moment, idx), table in self._tables.items():
+            same_moment = stage == self.state.stage and moment == self._moment.name and idx != self._dataloader_idx
+            if same_moment and name in table and table[name].key == record.key:
+                raise ValueError(
+                    f"self.log({name!r}, add_dataloader_idx=False) was called for the loaders {idx} and "
+                    f"{self._dataloader_idx}; "
+                    "one value would replace the other. Leave add_dataloader_idx out, or use a name for each loader."
+                )
 
     def _weight(self, name: str) -> int:
         """The batch's size, found once per batch; its form is examined on the first."""
@@ -98,13 +110,15 @@ class MetricStore:
         size = batch_size_of(batch) if batch is not None else 1
         if size is None:
             messages.warn_once(
-                f"No tensor was found in the batch of type {type(batch).__name__}, so the epoch mean of {name!r} weighs "
+                f"No tensor was found in the batch of type {type(batch).__name__}, so the epoch mean of {name!r} "
+                "weighs "
                 f"every batch alike. Pass self.log({name!r}, ..., batch_size=...) to weigh by samples."
             )
             size = 1
         elif self._sized is None and len(sizes := conflicting_sizes(batch)) > 1:
             messages.warn_once(
-                f"The batch holds tensors of different first dimensions ({', '.join(map(str, sizes))}); {size} was taken "
+                f"The batch holds tensors of different first dimensions ({', '.join(map(str, sizes))}); {size} was "
+                "taken "
                 f"as its size for the epoch mean of {name!r}. Pass self.log({name!r}, ..., batch_size=...) to be sure."
             )
         self._sized = (batch, size)
@@ -114,7 +128,9 @@ class MetricStore:
         return self._moment.name.format(stage=self._stage_word())
 
     def _stage_word(self) -> str:
-        return {"sanity_check": "validation", "validate": "validation"}.get(self.state.stage or "", self.state.stage or "")
+        return {"sanity_check": "validation", "validate": "validation"}.get(
+            self.state.stage or "", self.state.stage or ""
+        )
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -124,15 +140,21 @@ class MetricStore:
                 for record in table.values():
                     yield dataloader_idx, record
 
+    def _all_records(self) -> Iterator[tuple[bool, Record]]:
+        """Every record of the run, and whether its stage is the one under way."""
+        for (stage, _, _), table in self._tables.items():
+            for record in table.values():
+                yield stage == self.state.stage, record
+
     def callback_metrics(self) -> dict[str, Tensor]:
         """Every value logged so far, by name: what callbacks monitor."""
         found = dict(self._finished)
-        for _, record in self._stage_records(self.state.stage):
+        for current, record in self._all_records():
             if record.options.rank_zero_only or not record.seen:
                 continue
             if record.on_step and (value := record.step_value()) is not None:
                 found[record.step_key] = found[record.key] = value
-            if record.on_epoch and self.epoch_ended:
+            if record.on_epoch and current and self.epoch_ended:
                 found[record.epoch_key] = found[record.key] = record.compute(self.strategy)
         return found
 
@@ -161,6 +183,8 @@ class MetricStore:
     def flush_eval_step(self) -> None:
         """Send an evaluation batch's step values, against a counter of the stage's own."""
         stage = self.state.stage or ""
+        if stage == "sanity_check":
+            return
         step = self._eval_steps.get(stage, 0)
         self._eval_steps[stage] = step + 1
         self.flush_step(step, self.state.epoch)
@@ -184,6 +208,7 @@ class MetricStore:
 
     def finish_epoch(self) -> list[tuple[int | None, Record, Tensor]]:
         """Compute the stage's epoch values and start over. Returns (loader, record, value) of each."""
+        self.progress_bar_metrics()  # the bar's last look at step values, which are forgotten next
         results: list[tuple[int | None, Record, Tensor]] = []
         for dataloader_idx, record in self._stage_records(self.state.stage):
             if not record.seen:
@@ -231,7 +256,11 @@ class MetricStore:
             for record in table.values()
             if record.seen and (state := record.dump())
         }
-        return {"finished": {k: v.cpu() for k, v in self._finished.items()}, "running": running, "eval": self._eval_steps}
+        return {
+            "finished": {k: v.cpu() for k, v in self._finished.items()},
+            "running": running,
+            "eval": self._eval_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back :meth:`state_dict`; running sums join their records when the names are logged again."""
@@ -243,7 +272,11 @@ class MetricStore:
 def to_host(values: dict[str, Any]) -> dict[str, float]:
     """Numbers of scalar tensors, with one transfer for all that are not on the CPU (this waits for the device)."""
     away = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.device.type != "cpu"}
-    numbers = dict(zip(away, torch.stack([v.reshape(()).float() for v in away.values()]).tolist(), strict=True)) if away else {}
+    numbers = (
+        dict(zip(away, torch.stack([v.reshape(()).float() for v in away.values()]).tolist(), strict=True))
+        if away
+        else {}
+    )
     return {k: numbers[k] if k in numbers else float(v) for k, v in values.items()}
 
 
@@ -299,4 +332,3 @@ class _BarValues:
     def clear(self) -> None:
         self._shown.clear()
         self._copy = None
-

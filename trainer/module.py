@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     """A ``torch.nn.Module`` that says what one step of it is. Subclass it; give it to ``Trainer.fit``.
 
-    Define ``training_step`` and ``configure_optimizers``, and of the other steps and hooks what you need. A method counts
-    as defined when your class defines it or the instance carries it (``module.training_step = f`` works); None means
-    "not defined".
+    Define ``training_step`` and ``configure_optimizers``, and of the other steps and hooks what you need. A method
+    counts as defined when your class defines it or the instance carries it (``module.training_step = f`` works); None
+    means "not defined".
 
     Example:
         >>> class Regression(TrainingModule):
@@ -66,9 +66,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
         Returns:
             The loss, a scalar tensor of shape (); or a dict with it under ``"loss"`` and, to weigh micro-batches of
-            different sizes exactly, the number of items the mean is over under ``"num_items"``; or None to skip the batch.
+            different sizes exactly, the number of items its mean is over under ``"num_items"``; None skips the batch.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx).")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx)."
+        )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch: ``validation_step(batch, batch_idx)``, with several loaders also ``dataloader_idx``."""
@@ -107,8 +109,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
         Args:
             name: the key. With both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
-            value: a number, a tensor with one element, or a torchmetrics ``Metric`` (computed and reset by the trainer).
-                Tensors stay on their device; nothing waits for it.
+            value: a number, a tensor with one element, or a torchmetrics ``Metric`` (computed and reset by the
+                trainer). Tensors stay on their device; nothing waits for it.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers (the default).
             on_step: keep the value of the step. None: True in training steps, else False.
@@ -128,7 +130,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """
         store = self._metric_store
         if store is None:
-            return self._log_in_vain(name)
+            self._log_in_vain(name)
+            return
         options = (
             prog_bar,
             logger,
@@ -148,14 +151,15 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         record.update(value, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
-        """Log every entry of a dict, or every metric of a torchmetrics ``MetricCollection``, with ``log``'s arguments."""
+        """Log every entry of a dict, or every metric of a torchmetrics ``MetricCollection``, as ``log`` does."""
         if hasattr(dictionary, "compute_groups"):
             items: Any = dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
         elif isinstance(dictionary, Mapping):
             items = dictionary.items()
         else:
             raise TypeError(
-                f"self.log_dict got {type(dictionary).__name__}. Pass a dict of names and values, or use self.log(name, value)."
+                f"self.log_dict got {type(dictionary).__name__}. Pass a dict of names and values, or use "
+                "self.log(name, value)."
             )
         for name, value in items:
             self.log(name, value, **kwargs)
@@ -188,12 +192,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """Return the optimizers and schedulers.
 
         Returns:
-            An optimizer; a list; a pair (optimizers, schedulers); a dict ``{"optimizer", "lr_scheduler"}`` or a list of
-            such dicts, where ``"lr_scheduler"`` is a scheduler or a dict with ``scheduler, interval ("epoch" or "step"),
-            frequency, monitor, strict, name``; or None.
+            An optimizer; a list; a pair (optimizers, schedulers); a dict ``{"optimizer", "lr_scheduler"}`` or a list
+            of such dicts, where ``"lr_scheduler"`` is a scheduler or a dict with ``scheduler, interval ("epoch" or
+            "step"), frequency, monitor, strict, name``; or None.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no configure_optimizers, so fit cannot change its weights. Define it, for example: "
+            f"{type(self).__name__} has no configure_optimizers, so fit cannot change its weights. Define it, for "
+            "example: "
             "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
         )
 
@@ -213,7 +218,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         return (found[0] if len(found) == 1 else found) if found else None
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward on the loss, a scalar already scaled for fp16. Override to pass ``retain_graph`` and the like."""
+        """Run backward on the loss, a scalar, scaled for fp16. Override to pass ``retain_graph`` and the like."""
         loss.backward(*args, **kwargs)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -226,9 +231,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             hook()
 
     def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: ManagedOptimizer, optimizer_closure: Callable[[], Any] | None = None
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: ManagedOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """One optimizer step in automatic optimization. Override to skip or schedule steps; run the closure either way."""
+        """One optimizer step in automatic optimization. Override to skip steps; run the closure either way."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -321,7 +330,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """
         if self._trainer is None:
             raise RuntimeError(
-                f"{type(self).__name__} is not attached to a Trainer. Use self.trainer only in a hook or step that a Trainer runs."
+                f"{type(self).__name__} is not attached to a Trainer. Use self.trainer only in a hook or step that a "
+                "Trainer runs."
             )
         return self._trainer
 
@@ -414,7 +424,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         sample = self.example_input_array if input_sample is None else input_sample
         if sample is None:
             raise ValueError(
-                f"{type(self).__name__}.to_onnx needs an example input. Pass input_sample=, or set self.example_input_array."
+                f"{type(self).__name__}.to_onnx needs an example input. Pass input_sample=, or set "
+                "self.example_input_array."
             )
         arguments = sample if isinstance(sample, tuple) else (sample,)
         training = self.training

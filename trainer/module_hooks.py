@@ -28,7 +28,7 @@ class ModuleHooks:
         """Download or unpack, once a node (local rank 0). Must not set attributes: other ranks would not have them."""
 
     def setup(self, stage: str) -> None:
-        """When an entry point begins. ``stage``: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. May build layers."""
+        """When an entry point begins, named by ``stage`` (``"fit"``, ``"validate"``, ...). May build layers."""
 
     def teardown(self, stage: str) -> None:
         """Last of all, also after an exception."""

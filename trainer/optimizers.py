@@ -1,4 +1,4 @@
-"""Every accepted form of ``configure_optimizers()``, the error for all others, and the optimizer that steps are counted on."""
+"""Every accepted form of ``configure_optimizers()``, the error for all others, and the managed optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 FORMS = (
-    "an optimizer; a list of optimizers; a pair (optimizers, schedulers); a dict {'optimizer': ..., 'lr_scheduler': ...}; "
+    "an optimizer; a list of optimizers; a pair (optimizers, schedulers); a dict "
+    "{'optimizer': ..., 'lr_scheduler': ...}; "
     "a list of such dicts; or None for a module without optimizer"
 )
 
@@ -45,7 +46,7 @@ class SchedulerConfig:
 
 
 class ManagedOptimizer:
-    """What ``self.optimizers()`` gives: the optimizer, whose ``step`` goes through precision and strategy and is counted.
+    """What ``self.optimizers()`` gives: its ``step`` goes through precision and strategy and is counted.
 
     Everything else (``param_groups``, ``state``, ``zero_grad``) is the optimizer's own, found at ``.optimizer``.
     """
@@ -100,7 +101,8 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
     if module.automatic_optimization and len(optimizers) > 1:
         raise RuntimeError(
             f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
-            "self.automatic_optimization = False in __init__ and step them in training_step, or join them by param groups."
+            "self.automatic_optimization = False in __init__ and step them in training_step, or join them by param "
+            "groups."
         )
     configs = [_scheduler(s, owner, module.automatic_optimization) for s in schedulers]
     for config in configs:
@@ -115,7 +117,9 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
 
 def _split(given: Any, owner: str) -> tuple[list[Optimizer], list[Any]]:
     if given is None:
-        messages.warn_once(f"{owner} returned None: fit runs without an optimizer and no weight is changed by the trainer.")
+        messages.warn_once(
+            f"{owner} returned None: fit runs without an optimizer and no weight is changed by the trainer."
+        )
         return [], []
     if isinstance(given, Mapping):
         return _from_dicts([given], owner)
@@ -133,9 +137,7 @@ def _is_list(value: Any) -> bool:
 def _optimizers(given: Sequence[Any], owner: str) -> list[Optimizer]:
     for one in given:
         if not isinstance(one, Optimizer):
-            raise TypeError(
-                f"{owner} returned {type(one).__name__} where an optimizer was expected. Return {FORMS}."
-            )
+            raise TypeError(f"{owner} returned {type(one).__name__} where an optimizer was expected. Return {FORMS}.")
     return list(given)
 
 
@@ -181,11 +183,12 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     if config.interval not in ("epoch", "step"):
         raise ValueError(messages.unknown(f"scheduler interval in {owner}:", config.interval, ("epoch", "step")))
     if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise ValueError(f"{owner} returned a scheduler with frequency={config.frequency!r}. Use an integer of 1 or more.")
+        raise ValueError(
+            f"{owner} returned a scheduler with frequency={config.frequency!r}. Use an integer of 1 or more."
+        )
     if config.reduce_on_plateau and config.monitor is None and automatic:
         raise ValueError(
             f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to look at. Return "
             "{'scheduler': ..., 'monitor': 'val_loss'} with a name that you log."
         )
     return config
-

@@ -44,20 +44,26 @@ class Record:
 
     reduction = "last"
 
-    def __init__(self, key: str, options: Options, on_step: bool, on_epoch: bool, weigh: Callable[[str], int]) -> None:
-        self.key = key
+    def __init__(
+        self, name: str, suffix: str, options: Options, on_step: bool, on_epoch: bool, weigh: Callable[[str], int]
+    ) -> None:
+        self.key = key = name + suffix
         self.options = options
         self.on_step, self.on_epoch = on_step, on_epoch
         self.logger = options.logger is not False
-        self.step_key = f"{key}_step" if on_step and on_epoch else key
-        self.epoch_key = f"{key}_epoch" if on_step and on_epoch else key
+        self.step_key = f"{name}_step{suffix}" if on_step and on_epoch else key
+        self.epoch_key = f"{name}_epoch{suffix}" if on_step and on_epoch else key
+        self.graph = options.enable_graph
         self.weigh = weigh
         self.fresh = self.seen = False
         self.value: Any = None
 
     def update(self, value: Any, batch_size: int | None) -> None:
         """Take in one call of ``self.log``."""
-        self.value = value.detach() if isinstance(value, Tensor) else number(self.key, value)
+        if not isinstance(value, Tensor):
+            self.value = number(self.key, value)
+        else:
+            self.value = value if self.graph else value.detach()
         self.fresh = self.seen = True
 
     def step_value(self) -> Tensor | None:
@@ -85,19 +91,11 @@ class Record:
         """Take back :meth:`dump`."""
 
 
-class GraphRecord(Record):
-    """A last value that keeps its graph (``enable_graph=True``)."""
-
-    def update(self, value: Any, batch_size: int | None) -> None:
-        super().update(value, batch_size)
-        if isinstance(value, Tensor):
-            self.value = value
-
-
 class SumRecord(Record):
-    """Sums over the epoch. The sum is float64 where the device has it: a million float32 terms are no rounding error."""
+    """Sums over the epoch, in float64 where the device has it: a million float32 terms lose nothing."""
 
     reduction = "sum"
+    weighted = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -106,22 +104,20 @@ class SumRecord(Record):
         self.weight = 0
 
     def update(self, value: Any, batch_size: int | None) -> None:
-        self._add(value, 1)
-
-    def _add(self, value: Any, weight: int) -> None:
+        weight = 1 if not self.weighted else self.weigh(self.key) if batch_size is None else batch_size
         if isinstance(value, Tensor):
-            value = value.detach()
-            if value.ndim:
-                value = scalar(self.key, value)
+            detached = value.detach()
+            if detached.ndim:
+                detached = scalar(self.key, detached)
             if self.total is None:
-                kind = torch.float32 if value.device.type == "mps" else torch.float64
-                self.total = torch.zeros((), dtype=kind, device=value.device)
-            self.total.add_(value, alpha=weight)
+                kind = torch.float32 if detached.device.type == "mps" else torch.float64
+                self.total = torch.zeros((), dtype=kind, device=detached.device)
+            self.total.add_(detached, alpha=weight)
+            self.value = value if self.graph else detached
         else:
-            value = number(self.key, value)
-            self.rest += value * weight
+            self.value = number(self.key, value)
+            self.rest += self.value * weight
         self.weight += weight
-        self.value = value
         self.fresh = self.seen = True
 
     def _sums(self, strategy: Strategy) -> tuple[Tensor, Tensor | int]:
@@ -151,9 +147,7 @@ class MeanRecord(SumRecord):
     """Mean over the epoch's samples: sum(value * batch size) / sum(batch size)."""
 
     reduction = "mean"
-
-    def update(self, value: Any, batch_size: int | None) -> None:
-        self._add(value, self.weigh(self.key) if batch_size is None else batch_size)
+    weighted = True
 
     def compute(self, strategy: Strategy) -> Tensor:
         total, weight = self._sums(strategy)
@@ -207,7 +201,8 @@ class MetricRecord(Record):
     def update(self, value: Any, batch_size: int | None) -> None:
         if value is not self.metric:
             raise ValueError(
-                f"self.log({self.key!r}) got another {type(value).__name__} object than before; its state would be lost. "
+                f"self.log({self.key!r}) got another {type(value).__name__} object than before; its state would be "
+                "lost. "
                 "Create the metric once in __init__ and log that object."
             )
         self.fresh = self.seen = True
@@ -248,21 +243,23 @@ def make_record(
         ValueError: a tensor of more than one element, contradictory flags, an unknown reduction.
     """
     if not isinstance(name, str):
-        raise TypeError(f"self.log got {name!r} ({type(name).__name__}) as the name. Pass a string first, then the value.")
+        raise TypeError(
+            f"self.log got {name!r} ({type(name).__name__}) as the name. Pass a string first, then the value."
+        )
     if "/dataloader_idx_" in name:
         raise ValueError(f"self.log({name!r}): '/dataloader_idx_' is added by the trainer. Choose a name without it.")
     on_step, on_epoch = _cadence(name, options, moment, hook)
-    key = name
+    suffix = ""
     if dataloader_idx is not None and options.add_dataloader_idx:
-        key = f"{name}/dataloader_idx_{dataloader_idx}"
-    common = (key, options, on_step, on_epoch, weigh)
+        suffix = f"/dataloader_idx_{dataloader_idx}"
+    common = (name, suffix, options, on_step, on_epoch, weigh)
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
         return MetricRecord(*common, metric=value)
     check_value(name, value)
     reduction = _reduction(name, options.reduce_fx)
     if not on_epoch:
-        return GraphRecord(*common) if options.enable_graph else Record(*common)
+        return Record(*common)
     if reduction in ("min", "max"):
         return ExtremeRecord(*common, reduction=reduction)
     return MeanRecord(*common) if reduction == "mean" else SumRecord(*common)
@@ -284,7 +281,15 @@ def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bo
 
 
 def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:
-    functions = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum"}
+    functions = {
+        torch.mean: "mean",
+        torch.sum: "sum",
+        torch.min: "min",
+        torch.max: "max",
+        min: "min",
+        max: "max",
+        sum: "sum",
+    }
     found = functions.get(reduce_fx, reduce_fx) if callable(reduce_fx) else {"avg": "mean"}.get(reduce_fx, reduce_fx)
     if found not in REDUCTIONS:
         shown = getattr(reduce_fx, "__name__", reduce_fx)
@@ -304,7 +309,8 @@ def check_value(name: str, value: Any) -> None:
         integral = isinstance(value, (int, bool))
     if integral:
         messages.warn_once(
-            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass float(value) to say so."
+            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass float(value) to say "
+            "so."
         )
 
 
@@ -326,7 +332,8 @@ def number(name: str, value: Any) -> float:
         return float(value)
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(
-            f"self.log({name!r}) got {describe(value)}; a number, a tensor with one element or a torchmetrics Metric is "
+            f"self.log({name!r}) got {describe(value)}; a number, a tensor with one element or a torchmetrics Metric "
+            "is "
             "needed. For text use the logger itself (self.logger.experiment); for several values self.log_dict."
         )
     return float(value)

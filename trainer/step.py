@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 Outputs = Any
-Step = Callable[[Any, int], Outputs]
 
 
 class ManualStep:
@@ -35,6 +34,9 @@ class ManualStep:
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         return self.forward(batch, batch_idx)
+
+    def finish_window(self) -> None:
+        """Step with the micro-batches there are, when no more will come; nothing waits in this form."""
 
 
 class TrainStep(ManualStep):
@@ -109,6 +111,10 @@ class TrainStep(ManualStep):
             raise
         for hook in self.after_backward:
             hook()
+
+    def finish_window(self) -> None:
+        if self.state.window:
+            self.update()
 
     def update(self) -> None:
         """Complete the gradients, step, clear."""
@@ -195,10 +201,10 @@ class ClosureStep(TrainStep):
         return evaluated[0]
 
 
-class IteratorStep:
+class IteratorStep(ManualStep):
     """For ``training_step(dataloader_iter)``: hands the iterator over and checks that it was used."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: ManualStep) -> None:
         self.step = step
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
@@ -220,7 +226,7 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def choose_step(trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> Step:
+def choose_step(trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> ManualStep:
     """The step for this module and its optimizers, chosen anew each epoch: callbacks may change the accumulation."""
     from .module import TrainingModule
 

@@ -55,7 +55,7 @@ class Validation:
         trainer, state = self.trainer, self.trainer.state
         if trainer.val_check_seconds is not None:
             return time.monotonic() - self.last >= trainer.val_check_seconds
-        if state.should_stop and trainer.may_stop():
+        if state.should_stop and not state.window and trainer.may_stop():
             return True
         if self.every == float("inf") or self.every is None:
             return state.is_last_batch

@@ -165,7 +165,7 @@ def test_an_endless_loader_is_cut_by_the_limit(quiet: dict[str, Any]) -> None:
     assert module.validated_at == [4, 8]
 
 
-@pytest.mark.parametrize(("says", "word"), [(5, "yielded only 3"), (2, "yielded more 3")])
+@pytest.mark.parametrize(("says", "word"), [(5, "yielded only 3"), (2, "yielded at least 3")])
 def test_a_length_that_lies_is_an_error(says: int, word: str, quiet: dict[str, Any]) -> None:
     class Liar:
         def __len__(self) -> int:
@@ -200,7 +200,67 @@ def test_should_stop_ends_the_fit_after_the_batch(where: str, batches: int, quie
     module = Counting()
     trainer = fit(module, loader(9), quiet=quiet, max_epochs=4, callbacks=[Stops()])
     assert len(module.seen) == batches
-    assert trainer.current_epoch == 1
+    assert trainer.current_epoch == 0
+
+
+def test_a_fit_cut_short_goes_on_with_the_next_batch(quiet: dict[str, Any], tmp_path: Path) -> None:
+    def cut(module: Counting, **arguments: Any) -> Trainer:
+        torch.manual_seed(4)
+        trainer = Trainer(**{"max_epochs": 2, **quiet, **arguments})
+        trainer.fit(module, loader(4, shuffle=True))
+        return trainer
+
+    whole = Counting()
+    cut(whole)
+    first, resumed = Counting(), Counting()
+    trainer = cut(first, max_steps=3)
+    trainer.save_checkpoint(tmp_path / "cut.ckpt")
+    Trainer(max_epochs=2, **quiet).fit(resumed, loader(4, shuffle=True), ckpt_path=tmp_path / "cut.ckpt")
+    assert first.seen + resumed.seen == whole.seen
+    trainer.max_steps = -1
+    trainer.fit(first, loader(4, shuffle=True))
+    assert first.seen == whole.seen
+
+
+@pytest.mark.parametrize("how", ["should_stop", "-1"])
+def test_a_window_is_never_left_half_way(how: str, quiet: dict[str, Any]) -> None:
+    class Module(Counting):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            if batch_idx == 4 and how == "should_stop":
+                self.trainer.should_stop = True
+            return -1 if batch_idx == 4 and how == "-1" else None
+
+    module = Module()
+    trainer = fit(module, loader(9), quiet=quiet, accumulate_grad_batches=3)
+    assert trainer.state.window == 0
+    assert (len(module.seen), trainer.global_step) == {"should_stop": (6, 2), "-1": (4, 2)}[how]
+    assert module.layer.weight.grad is None
+
+
+def test_a_generator_that_is_used_up_is_an_error(quiet: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"yielded no batch in epoch 1. A generator can be read only once"):
+        fit(Counting(), (b for b in torch.ones(3, 1)), quiet=quiet, max_epochs=None, max_steps=100)
+
+
+def test_a_checkpoint_inside_a_window_says_what_is_lost(quiet: dict[str, Any], tmp_path: Path) -> None:
+    class Saves(Counting):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                self.trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+    fit(Saves(), loader(6), quiet=quiet, accumulate_grad_batches=3)
+    module = Counting()
+    trainer = Trainer(max_epochs=1, accumulate_grad_batches=3, **quiet)
+    with pytest.warns(UserWarning, match="gradients of 1 micro-batches were not kept"):
+        trainer.fit(module, loader(6), ckpt_path=tmp_path / "inside.ckpt")
+    assert (module.seen, trainer.global_step) == ([[4], [5]], 2)
+
+
+def test_a_module_in_eval_mode_is_pointed_out(quiet: dict[str, Any]) -> None:
+    module = Counting()
+    module.layer.eval()
+    with pytest.warns(UserWarning, match="1 submodules of Counting are in eval mode"):
+        fit(module, loader(1), quiet=quiet)
 
 
 @pytest.mark.parametrize(("minimum", "seen"), [({"min_epochs": 2}, 8), ({"min_steps": 6}, 6)])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...loggers import messages
 from .. import seed
-from ..data.loaders import load_loader_state, loader_state
+from ..data.loaders import loader_state
 from . import lightning
 from .file import FORMAT
 from .plain import plain
@@ -291,17 +291,8 @@ def _restore_precision(precision: Any, state: dict[str, Any] | None) -> None:
         messages.info(f"The saved loss scale is not used: precision {precision.name!r} scales no losses.")
 
 
-def restore_random(checkpoint: dict[str, Any], rank: int = 0, loader: Any = None) -> None:
-    """Put every random number generator where it was when the checkpoint was gathered.
-
-    Args:
-        checkpoint: nothing happens if it holds no random states.
-        rank: whose states to take.
-        loader: the training loader, whose position or generator (one that the user made) goes back as well.
-    """
-    section = checkpoint.get("paceline", {})
-    states = section.get("random", [])
+def restore_random(checkpoint: dict[str, Any], rank: int = 0) -> None:
+    """Put every random number generator where it was when the checkpoint was gathered; nothing if it holds none."""
+    states = checkpoint.get("paceline", {}).get("random", [])
     if rank < len(states):
         seed.set_random_states(states[rank])
-    if loader is not None:
-        load_loader_state(loader, section.get("loader"))

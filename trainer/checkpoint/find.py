@@ -48,12 +48,12 @@ def _best(trainer: Trainer) -> Path | None:
 
 def _last(trainer: Trainer, fn: str) -> Path | None:
     """The newest valid checkpoint in the folders this run saves to; for a fit one that can be resumed from."""
-    folders = {Path(folder) for folder in _folders(trainer) if folder}
+    folders = set(_folders(trainer))
     files = [file for folder in folders if folder.is_dir() for file in folder.glob("*.ckpt")]
     passed_over = []
     for file in sorted(files, key=lambda f: (f.stat().st_mtime_ns, f.name), reverse=True):
         try:
-            found = read(file)
+            found = read(file, map_location="meta")  # its bytes are checked, its tensors not loaded
         except Exception as error:  # a broken file is what is being looked for
             passed_over.append(f"{file} ({type(error).__name__})")
             continue
@@ -69,10 +69,10 @@ def _last(trainer: Trainer, fn: str) -> Path | None:
     return None
 
 
-def _folders(trainer: Trainer) -> list[Any]:
-    folders = [getattr(callback, "dirpath", None) for callback in trainer.callbacks]
-    if trainer.log_dir is not None and not trainer.fast_dev_run:
-        own = Path(trainer.log_dir)
-        siblings = [*own.parent.glob("version_*/checkpoints")] if own.name.startswith("version_") else []
-        folders += [own / "checkpoints", *siblings]
+def _folders(trainer: Trainer) -> list[Path]:
+    """Where the callbacks save; with the default folder, new for every run, those of the runs before too."""
+    folders = [Path(found) for callback in trainer.callbacks if (found := getattr(callback, "dirpath", None))]
+    own = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
+    if own in folders and own.parent.name.startswith("version_"):
+        folders += own.parent.parent.glob("version_*/checkpoints")
     return folders

@@ -71,8 +71,8 @@ def load_from_checkpoint(
 def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -> None:
     contents.call(module, "on_load_checkpoint", checkpoint)
     state = checkpoint["state_dict"]
-    strict = module.strict_loading if strict is None else strict
-    contents.load_weights(module, state, strict, nn.Module.load_state_dict)
+    wanted: bool = module.strict_loading if strict is None else strict
+    contents.load_weights(module, state, wanted, lambda module, *args: module.load_state_dict(*args))
     device = next((value.device for value in state.values() if isinstance(value, Tensor)), None)
     if device is not None:
         module.to(device)
@@ -86,7 +86,7 @@ def _arguments(cls: type, checkpoint: dict[str, Any], prefix: str, given: dict[s
     for key in ("_instantiator", "_class_path"):
         saved.pop(key, None)
     name = checkpoint.get(f"{prefix}hparams_name")
-    if name in parameters:
+    if name is not None and name in parameters:
         arguments: dict[str, Any] = {name: _attribute_dicts(saved | given)}
         known = {*parameters, *saved}
     else:

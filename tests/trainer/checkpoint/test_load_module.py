@@ -149,7 +149,9 @@ def test_loading_leaves_the_random_states_as_they_were(tmp_path: Path):
 
 def test_layers_of_configure_model_and_the_load_hook_come_before_the_weights(tmp_path: Path):
     class Late(TinyModule):
-        late: Any = None
+        def __init__(self) -> None:
+            super().__init__()
+            self.late: Any = None
 
         def configure_model(self) -> None:
             if self.late is None:

@@ -1,0 +1,217 @@
+"""What the pages in docs/ say is so: their programs run and print what they show, their tables are the code's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import re
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import DataModule, Trainer, TrainingModule
+from paceline.callbacks.base import FIT_PSEUDO_CODE
+from paceline.loggers.messages import PacelineWarning
+from paceline.strategies.precision.choose import ALIASES, NAMES
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+
+
+class Block(NamedTuple):
+    """A fenced block: what stands behind its opening fence, its text, the line it begins at."""
+
+    info: str
+    text: str
+    line: int
+
+
+def blocks(page: str) -> list[Block]:
+    text = PAGES[page]
+    found = re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.M | re.S)
+    return [Block(m[1], m[2], text.count("\n", 0, m.start(2))) for m in found]
+
+
+def prose(page: str) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.M | re.S)
+
+
+def sections(page: str) -> Iterator[tuple[str, str]]:
+    """(heading, text) of every second-level section."""
+    for part in re.split(r"^## ", PAGES[page], flags=re.M)[1:]:
+        heading, _, text = part.partition("\n")
+        yield heading, text
+
+
+def rows_after(comment: str) -> list[list[str]]:
+    """The cells of the table behind ``<!-- comment -->``, without its header."""
+    page = next(text for text in PAGES.values() if f"<!-- {comment} -->" in text)
+    table = page.partition(f"<!-- {comment} -->\n")[2].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table[2:]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.info == "python" for b in blocks(page))])
+def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paceline.strategies.devices.count", lambda kind: int(kind == "cpu"))  # the pages show a CPU's
+    module = types.ModuleType(f"docs_{page}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    printed = ""
+    for block in blocks(page):
+        if block.info == "python":
+            code = compile("\n" * block.line + block.text, str(DOCS / f"{page}.md"), "exec")
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out), warnings.catch_warnings():
+                warnings.simplefilter("error", PacelineWarning)
+                exec(code, module.__dict__)
+            printed = out.getvalue()
+        elif block.info == "text output":
+            assert [line.rstrip() for line in printed.splitlines()] == block.text.splitlines(), f"line {block.line}"
+
+
+def test_every_block_says_what_it_is() -> None:
+    known = ("python", "text", "text output", "diff", "sh")
+    for page in PAGES:
+        for block in blocks(page):
+            reason = re.fullmatch(r"python no-run: \w.*", block.info)
+            assert block.info in known or reason, f"{page}, line {block.line}: {block.info!r}"
+
+
+def test_the_pseudo_code_is_the_one_in_the_code() -> None:
+    shown = [block.text for block in blocks("hooks") if block.text.startswith("def fit():")]
+    assert shown == [FIT_PSEUDO_CODE]
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            path, _, anchor = target.partition("#")
+            goal = (DOCS / path).resolve() if path else DOCS / f"{page}.md"
+            assert goal.exists(), f"{page}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", prose(goal.stem), re.M)
+                assert anchor in [slug(heading) for heading in headings], f"{page}: {target}"
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_index_names_every_page() -> None:
+    named = set(re.findall(r"\]\((\w+)\.md\)", PAGES["index"]))
+    assert named == set(PAGES) - {"index"}
+
+
+def test_pages_are_ascii_and_no_line_is_too_long() -> None:
+    for page, text in PAGES.items():
+        assert text.isascii(), page
+        table_or_code = re.compile(r"^(\||    )")
+        long = [line for line in text.splitlines() if len(line) > 120 and not table_or_code.match(line)]
+        assert not long, f"{page}: {long}"
+
+
+def documented() -> list[str]:
+    return re.findall(r"<!-- arguments: ([\w.]+) -->", "\n".join(PAGES.values()))
+
+
+@pytest.mark.parametrize("name", documented())
+def test_a_table_of_arguments_has_the_signature_of_the_code(name: str) -> None:
+    owner, _, attribute = name.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(owner), attribute)
+    except ModuleNotFoundError:
+        outer, _, cls = owner.rpartition(".")
+        function = getattr(getattr(importlib.import_module(outer), cls), attribute)
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    expected = [(f"`{'**' if p.kind is p.VAR_KEYWORD else ''}{p.name}`", default(p)) for p in parameters]
+    assert [(row[0], row[1]) for row in rows_after(f"arguments: {name}")] == expected
+
+
+def default(parameter: inspect.Parameter) -> str:
+    if parameter.default is parameter.empty:
+        return "" if parameter.kind is parameter.VAR_KEYWORD else "required"
+    value = parameter.default
+    return f"`{value.__name__ if callable(value) else repr(value) if not isinstance(value, str) else quoted(value)}`"
+
+
+def quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+@pytest.mark.parametrize("room", ["callbacks", "loggers"])
+def test_every_callback_and_logger_has_a_section_with_a_program(room: str) -> None:
+    named = {name: text for heading, text in sections(room) for name in re.findall(r"`(\w+)`", heading)}
+    promised = set(getattr(paceline, room).__all__)
+    assert set(named) == promised
+    assert not [name for name, text in named.items() if "```python" not in text]
+
+
+def test_every_callback_and_logger_has_its_table_of_arguments() -> None:
+    without = {"Callback", "LambdaCallback", "Logger", "ProgressBar", "RichModelSummary"}
+    for room in ("callbacks", "loggers"):
+        for name in getattr(paceline, room).__all__:
+            takes = inspect.signature(getattr(getattr(paceline, room), name)).parameters
+            if takes and name not in without:
+                assert f"paceline.{room}.{name}" in documented(), name
+
+
+def test_the_table_of_precisions_is_complete() -> None:
+    rows = rows_after("precisions")
+    assert [row[0] for row in rows] == [f'`"{name}"`' for name in NAMES]
+    aliases = {alias: row[0] for row in rows for alias in re.findall(r'`"([\w-]+)"`', row[1])}
+    assert aliases == {alias: f'`"{name}"`' for alias, name in ALIASES.items()}
+
+
+class Everything(TrainingModule):
+    """Has all that a checkpoint can hold."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(2, width)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch).sum()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Data(DataModule):
+    def __init__(self, batches: int = 2) -> None:
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return [torch.ones(2, 2)] * 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 2}
+
+
+def test_the_tables_of_checkpoint_keys_are_complete(tmp_path: Path) -> None:
+    trainer = Trainer(
+        max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path
+    )
+    trainer.fit(Everything(), datamodule=Data())
+    file = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
+    names = {"Data": "the name of the DataModule's class"}
+    for comment, found in (("checkpoint keys", file), ("paceline keys", file["paceline"])):
+        in_file = {names.get(key, f"`{key}`") for key in found}
+        assert {row[0] for row in rows_after(comment)} == in_file

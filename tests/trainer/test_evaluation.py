@@ -1,0 +1,231 @@
+"""Validate, test, predict: one loop with another step."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Callback, DataModule, Trainer, TrainingModule
+
+
+class Net(TrainingModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+        self.frozen = nn.BatchNorm1d(2).eval()
+
+    def forward(self, x: Any) -> Any:
+        return self.body(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self(batch[0]).sum())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("acc", 0.5)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return batch[0] * 2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(rows: int = 4, batch_size: int = 2, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(2.0 * rows).view(rows, 2)), batch_size=batch_size, **kwargs)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_every_submodule_gets_its_mode_back(fail: bool, quiet: dict[str, Any]) -> None:
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert not self.body.training
+            assert not torch.is_grad_enabled()
+            if fail:
+                raise ValueError("mine")
+
+    module = Module()
+    trainer = Trainer(**quiet)
+    if fail:
+        with pytest.raises(ValueError, match="mine"):
+            trainer.validate(module, loader(), verbose=False)
+    else:
+        trainer.validate(module, loader(), verbose=False)
+    assert module.body.training
+    assert module.body[2].training
+    assert not module.frozen.training
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_inference_mode_is_the_users_choice(flag: bool, quiet: dict[str, Any]) -> None:
+    seen: list[bool] = []
+    module = Net()
+    module.validation_step = lambda batch, batch_idx: seen.append(torch.is_inference_mode_enabled())
+    Trainer(**quiet, inference_mode=flag).validate(module, loader(2), verbose=False)
+    assert seen == [flag]
+
+
+def test_results_are_numbers_a_dict_per_loader(quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    class Module(Net):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("first", batch[0].mean())
+
+        def on_test_epoch_end(self) -> None:
+            self.log("whole", 1.0)
+
+    results = Trainer(**quiet).test(Module(), [loader(2), loader(4)])
+    assert results == [
+        {"first/dataloader_idx_0": 1.5, "whole": 1.0},
+        {"first/dataloader_idx_1": 3.5, "whole": 1.0},
+    ]
+    shown = capsys.readouterr().out
+    assert "first/dataloader_idx_1" in shown
+    assert "3.5" in shown
+
+
+def test_verbose_false_prints_nothing(quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(**quiet).validate(Net(), loader(), verbose=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_predict_returns_what_the_step_returned(quiet: dict[str, Any]) -> None:
+    one = Trainer(**quiet).predict(Net(), loader())
+    assert [p.tolist() for p in one] == [[[0.0, 2.0], [4.0, 6.0]], [[8.0, 10.0], [12.0, 14.0]]]
+    two = Trainer(**quiet).predict(Net(), [loader(2), loader(4)])
+    assert [len(p) for p in two] == [1, 2]
+
+
+def test_predict_step_is_forward_by_default(quiet: dict[str, Any]) -> None:
+    class Module(TrainingModule):
+        def forward(self, batch: Any) -> Any:
+            return batch + 1
+
+    assert [p.item() for p in Trainer(**quiet).predict(Module(), [torch.tensor([1.0])])] == [2.0]
+
+
+def test_predict_can_stream_and_keeps_nothing(quiet: dict[str, Any]) -> None:
+    alive: list[int] = []
+    outputs: list[weakref.ref[Any]] = []
+
+    class Sink(Callback):
+        def on_predict_batch_end(
+            self, trainer: Any, pl_module: Any, outputs_: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            outputs.append(weakref.ref(outputs_))
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in outputs))
+
+    trainer = Trainer(**quiet, callbacks=[Sink()])
+    assert trainer.predict(Net(), loader(12), return_predictions=False) is None
+    assert max(alive) <= 2
+    gc.collect()
+    assert [ref() for ref in outputs] == [None] * 6
+
+
+def test_a_step_may_leave_out_what_it_does_not_need(quiet: dict[str, Any]) -> None:
+    seen: list[Any] = []
+    module = Net()
+    module.validation_step = lambda batch: seen.append(len(batch))
+    Trainer(**quiet).validate(module, loader(), verbose=False)
+    assert seen == [1, 1]
+
+
+def test_with_several_loaders_dataloader_idx_is_needed_and_asked_for(quiet: dict[str, Any]) -> None:
+    with pytest.raises(
+        TypeError, match=r"Net.validation_step takes \(batch, batch_idx\), but there are several loaders"
+    ):
+        Trainer(**quiet).validate(Net(), [loader(), loader()], verbose=False)
+
+
+def test_hooks_of_a_batch_get_the_loaders_index(quiet: dict[str, Any]) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            pass
+
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            seen.append((batch_idx, dataloader_idx))
+
+    Trainer(**quiet).validate(Module(), [loader(4), loader(2)], verbose=False)
+    assert seen == [(0, 0), (1, 0), (0, 1)]
+
+
+def test_limits_cut_each_loader(quiet: dict[str, Any]) -> None:
+    trainer = Trainer(**quiet, limit_predict_batches=0.5)
+    assert len(trainer.predict(Net(), loader(12))) == 3
+    assert trainer.num_predict_batches == [3]
+
+
+def test_transfer_hooks_run_in_order_and_the_datamodules_win(quiet: dict[str, Any]) -> None:
+    order: list[str] = []
+
+    class Module(Net):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            order.append("module before")
+            return batch
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            order.append("module after")
+            return batch
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            order.append(f"step {batch}")
+
+    class Data(DataModule):
+        def val_dataloader(self) -> Any:
+            return [torch.zeros(1)]
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            order.append("data before")
+            return batch + 1
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            order.append(f"to {device}")
+            return batch
+
+    Trainer(**quiet).validate(Module(), datamodule=Data(), verbose=False)
+    assert order == ["data before", "to cpu", "module after", "step tensor([1.])"]
+
+
+def test_batches_of_many_forms_arrive_whole(quiet: dict[str, Any]) -> None:
+    class Pair(NamedTuple):
+        x: torch.Tensor
+        y: str
+
+    seen: list[Any] = []
+    module = Net()
+    module.validation_step = lambda batch, batch_idx: seen.append(batch)
+    batch = {"a": [torch.ones(2), Pair(torch.zeros(2), "text")], "b": 3}
+    Trainer(**quiet, precision="64-true").validate(module, [batch], verbose=False)
+    assert seen[0]["a"][0].dtype == torch.float64
+    assert isinstance(seen[0]["a"][1], Pair)
+    assert (seen[0]["a"][1].y, seen[0]["b"]) == ("text", 3)
+
+
+def test_validation_inside_a_fit_changes_no_training_number(quiet: dict[str, Any]) -> None:
+    def weights(val: Any) -> torch.Tensor:
+        torch.manual_seed(3)
+        module = Net()
+        module.body[2] = nn.Identity()
+        Trainer(max_epochs=2, **quiet).fit(module, loader(), val)
+        return module.body[0].weight.detach()
+
+    assert torch.equal(weights(None), weights(loader(6)))
+
+
+def test_without_a_module_the_last_one_is_tested(quiet: dict[str, Any]) -> None:
+    trainer = Trainer(max_epochs=1, **quiet)
+    with pytest.raises(TypeError, match=r"Trainer.test\(\) needs a module. Pass it as the first argument"):
+        trainer.test(dataloaders=loader())
+    trainer.fit(Net(), loader())
+    assert trainer.test(dataloaders=loader(), verbose=False) == [{"acc": 0.5}]
