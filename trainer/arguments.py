@@ -1,47 +1,107 @@
-"""What ``Trainer(...)`` accepts: every check of a value, and of values that contradict each other."""
+"""What ``Trainer(...)`` and its methods accept: every check of a value, and of values that contradict each other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import os
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ..callbacks.timer import to_timedelta
 from ..loggers import messages
+
+if TYPE_CHECKING:
+    from .trainer import Request, Trainer
+
+#: Arguments of other versions of Lightning's Trainer, and where what they did is done here.
+MOVED = {
+    "gpus": "accelerator='gpu', devices=...",
+    "tpu_cores": "accelerator=",
+    "num_processes": "accelerator='cpu', devices=...",
+    "checkpoint_callback": "enable_checkpointing=",
+    "weights_summary": "callbacks=[ModelSummary(max_depth=...)]",
+    "progress_bar_refresh_rate": "callbacks=[RichProgressBar(refresh_rate=...)]",
+    "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(...)]",
+    "terminate_on_nan": "detect_anomaly=True",
+    "resume_from_checkpoint": "Trainer.fit(ckpt_path=...)",
+    "track_grad_norm": "a callback that reads gradients in on_before_optimizer_step",
+    "multiple_trainloader_mode": "Trainer.fit(model, CombinedLoader(loaders, mode=...))",
+    "model_registry": "a path in ckpt_path=, where the file lies",
+}
+SWITCHES = (
+    "inference_mode",
+    "use_distributed_sampler",
+    "detect_anomaly",
+    "barebones",
+    "sync_batchnorm",
+    "enable_autolog_hparams",
+)
+SWITCHES_OR_NONE = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark")
+
+
+def check_names(trainer: type[Trainer], given: Iterable[str]) -> None:
+    """Raise for an argument that the Trainer's constructor does not have, naming the one that was meant."""
+    known: set[str] = set()
+    for kind in trainer.__mro__:
+        parameters = inspect.signature(kind.__init__).parameters.values()
+        known |= {p.name for p in parameters}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    for name in given:
+        if name in known:
+            continue
+        instead = f" Use {MOVED[name]}." if name in MOVED else messages.did_you_mean(name, sorted(known))
+        raise TypeError(f"Trainer got an argument {name!r}, which it does not have.{instead} See help(Trainer) for all.")
+
+
+# ---- single values ---------------------------------------------------------------------------------------------------
 
 
 def check_limit(name: str, value: Any) -> int | float:
     """A number of batches (int) or a share of them (float from 0 to 1); None means all."""
     if value is None:
         return 1.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (Integral, float)):
         raise TypeError(
             f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass a number of batches or a fraction."
         )
-    if value < 0 or (isinstance(value, float) and value > 1):
+    if not value >= 0 or (isinstance(value, float) and value > 1):
         raise ValueError(
             f"Trainer({name}={value!r}) is out of range. Pass an int of 0 or more (batches) or a float from 0.0 to 1.0 "
             "(share of the batches)."
         )
-    return value
+    return value if isinstance(value, float) else int(value)
 
 
-def check_count(name: str, value: Any, least: int = 0, none: bool = False, unlimited: bool = False) -> Any:
+def check_count(
+    name: str, value: Any, least: int = 0, none: bool = False, unlimited: bool = False, hint: str = ""
+) -> Any:
     """A whole number of at least ``least``; also None or -1 (no limit) where those are allowed."""
     if value is None and none:
         return None
     allowed = (
         f"an integer of {least} or more" + (", -1 for no limit" if unlimited else "") + (", or None" if none else "")
     )
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass {allowed}.")
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass {allowed}.{hint}")
     if value < least and not (unlimited and value == -1):
-        raise ValueError(f"Trainer({name}={value!r}) is out of range. Pass {allowed}.")
-    return value
+        raise ValueError(f"Trainer({name}={value!r}) is out of range. Pass {allowed}.{hint}")
+    return int(value)
+
+
+def check_accumulation(value: Any) -> int:
+    """Micro-batches an update."""
+    hint = " To change it during the training use GradientAccumulationScheduler." if isinstance(value, Mapping) else ""
+    return check_count("accumulate_grad_batches", value, least=1, hint=hint)
 
 
 def check_fast_dev_run(value: Any) -> int:
     """True means one batch of each kind."""
-    if not isinstance(value, (bool, int)):
+    if not isinstance(value, (bool, Integral)):
         raise TypeError(
             f"Trainer(fast_dev_run={value!r}) is a {type(value).__name__}. Pass True, or a number of batches."
         )
@@ -50,53 +110,36 @@ def check_fast_dev_run(value: Any) -> int:
     return int(value)
 
 
-def seconds(name: str, value: str | timedelta | Mapping[str, int]) -> float:
-    """A duration in seconds, from ``"DD:HH:MM:SS"``, a timedelta or its keyword arguments."""
-    try:
-        if isinstance(value, str):
-            days, hours, minutes, secs = (int(part) for part in value.strip().split(":"))
-            value = timedelta(days=days, hours=hours, minutes=minutes, seconds=secs)
-        elif isinstance(value, Mapping):
-            value = timedelta(**value)
-        total = value.total_seconds()
-    except (ValueError, TypeError, AttributeError):
-        raise ValueError(
-            f"Trainer({name}={value!r}) is not a duration. Pass 'DD:HH:MM:SS', a datetime.timedelta, or its arguments "
-            "as a dict such as {'hours': 2}."
-        ) from None
-    if total <= 0:
-        raise ValueError(f"Trainer({name}={value!r}) is not a positive duration.")
-    return total
-
-
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:
     """``val_check_interval`` as (batches or fraction, seconds or None)."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, timedelta, Mapping)):
-        return 1.0, seconds("val_check_interval", value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        seconds = to_timedelta(value, "Trainer(val_check_interval=)").total_seconds()
+        if seconds == 0:
+            raise ValueError(f"Trainer(val_check_interval={value!r}) is no time at all. Pass one longer than zero.")
+        return 1.0, seconds
+    if isinstance(value, bool) or not isinstance(value, (Integral, float)):
         raise TypeError(
             f"Trainer(val_check_interval={value!r}) is a {type(value).__name__}. Pass a fraction of an epoch "
-            "(float), a number "
-            "of batches (int), or a duration."
+            "(float), a number of batches (int), or a duration."
         )
     if isinstance(value, float) and not 0 < value <= 1:
         raise ValueError(f"Trainer(val_check_interval={value}) is out of range. Pass a float in (0.0, 1.0], or an int.")
-    if isinstance(value, int) and value < 1:
+    if isinstance(value, Integral) and value < 1:
         raise ValueError(f"Trainer(val_check_interval={value}) is out of range. Pass 1 or more batches.")
     if every_n_epochs is None and isinstance(value, float):
         raise ValueError(
             f"Trainer(check_val_every_n_epoch=None, val_check_interval={value}): without an epoch to take a fraction "
-            "of, pass "
-            "val_check_interval as a number of batches (int) or a duration."
+            "of, pass val_check_interval as a number of batches (int) or a duration."
         )
-    return value, None
+    return value if isinstance(value, float) else int(value), None
 
 
 def check_clipping(value: Any, algorithm: str | None) -> None:
     """``gradient_clip_val`` is a positive number or None, the algorithm "norm" or "value"."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+    wrong = isinstance(value, bool) or not isinstance(value, (Integral, float)) or not value > 0
+    if value is not None and wrong:
         raise ValueError(
             f"Trainer(gradient_clip_val={value!r}) is not a positive number. Pass one, or None to leave gradients."
         )
@@ -109,46 +152,113 @@ def check_clipping(value: Any, algorithm: str | None) -> None:
         )
 
 
+def check_folder(name: str, value: Any) -> str:
+    """A local folder, absolute; the working directory for None."""
+    if value is None:
+        return os.getcwd()
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass the path of a folder.")
+    path = os.fspath(value)
+    if not path or "://" in path:
+        why = "is an address, and files are written locally" if path else "names no folder"
+        raise ValueError(f"Trainer({name}={path!r}) {why}. Pass the path of a folder, or None for the working directory.")
+    if os.path.isfile(path):
+        raise ValueError(f"Trainer({name}={path!r}) is a file, so nothing can be put into it. Pass the path of a folder.")
+    return os.path.abspath(path)
+
+
+def check_compile(value: Any) -> None:
+    """A switch, or a dict of arguments that ``torch.compile`` has."""
+    if not isinstance(value, (bool, Mapping)):
+        raise TypeError(
+            f"Trainer(compile={value!r}) is a {type(value).__name__}. Pass True, or a dict of arguments for "
+            "torch.compile such as {'mode': 'max-autotune'}."
+        )
+    known = [p for p in inspect.signature(torch.compile).parameters if p != "model"]
+    for name in value if isinstance(value, Mapping) else ():
+        if name not in known:
+            raise ValueError(messages.unknown("argument of torch.compile in Trainer(compile=):", name, known))
+
+
+def check_switches(given: Mapping[str, Any]) -> None:
+    """What is on or off is a bool, or None where the default depends on something else."""
+    for name in (*SWITCHES, *SWITCHES_OR_NONE):
+        value = given[name]
+        if isinstance(value, bool) or (value is None and name in SWITCHES_OR_NONE):
+            continue
+        hint = " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""
+        raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass True or False.{hint}")
+    deterministic = given["deterministic"]
+    if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
+        raise ValueError(messages.unknown("value for deterministic:", deterministic, ("warn",), ", or True or False"))
+    if given["profiler"] is not None:
+        raise ValueError(
+            f"Trainer(profiler={given['profiler']!r}): this version of Paceline has no profilers. Leave it out, and "
+            "use torch.profiler around Trainer.fit."
+        )
+
+
+# ---- values together -------------------------------------------------------------------------------------------------
+
+
+def check_flags(given: Mapping[str, Any]) -> None:
+    """Options that exclude each other."""
+    check_switches(given)
+    check_compile(given["compile"])
+    if given["deterministic"] and given["benchmark"]:
+        raise ValueError(
+            f"Trainer(deterministic={given['deterministic']!r}, benchmark=True) contradict each other: benchmarking "
+            "picks kernels by their speed in this run. Leave one out."
+        )
+    if given["overfit_batches"]:
+        both = ("fast_dev_run", "limit_train_batches", "limit_val_batches")
+        for name in both:
+            if given[name]:
+                raise ValueError(
+                    f"Trainer(overfit_batches={given['overfit_batches']!r}, {name}={given[name]!r}) contradict each "
+                    "other: both say how many batches there are. Leave one out."
+                )
+    for unit in () if given["fast_dev_run"] else ("epochs", "steps"):
+        least, most = given[f"min_{unit}"], given[f"max_{unit}"]
+        if least is not None and most not in (None, -1) and least > most:
+            raise ValueError(
+                f"Trainer(min_{unit}={least}, max_{unit}={most}) contradict each other. Raise max_{unit} or lower "
+                f"min_{unit}."
+            )
+    if given["barebones"]:
+        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
+        more = ("fast_dev_run", "detect_anomaly", "log_every_n_steps")
+        check_barebones({name: given[name] for name in (*off, *more)})
+
+
 def check_barebones(given: Mapping[str, Any]) -> None:
     """``barebones=True`` and what it switches off may not be asked for together."""
     for name, value in given.items():
         if value:
             raise ValueError(
                 f"Trainer(barebones=True, {name}={value!r}) contradict each other: barebones switches that off to "
-                "measure the "
-                f"bare loop. Leave {name} out, or barebones."
+                f"measure the bare loop. Leave {name} out, or barebones."
             )
 
 
-def check_flags(given: Mapping[str, Any]) -> None:
-    """Options that exclude each other or do not exist."""
-    if given["profiler"] is not None:
-        raise ValueError(
-            f"Trainer(profiler={given['profiler']!r}): this version of Paceline has no profilers. Leave it out, and "
-            "use "
-            "torch.profiler around Trainer.fit."
+# ---- entry points ----------------------------------------------------------------------------------------------------
+
+
+def check_request(running: str | None, request: Request) -> None:
+    """What can be said about a call of an entry point before anything is done."""
+    name = f"Trainer.{request.fn}"
+    if running is not None:
+        raise RuntimeError(
+            f"{name}() was called while {running} is running, but a Trainer makes one run at a time. Call it after "
+            f"{running}, or use another Trainer."
         )
-    if given["deterministic"] not in (None, True, False, "warn"):
+    if request.weights_only is False:
         raise ValueError(
-            messages.unknown("value for deterministic:", given["deterministic"], ("warn",), ", or True or False")
+            f"{name}(weights_only=False) asks to run code that a file may hold; Paceline loads data alone. Leave it out, "
+            "and declare types of your own with torch.serialization.add_safe_globals."
         )
-    if given["deterministic"] and given["benchmark"]:
-        raise ValueError(
-            "Trainer(deterministic=True, benchmark=True) contradict each other: benchmarking picks kernels by their "
-            "speed in "
-            "this run. Leave one out."
-        )
-    if not isinstance(given["compile"], (bool, Mapping)):
+    if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike)):
         raise TypeError(
-            f"Trainer(compile={given['compile']!r}) is a {type(given['compile']).__name__}. Pass True, or a dict of "
-            "arguments for "
-            "torch.compile such as {'mode': 'max-autotune'}."
+            f"{name}(ckpt_path={request.ckpt_path!r}) is a {type(request.ckpt_path).__name__}. Pass the path of a "
+            "checkpoint, 'best' or 'last'."
         )
-    if given["overfit_batches"] and given["fast_dev_run"]:
-        raise ValueError(
-            "Trainer(overfit_batches, fast_dev_run) contradict each other: both limit the batches. Leave one out."
-        )
-    if given["barebones"]:
-        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps")
-        more = ("fast_dev_run", "detect_anomaly", "log_every_n_steps")
-        check_barebones({name: given[name] for name in (*off, *more)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,15 @@ from torch import nn
 from ..callbacks.base import Callback
 from ..callbacks.timer import Timer
 from ..loggers import messages
-from .binding import takes_iterator
+from .binding import check_step, takes_iterator
 from .compiling import compile_in_place, uncompiled
 from .data.datamodule import DataModule
 from .data.source import DataSource
-from .defaults import check_state_keys, order
-from .hooks import HookTable, overridden
+from .defaults import check_state_keys, order, refuse_switched_off
+from .hooks import HookTable, overridden, own_methods
 from .metrics import MetricStore
 from .module import TrainingModule
-from .optimizers import ManagedOptimizer, configure
+from .optimizers import configure
 from .phases import SETUP
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
 
     The order is drawn in ``callbacks/base.py``.
     """
-    module, reused = find_module(trainer, request)
     trainer._hooks = None
+    module, reused = find_module(trainer, request)
+    path = asked_path(trainer, request, reused)
     trainer.strategy.setup_environment()
     messages.set_rank(trainer.global_rank)
     connect(trainer, request, module)
@@ -44,9 +46,9 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
     with trainer.strategy.init_context() if overridden(module, "configure_model", TrainingModule) else _nothing():
         module.configure_model()
     bind_hooks(trainer)
-    checkpoint = read_checkpoint(trainer, request, reused)
+    checkpoint = read_checkpoint(trainer, request, path)
     trainer.model = trainer.strategy.setup_module(module)
-    if trainer.compile:
+    if trainer.compile is not False:
         compile_in_place(module, trainer.compile)
     if request.fn != "fit":
         if checkpoint is not None:
@@ -62,7 +64,7 @@ def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None) -> dict[str, 
     if (
         trainer.max_epochs is None
         and trainer.max_steps == -1
-        and not any(isinstance(c, Timer) for c in trainer.callbacks)
+        and not any(isinstance(c, Timer) and c.time_remaining() is not None for c in trainer.callbacks)
     ):
         messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
         trainer.max_epochs = 1000
@@ -136,10 +138,15 @@ def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
     module.trainer = trainer
     if datamodule is not None:
         datamodule.trainer = trainer
-    trainer.callbacks = with_module_callbacks(trainer, module)
+    take_module_callbacks(trainer, module)
     check_state_keys(trainer.callbacks)
-    bind_hooks(trainer)
     check_steps(trainer, request.fn)
+    bind_hooks(trainer)
+    if request.fn == "fit" and trainer.reload_dataloaders_every_n_epochs and loaders["train"] is not None:
+        messages.warn_once(
+            f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) has no effect on "
+            "loaders that were given to fit. Define train_dataloader() on the module or a DataModule instead."
+        )
 
 
 def _send(trainer: Trainer, values: dict[str, float], step: int) -> None:
@@ -151,19 +158,32 @@ def bind_hooks(trainer: Trainer) -> None:
     trainer._hooks = HookTable(trainer, trainer.training_module, trainer.callbacks, trainer.datamodule)
 
 
-def with_module_callbacks(trainer: Trainer, module: TrainingModule) -> list[Callback]:
-    """The trainer's callbacks and the module's; one of the module's replaces those of its type."""
+def take_module_callbacks(trainer: Trainer, module: TrainingModule) -> None:
+    """Add the callbacks a module brings; one of them replaces those of its type.
+
+    They stay with the trainer as long as that module does: a second run with it goes on with the same ones (a
+    ``ModelCheckpoint`` knows its best file). Another module's are taken out and what they replaced comes back.
+    """
+    if trainer._brought is not None:
+        owner, before, added = trainer._brought
+        if owner is module:
+            return
+        kept = [c for c in trainer.callbacks if not any(c is one for one in added)]
+        absent = [c for c in before if not any(c is one for one in trainer.callbacks)]
+        trainer.callbacks = order([*kept, *absent])
     theirs = module.configure_callbacks()
     theirs = [theirs] if isinstance(theirs, Callback) else list(theirs or [])
     for callback in theirs:
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"{type(module).__name__}.configure_callbacks() returned {callback!r}, which is not a Callback. "
-                "Return a list of "
-                "Callback objects."
+                "Return a list of Callback objects."
             )
+    refuse_switched_off(theirs, trainer)
     types = {type(callback) for callback in theirs}
-    return order([c for c in trainer.callbacks if type(c) not in types] + theirs)
+    replaced = [c for c in trainer.callbacks if type(c) in types]
+    trainer._brought = (module, replaced, theirs) if theirs else None
+    trainer.callbacks = order([c for c in trainer.callbacks if type(c) not in types] + theirs)
 
 
 def check_steps(trainer: Trainer, fn: str) -> None:
@@ -174,12 +194,16 @@ def check_steps(trainer: Trainer, fn: str) -> None:
     if needed is not None and overridden(module, needed, TrainingModule) is None:
         raise NotImplementedError(
             f"{owner} has no {needed}, so Trainer.{fn}() has nothing to run. Define {needed}(self, batch, batch_idx)."
+            f"{misspelled(module, needed)}"
         )
     if fn == "fit" and overridden(module, "configure_optimizers", TrainingModule) is None:
         raise NotImplementedError(
             f"{owner} has no configure_optimizers, so fit cannot change its weights. Define it, for example: "
-            "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
+            f"return torch.optim.AdamW(self.parameters(), lr=1e-3).{misspelled(module, 'configure_optimizers')}"
         )
+    for step in {"fit": ("training_step", "validation_step"), "predict": ("predict_step",)}.get(fn, (needed or "",)):
+        if overridden(module, step, TrainingModule) is not None:
+            check_step(module, step)
     if fn == "fit" and not module.automatic_optimization:
         for name, neutral in (("accumulate_grad_batches", 1), ("gradient_clip_val", None)):
             value = getattr(trainer, name)
@@ -197,6 +221,12 @@ def check_steps(trainer: Trainer, fn: str) -> None:
         )
 
 
+def misspelled(module: TrainingModule, name: str) -> str:
+    """A hint at the method of the module that may have been meant for ``name``."""
+    close = difflib.get_close_matches(name, own_methods(module, TrainingModule), n=1, cutoff=0.75)
+    return f" It has {close[0]}: did you mean that? Rename it to {name}." if close else ""
+
+
 def prepare_data(trainer: Trainer) -> None:
     """Call ``prepare_data`` on one process a node."""
     per_node = trainer.datamodule is None or trainer.datamodule.prepare_data_per_node
@@ -206,13 +236,24 @@ def prepare_data(trainer: Trainer) -> None:
     trainer.strategy.barrier("prepare_data")
 
 
-def read_checkpoint(trainer: Trainer, request: Request, reused: bool) -> dict[str, Any] | None:
+def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
+    """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found now, before callbacks change.
+
+    ``"last"`` stays a word until ``setup`` has told the callbacks where they save.
+    """
+    from .checkpoint.find import find_checkpoint
+
+    asked = request.ckpt_path if trainer._ckpt_asked is None else trainer._ckpt_asked
+    return asked if asked == "last" else find_checkpoint(trainer, asked, request.fn, reused)
+
+
+def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, Any] | None:
     """The checkpoint to load from, read; None if there is none to load."""
     from .checkpoint.file import read
     from .checkpoint.find import find_checkpoint
 
-    path = find_checkpoint(trainer, request.ckpt_path, request.fn, reused)
-    trainer.ckpt_path = path
+    path = find_checkpoint(trainer, path, request.fn, reused=False)
+    trainer._ckpt_path = path
     if path is None:
         return None
     messages.info(f"Loading {path}")
@@ -224,7 +265,6 @@ def setup_optimizers(trainer: Trainer) -> None:
     module = trainer.training_module
     optimizers, trainer.lr_scheduler_configs = configure(module)
     trainer.optimizers = trainer.strategy.setup_optimizers(optimizers)
-    trainer._managed = [ManagedOptimizer(optimizer, trainer) for optimizer in trainer.optimizers]
 
 
 def log_hyperparameters(trainer: Trainer) -> None:

@@ -40,23 +40,43 @@ def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Cal
     return bound
 
 
+def check_step(module: TrainingModule, name: str) -> None:
+    """Raise if a step cannot be called, whatever the number of loaders turns out to be."""
+    step, owner = getattr(module, name), type(module).__name__
+    if not callable(step):
+        raise TypeError(f"{owner}.{name} is {step!r}, which cannot be called. Define {name}(self, batch, batch_idx).")
+    if name == "training_step" or _required(step) < 3:
+        _with_arguments(step, name, owner, several_loaders=False)
+    else:
+        _with_arguments(step, name, owner, several_loaders=True)
+
+
+def _positional(step: Callable[..., Any]) -> list[inspect.Parameter]:
+    parameters = inspect.signature(step).parameters.values()
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _required(step: Callable[..., Any]) -> int:
+    return sum(p.default is p.empty for p in _positional(step))
+
+
 def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loaders: bool) -> Callable[..., Any]:
     passed = 3 if several_loaders else 2
-    parameters = list(inspect.signature(step).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = sum(p.default is p.empty for p in positional)
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    parameters = inspect.signature(step).parameters.values()
+    positional, takes = _positional(step), len(_positional(step))
+    shown = f"{owner}.{name} takes {inspect.signature(step)}"
+    more = ", dataloader_idx" if several_loaders else ""
+    open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if keywords or _required(step) > passed or (takes == 0 and not open_ended):
+        raise TypeError(
+            f"{shown}; it is called with (batch, batch_idx{more}). Write it as {name}(self, batch, batch_idx{more})."
+        )
+    if open_ended:
         return step
-    takes = len(positional)
     if several_loaders and takes < 3 and not (takes == 2 and positional[1].name == "dataloader_idx"):
         raise TypeError(
-            f"{owner}.{name} takes ({', '.join(p.name for p in positional)}), but there are several loaders. "
-            f"Write it as {name}(self, batch, batch_idx, dataloader_idx)."
-        )
-    if takes == 0 or required > passed:
-        raise TypeError(
-            f"{owner}.{name} takes ({', '.join(p.name for p in positional)}); it is called with (batch, batch_idx"
-            f"{', dataloader_idx' if several_loaders else ''}). Write it as {name}(self, batch, batch_idx)."
+            f"{shown}, but there are several loaders. Write it as {name}(self, batch, batch_idx, dataloader_idx)."
         )
     if takes >= passed:
         return step

@@ -12,62 +12,91 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
+#: Switches of the Trainer and the kind of callback they are about.
+SWITCHED = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+
+
 def choose_loggers(logger: Any, trainer: Trainer) -> list[Logger]:
     """The loggers for ``Trainer(logger=...)``."""
-    if logger is False or trainer.barebones:
+    if logger is False:
+        return []
+    found = _given_loggers(logger)
+    if trainer.barebones:
         return []
     if trainer.fast_dev_run:
         return [DummyLogger()]
-    if logger is None or logger is True:
+    if found is None:
         from ..loggers.tensorboard import TensorBoardLogger
 
         return [TensorBoardLogger(trainer.default_root_dir)]
-    found = list(logger) if isinstance(logger, Iterable) else [logger]
+    return found
+
+
+def _given_loggers(logger: Any) -> list[Logger] | None:
+    if logger is None or logger is True:
+        return None
+    several = isinstance(logger, Iterable) and not isinstance(logger, (str, Mapping))
+    found = list(logger) if several else [logger]
     for one in found:
         if not isinstance(one, Logger):
+            hint = f" Did you mean {one.__name__}(...)?" if isinstance(one, type) and issubclass(one, Logger) else ""
             raise TypeError(
-                f"Trainer(logger=...) got a {type(one).__name__} ({one!r}). Pass True for TensorBoard, False for "
-                "none, a Logger or "
-                "a list of Loggers."
+                f"Trainer(logger={logger!r}) got a {type(one).__name__} as a logger.{hint} Pass True for TensorBoard, "
+                "False for none, a Logger or a list of Loggers."
             )
     return found
 
 
-def choose_callbacks(callbacks: Any, given: Mapping[str, Any], trainer: Trainer) -> list[Callback]:
+def choose_callbacks(callbacks: Any, max_time: Any, trainer: Trainer) -> list[Callback]:
     """The user's callbacks in their order, the defaults that are not there yet, those that save last."""
-    from ..callbacks.model_checkpoint import ModelCheckpoint
-    from ..callbacks.model_summary import ModelSummary
-    from ..callbacks.progress import ProgressBar
-    from ..callbacks.timer import Timer
+    from ..callbacks.timer import Timer, to_timedelta
 
-    found = [] if callbacks is None else [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    found = _given_callbacks(callbacks)
+    refuse_switched_off(found, trainer)
+    for name in SWITCHED:
+        kind = _kind(name)
+        if getattr(trainer, name) is not False and not trainer.barebones and not any(isinstance(c, kind) for c in found):
+            found.append(_default(kind))
+    if max_time is not None:
+        if any(isinstance(c, Timer) for c in found):
+            raise ValueError(
+                f"Trainer(max_time={max_time!r}) contradicts the Timer among its callbacks. Leave one of them out."
+            )
+        found.append(Timer(duration=to_timedelta(max_time, "Trainer(max_time=)")))
+    check_state_keys(found)
+    return order(found)
+
+
+def _given_callbacks(callbacks: Any) -> list[Callback]:
+    several = isinstance(callbacks, Iterable) and not isinstance(callbacks, (str, Mapping, Callback))
+    found = [] if callbacks is None else list(callbacks) if several else [callbacks]
     for one in found:
         if not isinstance(one, Callback):
             hint = f" Did you mean {one.__name__}()?" if isinstance(one, type) and issubclass(one, Callback) else ""
             raise TypeError(
                 f"Trainer(callbacks=...) got {one!r}, which is not a Callback.{hint} Pass Callback objects."
             )
-    for name, kind in (
-        ("enable_progress_bar", ProgressBar),
-        ("enable_model_summary", ModelSummary),
-        ("enable_checkpointing", ModelCheckpoint),
-    ):
-        asked = next((c for c in found if isinstance(c, kind)), None)
-        if asked is None and given[name] is not False and not trainer.barebones:
-            found.append(_default(kind))
-        elif asked is not None and (given[name] is False or trainer.barebones):
-            flag = f"{name}=False" if given[name] is False else "barebones=True"
+    return found
+
+
+def refuse_switched_off(callbacks: list[Callback], trainer: Trainer) -> None:
+    """Raise if one of the callbacks is of a kind that the Trainer was told to leave out."""
+    for name in SWITCHED:
+        off = getattr(trainer, name) is False
+        asked = next((c for c in callbacks if isinstance(c, _kind(name))), None)
+        if asked is not None and (off or trainer.barebones):
+            flag = f"{name}=False" if off else "barebones=True"
             raise ValueError(
                 f"Trainer({flag}) contradicts the {type(asked).__name__} among its callbacks. Leave one of them out."
             )
-    if given["max_time"] is not None:
-        if any(isinstance(c, Timer) for c in found):
-            raise ValueError(
-                f"Trainer(max_time={given['max_time']!r}) contradicts the Timer among its callbacks. Leave one of "
-                "them out."
-            )
-        found.append(Timer(duration=given["max_time"]))
-    return order(found)
+
+
+def _kind(switch: str) -> type[Callback]:
+    from ..callbacks.model_checkpoint import ModelCheckpoint
+    from ..callbacks.model_summary import ModelSummary
+    from ..callbacks.progress import ProgressBar
+
+    return dict(zip(SWITCHED, (ProgressBar, ModelSummary, ModelCheckpoint), strict=True))[switch]
 
 
 def _default(kind: type[Callback]) -> Callback:
@@ -90,14 +119,20 @@ def order(callbacks: list[Callback]) -> list[Callback]:
 
 
 def check_state_keys(callbacks: list[Callback]) -> None:
-    """Raise if two callbacks would save their state under one key."""
+    """Raise if one callback is there twice, or two would save their state under one key."""
     seen: dict[str, Callback] = {}
-    for callback in callbacks:
+    for place, callback in enumerate(callbacks):
+        name = type(callback).__name__
+        if any(callback is other for other in callbacks[:place]):
+            raise ValueError(f"The callbacks hold the same {name} twice, so all it does would be done twice. Leave one out.")
         key = callback.state_key
-        if key in seen and type(callback).state_dict is not Callback.state_dict:
+        if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):
             raise ValueError(
-                f"Two callbacks save their state under one key {key!r} ({type(seen[key]).__name__} and "
-                f"{type(callback).__name__}), so one would overwrite the other. Give one another state_key, or "
-                "remove it."
+                f"Two callbacks save their state under one key {key!r} ({type(seen[key]).__name__} and {name}), so one "
+                "would overwrite the other. Give one another state_key, or remove it."
             )
         seen[key] = callback
+
+
+def _keeps_state(callback: Callback) -> bool:
+    return type(callback).state_dict is not Callback.state_dict or "state_dict" in vars(callback)

@@ -150,10 +150,10 @@ class EvalLoop:
         from .module import TrainingModule
 
         trainer = self.trainer
-        owners = [(c, Callback, 2) for c in trainer.callbacks] + [(trainer.training_module, TrainingModule, 0)]
+        owners = [*((callback, Callback) for callback in trainer.callbacks), (trainer.training_module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):
             name = f"on_{self.word}_{moment}"
-            for owner, base, given in owners:
+            for owner, base in owners:
                 method = overridden(owner, name, base)
                 if method is not None:
-                    check_signature(owner, name, method, given, extra=1)
+                    check_signature(owner, name, method, extra=1)

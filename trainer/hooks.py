@@ -17,14 +17,62 @@ if TYPE_CHECKING:
 
 Bound = Callable[..., Any]
 
-#: The module's hooks that no callback has.
-MODULE_HOOKS = (
+#: What a module can define that no callback has.
+MODULE_METHODS = (
     "prepare_data",
+    "configure_model",
+    "configure_callbacks",
+    "configure_optimizers",
+    "configure_gradient_clipping",
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
     "on_validation_model_zero_grad",
     *(f"on_{stage}_model_{mode}" for stage in ("validation", "test", "predict") for mode in ("eval", "train")),
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
     "on_before_batch_transfer",
+    "transfer_batch_to_device",
     "on_after_batch_transfer",
 )
+DATA_METHODS = (
+    "prepare_data",
+    "setup",
+    "teardown",
+    "on_exception",
+    "state_dict",
+    "load_state_dict",
+    *MODULE_METHODS[MODULE_METHODS.index("train_dataloader") :],
+)
+STATE = ("state_dict", "load_state_dict")
+#: The steps take a choice of arguments, which ``binding.py`` examines.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+#: Hooks of other versions of Lightning, which nobody calls here, and those that took their place.
+MOVED = {
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_keyboard_interrupt": "on_exception",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "training_step_end": "on_train_batch_end",
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_step_end": "on_validation_batch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_step_end": "on_test_batch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "configure_sharded_model": "configure_model",
+}
 
 
 def overridden(owner: Any, name: str, base: type) -> Bound | None:
@@ -52,8 +100,10 @@ class HookTable:
         from .module import TrainingModule
 
         for callback in callbacks:
-            check_names(callback, HOOKS)
-        check_names(module, (*HOOKS, *MODULE_HOOKS))
+            check(callback, Callback, (*HOOKS, *STATE))
+        check(module, TrainingModule, (*HOOKS, *MODULE_METHODS))
+        if datamodule is not None:
+            check(datamodule, DataModule, DATA_METHODS)
         data = [] if datamodule is None else [(datamodule, DataModule, ())]
         theirs = [(callback, Callback, (trainer, module)) for callback in callbacks]
         own = [(module, TrainingModule, ())]
@@ -75,46 +125,76 @@ def _bind(owners: Iterable[tuple[Any, type, tuple[Any, ...]]], name: str) -> Ite
     for owner, base, given in owners:
         method = overridden(owner, name, base)
         if method is not None:
-            if hasattr(Callback, name) and name not in ("on_exception",):
-                check_signature(owner, name, method, len(given))
             yield partial(method, *given) if given else method
 
 
-def check_names(owner: Any, known: Sequence[str]) -> None:
-    """Raise for a method that looks like a misspelled hook: it would never be called."""
-    for name in dir(type(owner)):
-        if name.startswith("on_") and name not in known and callable(getattr(owner, name, None)):
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            if close:
+def check(owner: Any, base: type, known: Sequence[str]) -> None:
+    """Raise for what looks like a misspelled hook of ``owner``, and for a hook that cannot be called as it will be."""
+    for name in own_methods(owner, base):
+        if name not in known:
+            meant = meant_hook(owner, base, name, known)
+            if meant is not None:
                 raise TypeError(
-                    f"{type(owner).__name__}.{name} is not a hook, so it would never be called. Did you mean "
-                    f"{close[0]!r}? Rename it (or give a method of your own a name that does not start with 'on_')."
+                    f"{type(owner).__name__}.{name} is not a hook, so it would never be called. Did you mean {meant!r}? "
+                    "Rename it (or give a method of your own a name that is less like a hook's)."
                 )
+    for name in known:
+        method = overridden(owner, name, base)
+        if method is not None and name not in STEPS:
+            check_signature(owner, name, method)
 
 
-def check_signature(owner: Any, name: str, method: Bound, given: int, extra: int = 0) -> None:
+def own_methods(owner: Any, base: type) -> list[str]:
+    """Names of the callables that ``owner`` has and ``base`` has not."""
+    carried = [name for name, value in vars(owner).items() if callable(value)]
+    defined = [name for name in dir(type(owner)) if callable(getattr(type(owner), name, None))]
+    return [name for name in (*defined, *carried) if not name.startswith("_") and not hasattr(base, name)]
+
+
+def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
+    """The hook that ``name`` is a misspelling or an old name of; None if it is a name of the user's own."""
+    if name in MOVED and MOVED[name] in known:
+        return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
+    hook = name.startswith("on_")
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75 if hook else 0.92)
+    return close[0] if close and (hook or overridden(owner, close[0], base) is None) else None
+
+
+def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> None:
     """Raise if ``method`` cannot be called the way the loop will call it.
 
     Args:
-        owner: the callback or module, for the message.
+        owner: the callback, module or DataModule.
         name: the hook.
         method: its bound method.
-        given: how many leading arguments (trainer, module) are applied already.
         extra: further positional arguments (``dataloader_idx`` with several loaders).
     """
-    wanted = [p.name for p in inspect.signature(getattr(Callback, name)).parameters.values() if p.default is p.empty][
-        1:
-    ]
-    if not given:
-        wanted = wanted[2:]
-    wanted += ["dataloader_idx"] * extra
+    wanted = wanted_arguments(owner, name) + ["dataloader_idx"] * extra
+    write = f"def {name}({', '.join(['self', *wanted])})"
+    if not callable(method):
+        raise TypeError(f"{type(owner).__name__}.{name} is {method!r}, which cannot be called. Write it as {write}.")
     try:
-        inspect.signature(method).bind(*wanted)
-    except TypeError as error:
-        raise TypeError(
-            f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called with ({', '.join(wanted)}): "
-            f"{error}. "
-            f"Write it as def {name}(self, {', '.join(wanted)})."
-        ) from None
+        signature = inspect.signature(method)
     except ValueError:  # a callable without a signature, written in C
         return
+    try:
+        signature.bind(*wanted)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(wanted)}): {error}. "
+            f"Write it as {write}."
+        ) from None
+
+
+def wanted_arguments(owner: Any, name: str) -> list[str]:
+    """What the loop passes to a hook of ``owner``, by the hook's own definition."""
+    from .data.datamodule import DataModule
+    from .module import TrainingModule
+
+    base = next(kind for kind in (Callback, TrainingModule, DataModule) if isinstance(owner, kind))
+    defined = getattr(base, name, None)
+    parameters = inspect.signature(defined or getattr(Callback, name)).parameters.values()
+    found = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    optional = {p.name for p in parameters if p.name == "dataloader_idx" and p.default is not p.empty}
+    skipped = 1 if defined is not None else 3  # self; of a callback's hook also trainer and module
+    return [argument for argument in found[skipped:] if argument not in optional]

@@ -21,7 +21,8 @@ WATCHED = (signal.SIGINT, signal.SIGTERM)
 def watch(state: RunState) -> Iterator[None]:
     """Note Ctrl-C and SIGTERM in ``state.signum`` while the context is open, then put the old handlers back.
 
-    A second Ctrl-C interrupts at once. Outside the main thread, where Python delivers no signals, this does nothing.
+    A second Ctrl-C interrupts at once, as does the first one while no step runs (data are prepared, a file is read).
+    Outside the main thread, where Python delivers no signals, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -29,7 +30,7 @@ def watch(state: RunState) -> Iterator[None]:
 
     def note(signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT:
-            if state.signum == signum:
+            if state.signum == signum or state.stage is None:
                 raise KeyboardInterrupt
             messages.info("Ctrl-C: finishing this step, then ending the run. Press it again to stop at once.")
         state.signum = signum

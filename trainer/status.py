@@ -36,7 +36,6 @@ class TrainerStatus:
     callbacks: list[Callback]
     loggers: list[Logger]
     datamodule: DataModule | None
-    optimizers: list[Optimizer]
     lr_scheduler_configs: list[SchedulerConfig]
     default_root_dir: str
     max_epochs: int | None
@@ -52,6 +51,11 @@ class TrainerStatus:
     _hooks: HookTable
     _metrics: MetricStore
     _managed: list[ManagedOptimizer]
+    _optimizers: list[Optimizer]
+    _ckpt_path: Any
+    _ckpt_asked: Any
+    #: The module that brought callbacks, the trainer's own that they replaced, and the ones it brought.
+    _brought: tuple[TrainingModule, list[Callback], list[Callback]] | None
 
     # ---- where the run stands --------------------------------------------------------------------------------------
 
@@ -113,6 +117,10 @@ class TrainerStatus:
         """The validation batches ahead of training are being tried."""
         return self.state.stage == "sanity_check"
 
+    @sanity_checking.setter
+    def sanity_checking(self, checking: bool) -> None:
+        self.state.stage = "sanity_check" if checking else None
+
     @property
     def evaluating(self) -> bool:
         """A validation or test is running."""
@@ -144,9 +152,30 @@ class TrainerStatus:
         return self._module
 
     @property
-    def lightning_module(self) -> TrainingModule:
-        """Lightning's name for :attr:`training_module`."""
-        return self.training_module
+    def lightning_module(self) -> TrainingModule | None:
+        """Lightning's name for :attr:`training_module`; None before there is one."""
+        return self._module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the fit, as ``configure_optimizers`` made them. A new list takes effect with the next epoch."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        from .optimizers import ManagedOptimizer
+
+        self._optimizers = list(optimizers)
+        self._managed = [ManagedOptimizer(optimizer, self) for optimizer in self._optimizers]
+
+    @property
+    def ckpt_path(self) -> Any:
+        """The file that the last run loaded, or None. Set it to have every entry point load that one (None: ends that)."""
+        return self._ckpt_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: Any) -> None:
+        self._ckpt_path = self._ckpt_asked = path
 
     @property
     def precision_plugin(self) -> Precision:
@@ -282,8 +311,16 @@ class TrainerStatus:
         batches = self.num_training_batches
         if batches == math.inf:
             return math.inf if self.max_steps == -1 else self.max_steps
-        total = math.ceil(batches / self.accumulate_grad_batches) * max(self.max_epochs or 0, 0)
+        windows = (math.ceil(batches / self._accumulation(epoch)) for epoch in range(self.max_epochs or 0))
+        total = sum(windows)
         return total if self.max_steps == -1 else min(total, self.max_steps)
+
+    def _accumulation(self, epoch: int) -> int:
+        """Micro-batches an update in an epoch."""
+        from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+
+        schedule = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
+        return self.accumulate_grad_batches if schedule is None else schedule.get_accumulate_grad_batches(epoch)
 
     # ---- callbacks -------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
 
 from ..callbacks.base import Callback
 from ..loggers import messages
@@ -23,7 +24,7 @@ from .environment import numerics
 from .evaluation import EvalLoop
 from .loop import FitLoop
 from .results import show_results
-from .signals import watch
+from .signals import interruption, watch
 from .state import Fn, RunState
 from .status import TrainerStatus
 
@@ -42,6 +43,7 @@ class Request:
     loaders: dict[str, Any] = field(default_factory=dict)
     ckpt_path: Any = None
     keep_predictions: bool = False
+    weights_only: bool | None = None
 
 
 class Trainer(TrainerStatus):
@@ -91,6 +93,10 @@ class Trainer(TrainerStatus):
         enable_autolog_hparams: log ``save_hyperparameters`` at the start of a fit.
         compile: compile the module in place; True, or a dict of ``torch.compile`` arguments.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        check.check_names(cls, kwargs)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -143,9 +149,9 @@ class Trainer(TrainerStatus):
         self._check_steps(given)
         self._check_flags(given)
         self.strategy = choose_strategy(strategy, accelerator, devices, num_nodes, precision, plugins)
-        self.default_root_dir = os.path.abspath(os.fspath(default_root_dir)) if default_root_dir else os.getcwd()
+        self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
         self.loggers = choose_loggers(logger, self)
-        self.callbacks = choose_callbacks(callbacks, given, self)
+        self.callbacks = choose_callbacks(callbacks, max_time, self)
         self._clear()
 
     def _check_limits(self, given: Mapping[str, Any]) -> None:
@@ -159,19 +165,19 @@ class Trainer(TrainerStatus):
         self.min_epochs = check.check_count("min_epochs", given["min_epochs"], none=True)
         self.min_steps = check.check_count("min_steps", given["min_steps"], none=True)
         self.fast_dev_run = check.check_fast_dev_run(given["fast_dev_run"])
-        if self.fast_dev_run:
-            self.max_epochs, self.max_steps = 1, self.fast_dev_run
         every = check.check_count("check_val_every_n_epoch", given["check_val_every_n_epoch"], least=1, none=True)
         self.check_val_every_n_epoch = every
         self.val_check_interval, self.val_check_seconds = check.check_val_interval(given["val_check_interval"], every)
+        if self.fast_dev_run:
+            self.max_epochs, self.max_steps = 1, self.fast_dev_run
+            self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
         sanity = 2 if given["num_sanity_val_steps"] is None else given["num_sanity_val_steps"]
         self.num_sanity_val_steps = check.check_count("num_sanity_val_steps", sanity, unlimited=True)
         if self.fast_dev_run or given["barebones"]:
             self.num_sanity_val_steps = 0
 
     def _check_steps(self, given: Mapping[str, Any]) -> None:
-        accumulate = given["accumulate_grad_batches"]
-        self.accumulate_grad_batches = check.check_count("accumulate_grad_batches", accumulate, least=1)
+        self.accumulate_grad_batches = check.check_accumulation(given["accumulate_grad_batches"])
         self.gradient_clip_val: float | None = given["gradient_clip_val"]
         self.gradient_clip_algorithm: str | None = given["gradient_clip_algorithm"]
         check.check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
@@ -182,6 +188,9 @@ class Trainer(TrainerStatus):
 
     def _check_flags(self, given: Mapping[str, Any]) -> None:
         check.check_flags(given)
+        self.enable_checkpointing: bool | None = given["enable_checkpointing"]
+        self.enable_progress_bar: bool | None = given["enable_progress_bar"]
+        self.enable_model_summary: bool | None = given["enable_model_summary"]
         self.deterministic: bool | str | None = given["deterministic"]
         self.benchmark: bool | None = given["benchmark"]
         self.inference_mode: bool = given["inference_mode"]
@@ -212,10 +221,10 @@ class Trainer(TrainerStatus):
             val_dataloaders: one or several.
             datamodule: instead of loaders.
             ckpt_path: go on from this file; ``"best"`` and ``"last"`` find one.
-            weights_only: accepted for compatibility; files never run code.
+            weights_only: None or True, which is always so: a file never runs code.
         """
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
-        return self._run(Request("fit", model, datamodule, loaders, ckpt_path))
+        return self._run(Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
 
     def validate(
         self,
@@ -234,9 +243,10 @@ class Trainer(TrainerStatus):
             ckpt_path: load these weights first; ``"best"`` and ``"last"`` find them.
             verbose: print a table.
             datamodule: instead of loaders.
-            weights_only: accepted for compatibility; files never run code.
+            weights_only: None or True, which is always so: a file never runs code.
         """
-        results = self._run(Request("validate", model, datamodule, {"validate": dataloaders}, ckpt_path))
+        loaders = {"validate": dataloaders}
+        results = self._run(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
         if verbose and self.is_global_zero:
             show_results(results, "validate")
         return results
@@ -251,7 +261,8 @@ class Trainer(TrainerStatus):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test data. Arguments and result as for :meth:`validate`."""
-        results = self._run(Request("test", model, datamodule, {"test": dataloaders}, ckpt_path))
+        loaders = {"test": dataloaders}
+        results = self._run(Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
         if verbose and self.is_global_zero:
             show_results(results, "test")
         return results
@@ -273,13 +284,13 @@ class Trainer(TrainerStatus):
             datamodule: instead of loaders.
             return_predictions: False keeps nothing: callbacks see each batch as it comes (``BasePredictionWriter``).
             ckpt_path: load these weights first.
-            weights_only: accepted for compatibility; files never run code.
+            weights_only: None or True, which is always so: a file never runs code.
 
         Returns:
             What ``predict_step`` returned, a list over batches (with several loaders a list of those), or None.
         """
         keep = return_predictions is not False
-        self._run(Request("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, keep))
+        self._run(Request("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, keep, weights_only))
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
@@ -316,7 +327,16 @@ class Trainer(TrainerStatus):
         self.strategy.barrier("save_checkpoint")
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Context in which layers are made on the run's device and in its dtype."""
+        """Context in which layers are made on the run's device and in its dtype.
+
+        Args:
+            empty_init: must not be True.
+        """
+        if empty_init:
+            raise NotImplementedError(
+                "Trainer.init_module(empty_init=True): this version of Paceline cannot leave weights uninitialized. "
+                "Leave it out, or build the layers under torch.device('meta') in configure_model."
+            )
         return self.strategy.init_context()
 
     # ---- one run ---------------------------------------------------------------------------------------------------
@@ -331,17 +351,18 @@ class Trainer(TrainerStatus):
         self.datamodule = None
         self.optimizers = []
         self.lr_scheduler_configs = []
-        self._managed = []
         self._source = DataSource(self, {})
         self._metrics = MetricStore(self.state, self.strategy, None)
         self._hooks: Any = None
         self.predictions: Any = None
         self.predict_batch_indices: list[list[list[int]]] = []
         self.current_batch_indices: list[int] | None = None
-        self.ckpt_path: Any = None
+        self._ckpt_path = self._ckpt_asked = None
+        self._brought = None
 
     def _run(self, request: Request) -> Any:
         state = self.state
+        check.check_request(state.fn, request)
         state.fn, state.stage, state.status, state.signum, state.should_stop = request.fn, None, "running", 0, False
         failed = True
         try:
@@ -351,6 +372,8 @@ class Trainer(TrainerStatus):
                 result = loop.run()
                 for hook in self._hooks.on_fit_end if request.fn == "fit" else ():
                     hook()
+                if state.signum:  # it came after the last step
+                    raise interruption(state.signum)
             failed = False
         except BaseException as error:
             self._fail(error)
