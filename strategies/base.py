@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .precision.base import Precision
+from .precision.base import Precision, gradients
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -42,6 +42,7 @@ class Strategy:
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         self.device = torch.device(device)
         self.precision = precision or Precision()
+        self.precision.use_on(self.device)
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -107,6 +108,7 @@ class Strategy:
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         """Take the user's optimizers, return those to use. State that exists already is moved to the device."""
         for optimizer in optimizers:
+            self.precision.check_optimizer(optimizer)
             move_optimizer_state(optimizer, self.device)
         return optimizers
 
@@ -127,7 +129,8 @@ class Strategy:
         if how is None:
             loss.backward()
         else:
-            how(loss)
+            with self.precision.backward_context():
+                how(loss)
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply every gradient of ``optimizer`` by ``factor``, a number or a scalar tensor, in place."""
@@ -193,11 +196,6 @@ class Strategy:
 
     def teardown(self) -> None:
         """Release what the strategy holds. Called once a run, also after an exception."""
-
-
-def gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that an optimizer's parameters hold just now."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:

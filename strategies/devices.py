@@ -74,27 +74,26 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
     if devices == "auto":
         indices: Sequence[int] = range(present)
     elif isinstance(devices, (list, tuple)) or (isinstance(devices, str) and "," in devices):
-        indices = [
-            _integer(d, devices)
-            for d in (devices.split(",") if isinstance(devices, str) else devices)
-            if str(d).strip()
-        ]
+        listed = devices.split(",") if isinstance(devices, str) else devices
+        indices = [_integer(d, devices) for d in listed if str(d).strip()]
     else:
         number = _integer(devices, devices)
-        if number == 0 or number < -1:
-            raise ValueError(
-                f"Trainer(devices={devices!r}) asks for no device. Pass 1 or more, a list of indices, -1 for all, or "
-                "'auto'."
-            )
-        indices = range(present if number == -1 else number)
+        indices = range(present if number == -1 else max(number, 0))
+    if not indices:
+        raise ValueError(
+            f"Trainer(devices={devices!r}) asks for no device. Pass 1 or more, a list of indices, -1 for all, or 'auto'."
+        )
     if kind == "cpu":
+        if not isinstance(indices, range) and any(indices):
+            raise ValueError(
+                f"Trainer(devices={devices!r}) lists devices, but the CPU is one and has no index. Pass devices=1."
+            )
         return [torch.device("cpu")] * len(indices)
-    if not indices or max(indices) >= present or min(indices) < 0 or len(set(indices)) != len(indices):
+    if max(indices) >= present or min(indices) < 0 or len(set(indices)) != len(indices):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ValueError(
             f"Trainer(devices={devices!r}) asks for {kind.upper()} devices {list(indices)}, but this process sees "
-            f"{present}"
-            f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. "
+            f"{present}{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. "
             f"Set devices={present} or devices='auto', or make more devices visible."
         )
     return [torch.device(kind, index) if kind == "cuda" else torch.device(kind) for index in indices]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import Concatenate, ParamSpec
 
 from ..callbacks.timer import to_timedelta
 from ..loggers import messages
 
 if TYPE_CHECKING:
-    from .trainer import Request, Trainer
+    from .trainer import Request
+
+P = ParamSpec("P")
 
 #: Arguments of other versions of Lightning's Trainer, and where what they did is done here.
 MOVED = {
@@ -43,19 +47,19 @@ SWITCHES = (
 SWITCHES_OR_NONE = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark")
 
 
-def check_names(trainer: type[Trainer], given: Iterable[str]) -> None:
-    """Raise for an argument that the Trainer's constructor does not have, naming the one that was meant."""
-    known: set[str] = set()
-    for kind in trainer.__mro__:
-        parameters = inspect.signature(kind.__init__).parameters.values()
-        known |= {p.name for p in parameters}
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            break
-    for name in given:
-        if name in known:
-            continue
-        instead = f" Use {MOVED[name]}." if name in MOVED else messages.did_you_mean(name, sorted(known))
-        raise TypeError(f"Trainer got an argument {name!r}, which it does not have.{instead} See help(Trainer) for all.")
+def named(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """Have a constructor say which argument was meant by one that it does not have."""
+    known = tuple(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                meant = f" Use {MOVED[name]}." if name in MOVED else messages.did_you_mean(name, known)
+                raise TypeError(f"Trainer got an argument {name!r}, which it does not have.{meant} See help(Trainer).")
+        init(self, *args, **kwargs)
+
+    return checked
 
 
 # ---- single values ---------------------------------------------------------------------------------------------------

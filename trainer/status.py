@@ -311,8 +311,7 @@ class TrainerStatus:
         batches = self.num_training_batches
         if batches == math.inf:
             return math.inf if self.max_steps == -1 else self.max_steps
-        windows = (math.ceil(batches / self._accumulation(epoch)) for epoch in range(self.max_epochs or 0))
-        total = sum(windows)
+        total = sum(math.ceil(batches / self._accumulation(epoch)) for epoch in range(self.max_epochs or 0))
         return total if self.max_steps == -1 else min(total, self.max_steps)
 
     def _accumulation(self, epoch: int) -> int:

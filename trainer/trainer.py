@@ -9,8 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import Self
-
 from ..callbacks.base import Callback
 from ..loggers import messages
 from ..loggers.base import Logger
@@ -94,10 +92,7 @@ class Trainer(TrainerStatus):
         compile: compile the module in place; True, or a dict of ``torch.compile`` arguments.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        check.check_names(cls, kwargs)
-        return super().__new__(cls)
-
+    @check.named
     def __init__(
         self,
         *,

@@ -29,12 +29,22 @@ class Precision:
     #: fp16's loss scaler, or None.
     scaler: Any = None
 
+    def use_on(self, device: torch.device) -> None:
+        """Say where it will compute. Called once by the strategy that it belongs to."""
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise for an optimizer that this precision cannot step. Called when the optimizers have been made."""
+
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
         """Return ``step`` as the loop should call it (inside autocast, for one)."""
         return step
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The same as a context, for code that is not a step."""
+        return nullcontext()
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """Context for a backward that starts inside a step (manual optimization): it has the dtypes of the forward."""
         return nullcontext()
 
     def init_context(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -66,3 +76,8 @@ class Precision:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back :meth:`state_dict`."""
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that an optimizer's parameters hold just now."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

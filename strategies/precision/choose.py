@@ -39,6 +39,11 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
         return plugin
     if precision is None:
         return Precision()
+    if isinstance(precision, type):
+        raise TypeError(
+            f"Trainer(precision={precision.__name__}) is a class. Did you mean {precision.__name__}()? Pass a name or a "
+            "Precision object."
+        )
     name = ALIASES.get(str(precision), precision)
     if name not in NAMES:
         raise ValueError(messages.unknown("precision", precision, (*NAMES, *ALIASES), ", or pass a Precision"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from .base import Precision
+from .base import Precision, gradients
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -30,23 +30,40 @@ class MixedPrecision(Precision):
 
     Args:
         name: which of the two.
-        device: kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``.
+        device: kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``; None: that of the strategy.
         scaler: a ``GradScaler`` of your own, for fp16 only.
     """
 
-    def __init__(self, name: str = "bf16-mixed", device: str = "cpu", scaler: GradScaler | None = None) -> None:
+    def __init__(self, name: str = "bf16-mixed", device: str | None = None, scaler: GradScaler | None = None) -> None:
         if name not in DTYPES:
             raise ValueError(f"MixedPrecision({name!r}): choose one of {', '.join(map(repr, DTYPES))}.")
         if scaler is not None and name != "16-mixed":
             raise ValueError(f"MixedPrecision({name!r}, scaler=...): bf16 needs no loss scaling. Leave scaler out.")
         self.name = name
-        self.device = device
         self.dtype = DTYPES[name]
-        self.scaler: Any = scaler or (GradScaler(device) if name == "16-mixed" else None)
+        self.device = device
+        self.scaler: Any = scaler
         self.skipped_steps = 0
+        self._update_due = False
+        if device is not None:
+            self.use_on(torch.device(device))
+
+    def use_on(self, device: torch.device) -> None:
+        if self.device not in (None, device.type):
+            raise ValueError(
+                f"MixedPrecision({self.name!r}, device={self.device!r}) was given to a run on {device}, where it would "
+                "compute in float32. Leave its device out."
+            )
+        self.device = device.type
+        if self.name == "16-mixed" and self.scaler is None:
+            self.scaler = GradScaler(device.type)
+
+    @property
+    def _scales(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device, dtype=self.dtype)
+        return torch.autocast(self.device or "cpu", dtype=self.dtype)
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
         context = self.forward_context()
@@ -58,40 +75,68 @@ class MixedPrecision(Precision):
 
         return in_autocast
 
+    def backward_context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device or "cpu", enabled=False)
+
     def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        if not self._scales:
+            return loss
+        self._update()
+        return self.scaler.scale(loss)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        if self.scaler is None:
+        if not self._scales:
             return
         state = self.scaler._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY:
+        if state["stage"] is OptState.STEPPED:
+            self._update()
+            state = self.scaler._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY and gradients(optimizer):
             self.scaler.unscale_(optimizer)
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if self._scales and isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "precision='16-mixed' with LBFGS: it evaluates the loss several times a step, which loss scaling cannot "
+                "follow. Use 'bf16-mixed' or '32-true'."
+            )
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        if self.scaler is None:
+        if not self._scales:
             return super().optimizer_step(optimizer, closure)
         if closure is not None:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ValueError(
-                    "precision='16-mixed' with LBFGS: it evaluates the loss several times a step, which loss scaling "
-                    "cannot "
-                    "follow. Use 'bf16-mixed' or '32-true'."
-                )
             closure()
+        if not gradients(optimizer):
+            return super().optimizer_step(optimizer)
+        self.unscale_gradients(optimizer)
         self.scaler.step(optimizer)  # waits for the device to learn about overflows, so reading them again is free
         found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         skipped = any(overflow.item() for overflow in found.values())
-        self.scaler.update()
+        self._update_due = True
         self.skipped_steps += skipped
         return not skipped
 
+    def _update(self) -> None:
+        """Adjust the scale to the steps since the last time, once the next loss is about to be scaled.
+
+        Until then other optimizers of the same losses must find the scale that these were multiplied with; one whose
+        gradients are unscaled already, and that has not stepped, stays known as such.
+        """
+        if not self._update_due:
+            return
+        self._update_due = False
+        states = self.scaler._per_optimizer_states
+        waiting = {key: state for key, state in states.items() if state["stage"] is OptState.UNSCALED}
+        self.scaler.update()
+        self.scaler._per_optimizer_states.update(waiting)
+
     def state_dict(self) -> dict[str, Any]:
-        if self.scaler is None:
+        if not self._scales:
             return {}
+        self._update()
         return {"scaler": self.scaler.state_dict(), "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler is not None and "scaler" in state_dict:
+        if self._scales and "scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["scaler"])
             self.skipped_steps = state_dict["skipped_steps"]

@@ -450,7 +450,7 @@ def test_an_entry_point_without_any_module_asks_for_one(entry: str, trainer: Tra
         ({"datamodule": tiny_loader()}, TypeError, ("datamodule=...", "a DataLoader", "Pass a DataModule object")),
         ({"datamodule": Data}, TypeError, ("datamodule=...", "a type", "Pass a DataModule object")),
         ({}, ValueError, ("no data for training_step", "neither TinyModule nor a DataModule", "Pass a loader, or define")),
-        ({"train_dataloaders": 5}, TypeError, ("5", "int", "Pass")),
+        ({"train_dataloaders": 5}, TypeError, ("5 (int)", "no batches to iterate over", "Give a DataLoader")),
         ({"train_dataloaders": tiny_loader(), "ckpt_path": 5}, TypeError, ("ckpt_path=5", "a int", "Pass the path")),
         (
             {"train_dataloaders": tiny_loader(), "weights_only": False},
@@ -650,7 +650,7 @@ def test_a_validation_step_that_takes_other_arguments_is_refused_before_training
 @pytest.mark.parametrize(
     ("output", "error", "parts"),
     [
-        (0.5, TypeError, ("returned float (0.5)", "nothing to run backward on", "Return the loss tensor")),
+        (0.5, TypeError, ("float (0.5)", "nothing to run backward on", "Return the loss tensor")),
         ({"logits": 1}, TypeError, ("a dict without 'loss' (keys: 'logits')", "nothing to run backward", "under 'loss'")),
         (torch.ones(2, requires_grad=True), ValueError, ("shape (2,)", "not one number", "Return its mean: loss.mean()")),
         (torch.ones(()), RuntimeError, ("no graph (requires_grad=False)", "without .item()", "or return None to skip")),
@@ -821,6 +821,13 @@ def test_several_optimizers_need_manual_optimization(trainer: Trainer) -> None:
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
+class Early(Callback):
+    """Fails if the run gets as far as ``setup``."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pytest.fail("too late")
+
+
 def callback_with(**methods: Any) -> Callback:
     return type("Mine", (Callback,), methods)()
 
@@ -846,8 +853,7 @@ def test_a_misspelled_hook_of_a_callback_is_refused_at_attach_time(
     else:
         callback = callback_with()
         setattr(callback, written, lambda *args: None)
-    early = callback_with(setup=lambda self, trainer, pl_module, stage: pytest.fail("too late"))
-    trainer = Trainer(**quiet, callbacks=[early, callback])
+    trainer = Trainer(**quiet, callbacks=[Early(), callback])
     refused(
         lambda: trainer.fit(TinyModule(), tiny_loader()),
         TypeError,
@@ -879,7 +885,7 @@ def test_a_misspelled_hook_of_a_callback_is_refused_at_attach_time(
 def test_a_misspelled_hook_of_a_module_is_refused_at_attach_time(written: str, meant: str, trainer: Trainer) -> None:
     module = type(
         "Mine",
-        (TinyModule,),
+        (Bare,),
         {written: lambda self, *args: None, "setup": lambda self, stage: pytest.fail("too late")},
     )()
     refused(
@@ -894,7 +900,7 @@ def test_a_misspelled_hook_of_a_module_is_refused_at_attach_time(written: str, m
 
 @pytest.mark.parametrize(
     ("written", "meant"),
-    [("on_exeption", "on_exception"), ("train_dataloaders", "train_dataloader"), ("prepare_datas", "prepare_data")],
+    [("on_exeption", "on_exception"), ("val_dataloaders", "val_dataloader"), ("prepare_datas", "prepare_data")],
 )
 def test_a_misspelled_hook_of_a_data_module_is_refused_at_attach_time(written: str, meant: str, trainer: Trainer) -> None:
     data = type("Mine", (Data,), {written: lambda self, *args: None})()
@@ -924,8 +930,7 @@ def test_a_method_that_is_like_no_hook_is_the_users_own(name: str, quiet: dict[s
 def test_a_callbacks_hook_with_another_signature_is_refused_at_attach_time(
     name: str, hook: Any, parts: tuple[str, ...], quiet: dict[str, Any]
 ) -> None:
-    early = callback_with(setup=lambda self, trainer, pl_module, stage: pytest.fail("too late"))
-    trainer = Trainer(**quiet, callbacks=[early, callback_with(**{name: hook})])
+    trainer = Trainer(**quiet, callbacks=[Early(), callback_with(**{name: hook})])
     refused(lambda: trainer.fit(TinyModule(), tiny_loader()), TypeError, "Mine.", *parts, f"def {name}(self")
 
 
@@ -1037,8 +1042,8 @@ def test_logging_what_is_no_number_is_refused(
         ("on_fit_end", "fit", "on_train_epoch_end"),
         ("on_validation_end", "validate", "on_validation_epoch_end"),
         ("on_test_end", "test", "on_test_epoch_end"),
-        ("predict_step", "predict", "a callback"),
-        ("on_predict_epoch_end", "predict", "a callback"),
+        ("predict_step", "predict", "validation_step or test_step"),
+        ("on_predict_epoch_end", "predict", "validation_step or test_step"),
     ],
 )
 def test_logging_where_no_metrics_are_kept_says_where_to_log(hook: str, entry: str, instead: str, trainer: Trainer) -> None:
@@ -1048,7 +1053,7 @@ def test_logging_where_no_metrics_are_kept_says_where_to_log(hook: str, entry: s
 
     methods = {"configure_optimizers": scheduled, hook: lambda self, *args: self.log("x", 1.0)}
     module = type("Mine", (TinyModule,), methods)()
-    text = refused(
+    refused(
         lambda: getattr(trainer, entry)(module, tiny_loader()),
         RuntimeError,
         "self.log('x') was called in",
@@ -1056,7 +1061,6 @@ def test_logging_where_no_metrics_are_kept_says_where_to_log(hook: str, entry: s
         "Log it in",
         instead,
     )
-    assert re.search(rf"called in .*{'predict' if entry == 'predict' else ''}", text)
 
 
 def test_logging_a_step_value_where_there_is_no_step_is_refused(trainer: Trainer) -> None:
@@ -1100,16 +1104,16 @@ class OfTensor(Bare):
 def test_an_empty_training_loader_is_refused_before_training(trainer: Trainer) -> None:
     empty = DataLoader(torch.utils.data.TensorDataset(torch.ones(0, 4)))
     module = with_method("on_train_start", lambda self: pytest.fail("too late"))
-    refused(lambda: trainer.fit(module, empty), ValueError, "train_dataloader", "0 batches", "limit_train_batches=0")
+    refused(lambda: trainer.fit(module, empty), ValueError, "train_dataloader is empty", "is 0", "limit_train_batches=0")
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
 def test_an_empty_loader_of_an_evaluation_is_refused(entry: str, trainer: Trainer) -> None:
     hook = {"validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}[entry]
-    refused(lambda: getattr(trainer, entry)(OfTensor(), Says(0, 0)), ValueError, hook, "0 batches")
+    refused(lambda: getattr(trainer, entry)(OfTensor(), Says(0, 0)), ValueError, hook, "is empty", "is 0", "Check the data set")
 
 
-@pytest.mark.parametrize(("says", "gives", "word"), [(5, 3, "only 3"), (3, 5, "more 4")])
+@pytest.mark.parametrize(("says", "gives", "word"), [(5, 3, "only 3"), (3, 5, "at least 4")])
 def test_a_training_loader_whose_length_lies_is_caught(says: int, gives: int, word: str, trainer: Trainer) -> None:
     refused(
         lambda: trainer.fit(OfTensor(), Says(says, gives)),
@@ -1180,8 +1184,8 @@ def make_something_else(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
-        (cut, ("good.ckpt", "truncated", "ckpt_path='last'")),
-        (make_newer, ("good.ckpt", "99", "newer", "pip install")),
+        (cut, ("good.ckpt", "damaged", "Use another one")),
+        (make_newer, ("good.ckpt", "99", "reads formats up to 1", "Upgrade paceline")),
         (
             make_other,
             (
@@ -1193,7 +1197,7 @@ def make_something_else(path: Path) -> None:
             ),
         ),
         (make_something_else, ("good.ckpt", "state_dict", "'weights'")),
-        (Path.unlink, ("good.ckpt", "does not exist")),
+        (Path.unlink, ("good.ckpt", "no such file", "there is nothing")),
     ],
     ids=["truncated", "newer", "of another model", "no checkpoint", "missing"],
 )
