@@ -18,6 +18,9 @@ class Net(TrainingModule):
         super().__init__()
         self.layer = nn.Linear(1, 1)
 
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.layer(batch).sum()
 
