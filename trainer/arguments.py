@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate
 
 import torch
-from typing_extensions import Concatenate, ParamSpec
+from typing_extensions import ParamSpec
 
 from ..callbacks.timer import to_timedelta
 from ..loggers import messages
@@ -73,7 +73,7 @@ def check_limit(name: str, value: Any) -> int | float:
         raise TypeError(
             f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass a number of batches or a fraction."
         )
-    if not value >= 0 or (isinstance(value, float) and value > 1):
+    if not float(value) >= 0 or (isinstance(value, float) and value > 1):
         raise ValueError(
             f"Trainer({name}={value!r}) is out of range. Pass an int of 0 or more (batches) or a float from 0.0 to 1.0 "
             "(share of the batches)."
@@ -142,7 +142,7 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
 
 def check_clipping(value: Any, algorithm: str | None) -> None:
     """``gradient_clip_val`` is a positive number or None, the algorithm "norm" or "value"."""
-    wrong = isinstance(value, bool) or not isinstance(value, (Integral, float)) or not value > 0
+    wrong = isinstance(value, bool) or not isinstance(value, (Integral, float)) or not float(value) > 0
     if value is not None and wrong:
         raise ValueError(
             f"Trainer(gradient_clip_val={value!r}) is not a positive number. Pass one, or None to leave gradients."
@@ -165,9 +165,13 @@ def check_folder(name: str, value: Any) -> str:
     path = os.fspath(value)
     if not path or "://" in path:
         why = "is an address, and files are written locally" if path else "names no folder"
-        raise ValueError(f"Trainer({name}={path!r}) {why}. Pass the path of a folder, or None for the working directory.")
+        raise ValueError(
+            f"Trainer({name}={path!r}) {why}. Pass the path of a folder, or None for the working directory."
+        )
     if os.path.isfile(path):
-        raise ValueError(f"Trainer({name}={path!r}) is a file, so nothing can be put into it. Pass the path of a folder.")
+        raise ValueError(
+            f"Trainer({name}={path!r}) is a file, so nothing can be put into it. Pass the path of a folder."
+        )
     return os.path.abspath(path)
 
 
@@ -190,7 +194,9 @@ def check_switches(given: Mapping[str, Any]) -> None:
         value = given[name]
         if isinstance(value, bool) or (value is None and name in SWITCHES_OR_NONE):
             continue
-        hint = " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""
+        hint = (
+            " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""
+        )
         raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass True or False.{hint}")
     deterministic = given["deterministic"]
     if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
@@ -258,8 +264,8 @@ def check_request(running: str | None, request: Request) -> None:
         )
     if request.weights_only is False:
         raise ValueError(
-            f"{name}(weights_only=False) asks to run code that a file may hold; Paceline loads data alone. Leave it out, "
-            "and declare types of your own with torch.serialization.add_safe_globals."
+            f"{name}(weights_only=False) asks to run code that a file may hold; Paceline loads data alone. Leave it "
+            "out, and declare types of your own with torch.serialization.add_safe_globals."
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike)):
         raise TypeError(

@@ -36,7 +36,7 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
     if logger is None or logger is True:
         return None
     several = isinstance(logger, Iterable) and not isinstance(logger, (str, Mapping))
-    found = list(logger) if several else [logger]
+    found: list[Any] = list(logger) if several else [logger]
     for one in found:
         if not isinstance(one, Logger):
             hint = f" Did you mean {one.__name__}(...)?" if isinstance(one, type) and issubclass(one, Logger) else ""
@@ -55,7 +55,11 @@ def choose_callbacks(callbacks: Any, max_time: Any, trainer: Trainer) -> list[Ca
     refuse_switched_off(found, trainer)
     for name in SWITCHED:
         kind = _kind(name)
-        if getattr(trainer, name) is not False and not trainer.barebones and not any(isinstance(c, kind) for c in found):
+        if (
+            getattr(trainer, name) is not False
+            and not trainer.barebones
+            and not any(isinstance(c, kind) for c in found)
+        ):
             found.append(_default(kind))
     if max_time is not None:
         if any(isinstance(c, Timer) for c in found):
@@ -69,7 +73,7 @@ def choose_callbacks(callbacks: Any, max_time: Any, trainer: Trainer) -> list[Ca
 
 def _given_callbacks(callbacks: Any) -> list[Callback]:
     several = isinstance(callbacks, Iterable) and not isinstance(callbacks, (str, Mapping, Callback))
-    found = [] if callbacks is None else list(callbacks) if several else [callbacks]
+    found: list[Any] = [] if callbacks is None else list(callbacks) if several else [callbacks]
     for one in found:
         if not isinstance(one, Callback):
             hint = f" Did you mean {one.__name__}()?" if isinstance(one, type) and issubclass(one, Callback) else ""
@@ -96,7 +100,8 @@ def _kind(switch: str) -> type[Callback]:
     from ..callbacks.model_summary import ModelSummary
     from ..callbacks.progress import ProgressBar
 
-    return dict(zip(SWITCHED, (ProgressBar, ModelSummary, ModelCheckpoint), strict=True))[switch]
+    kinds: tuple[type[Callback], ...] = (ProgressBar, ModelSummary, ModelCheckpoint)
+    return kinds[SWITCHED.index(switch)]
 
 
 def _default(kind: type[Callback]) -> Callback:
@@ -124,7 +129,9 @@ def check_state_keys(callbacks: list[Callback]) -> None:
     for place, callback in enumerate(callbacks):
         name = type(callback).__name__
         if any(callback is other for other in callbacks[:place]):
-            raise ValueError(f"The callbacks hold the same {name} twice, so all it does would be done twice. Leave one out.")
+            raise ValueError(
+                f"The callbacks hold the same {name} twice, so all it does would be done twice. Leave one out."
+            )
         key = callback.state_key
         if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):
             raise ValueError(
