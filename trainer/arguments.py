@@ -165,9 +165,13 @@ def check_folder(name: str, value: Any) -> str:
     path = os.fspath(value)
     if not path or "://" in path:
         why = "is an address, and files are written locally" if path else "names no folder"
-        raise ValueError(f"Trainer({name}={path!r}) {why}. Pass the path of a folder, or None for the working directory.")
+        raise ValueError(
+            f"Trainer({name}={path!r}) {why}. Pass the path of a folder, or None for the working directory."
+        )
     if os.path.isfile(path):
-        raise ValueError(f"Trainer({name}={path!r}) is a file, so nothing can be put into it. Pass the path of a folder.")
+        raise ValueError(
+            f"Trainer({name}={path!r}) is a file, so nothing can be put into it. Pass the path of a folder."
+        )
     return os.path.abspath(path)
 
 
@@ -190,7 +194,9 @@ def check_switches(given: Mapping[str, Any]) -> None:
         value = given[name]
         if isinstance(value, bool) or (value is None and name in SWITCHES_OR_NONE):
             continue
-        hint = " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""
+        hint = (
+            " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""
+        )
         raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass True or False.{hint}")
     deterministic = given["deterministic"]
     if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):

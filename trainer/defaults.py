@@ -55,7 +55,11 @@ def choose_callbacks(callbacks: Any, max_time: Any, trainer: Trainer) -> list[Ca
     refuse_switched_off(found, trainer)
     for name in SWITCHED:
         kind = _kind(name)
-        if getattr(trainer, name) is not False and not trainer.barebones and not any(isinstance(c, kind) for c in found):
+        if (
+            getattr(trainer, name) is not False
+            and not trainer.barebones
+            and not any(isinstance(c, kind) for c in found)
+        ):
             found.append(_default(kind))
     if max_time is not None:
         if any(isinstance(c, Timer) for c in found):
@@ -124,7 +128,9 @@ def check_state_keys(callbacks: list[Callback]) -> None:
     for place, callback in enumerate(callbacks):
         name = type(callback).__name__
         if any(callback is other for other in callbacks[:place]):
-            raise ValueError(f"The callbacks hold the same {name} twice, so all it does would be done twice. Leave one out.")
+            raise ValueError(
+                f"The callbacks hold the same {name} twice, so all it does would be done twice. Leave one out."
+            )
         key = callback.state_key
         if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):
             raise ValueError(

@@ -166,7 +166,12 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("reload_dataloaders_every_n_epochs", -1, ValueError, ("reload_dataloaders_every_n_epochs=-1", COUNT)),
     ("default_root_dir", 5, TypeError, ("default_root_dir=5", "a int", "Pass the path of a folder")),
     ("default_root_dir", "", ValueError, ("default_root_dir=''", "Pass the path of a folder")),
-    ("default_root_dir", "s3://bucket/runs", ValueError, ("'s3://bucket/runs'", "address", "Pass the path of a folder")),
+    (
+        "default_root_dir",
+        "s3://bucket/runs",
+        ValueError,
+        ("'s3://bucket/runs'", "address", "Pass the path of a folder"),
+    ),
     ("default_root_dir", __file__, ValueError, (repr(__file__), "is a file", "Pass the path of a folder")),
     ("compile", "max-autotune", TypeError, ("compile='max-autotune'", "a str", "Pass True, or a dict")),
     ("compile", {"mod": "default"}, ValueError, ("torch.compile", "'mod'", "Did you mean 'mode'?", "Choose")),
@@ -215,7 +220,10 @@ def test_a_subclass_of_the_trainer_may_take_arguments_of_its_own() -> None:
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     trainer = Trainer(
-        accelerator="cpu", max_epochs=numpy.int64(3), limit_train_batches=numpy.int32(2), val_check_interval=numpy.int64(2)
+        accelerator="cpu",
+        max_epochs=numpy.int64(3),
+        limit_train_batches=numpy.int32(2),
+        val_check_interval=numpy.int64(2),
     )
     assert (type(trainer.max_epochs), trainer.max_epochs) == (int, 3)
     assert (type(trainer.limit_train_batches), trainer.limit_train_batches) == (int, 2)
@@ -253,7 +261,11 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
             ValueError,
             (f"{flag}=False", "contradicts", kind.__name__, "Leave one of them out"),
         )
-        for flag, kind in (("enable_progress_bar", BAR), ("enable_model_summary", SUMMARY), ("enable_checkpointing", SAVE))
+        for flag, kind in (
+            ("enable_progress_bar", BAR),
+            ("enable_model_summary", SUMMARY),
+            ("enable_checkpointing", SAVE),
+        )
     ],
     (
         lambda: {"fast_dev_run": 3, "overfit_batches": 2},
@@ -354,7 +366,9 @@ CONTRADICTIONS: list[tuple[Callable[[], dict[str, Any]], type[Exception], tuple[
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "parts"), CONTRADICTIONS, ids=[" ".join(p[:2]) for *_, p in CONTRADICTIONS])
+@pytest.mark.parametrize(
+    ("arguments", "error", "parts"), CONTRADICTIONS, ids=[" ".join(p[:2]) for *_, p in CONTRADICTIONS]
+)
 def test_flags_that_contradict_each_other_are_refused_when_the_trainer_is_made(
     arguments: Callable[[], dict[str, Any]], error: type[Exception], parts: tuple[str, ...]
 ) -> None:
@@ -435,7 +449,11 @@ def test_an_entry_point_without_any_module_asks_for_one(entry: str, trainer: Tra
 @pytest.mark.parametrize(
     ("arguments", "error", "parts"),
     [
-        ({"train_dataloaders": Data(), "datamodule": Data()}, ValueError, ("two DataModules", "Pass one, as datamodule=")),
+        (
+            {"train_dataloaders": Data(), "datamodule": Data()},
+            ValueError,
+            ("two DataModules", "Pass one, as datamodule="),
+        ),
         ({"train_dataloaders": Data(), "val_dataloaders": Data()}, ValueError, ("two DataModules", "Pass one")),
         (
             {"train_dataloaders": tiny_loader(), "datamodule": Data()},
@@ -449,7 +467,11 @@ def test_an_entry_point_without_any_module_asks_for_one(entry: str, trainer: Tra
         ),
         ({"datamodule": tiny_loader()}, TypeError, ("datamodule=...", "a DataLoader", "Pass a DataModule object")),
         ({"datamodule": Data}, TypeError, ("datamodule=...", "a type", "Pass a DataModule object")),
-        ({}, ValueError, ("no data for training_step", "neither TinyModule nor a DataModule", "Pass a loader, or define")),
+        (
+            {},
+            ValueError,
+            ("no data for training_step", "neither TinyModule nor a DataModule", "Pass a loader, or define"),
+        ),
         ({"train_dataloaders": 5}, TypeError, ("5 (int)", "no batches to iterate over", "Give a DataLoader")),
         ({"train_dataloaders": tiny_loader(), "ckpt_path": 5}, TypeError, ("ckpt_path=5", "a int", "Pass the path")),
         (
@@ -487,7 +509,9 @@ def test_an_evaluation_without_its_step_or_its_data_says_what_to_define(
         validation_step = test_step = None  # type: ignore[assignment]
 
     run = getattr(trainer, entry)
-    refused(lambda: run(Bare(), tiny_loader()), NotImplementedError, f"Bare has no {step}", f"Define {step}(self, batch")
+    refused(
+        lambda: run(Bare(), tiny_loader()), NotImplementedError, f"Bare has no {step}", f"Define {step}(self, batch"
+    )
     refused(lambda: run(TinyModule()), ValueError, f"no data for {step}", f"defines {hook}()", "Pass a loader")
 
 
@@ -593,7 +617,11 @@ def test_a_module_without_training_step_is_refused_before_anything_runs(trainer:
 
 @pytest.mark.parametrize(
     ("written", "meant"),
-    [("trainig_step", "training_step"), ("configure_optimizer", "configure_optimizers"), ("train_step", "training_step")],
+    [
+        ("trainig_step", "training_step"),
+        ("configure_optimizer", "configure_optimizers"),
+        ("train_step", "training_step"),
+    ],
 )
 def test_a_missing_method_points_to_the_misspelled_one(written: str, meant: str, trainer: Trainer) -> None:
     method = vars(Bare)[meant]
@@ -612,7 +640,10 @@ def test_a_missing_method_points_to_the_misspelled_one(written: str, meant: str,
     [
         (lambda self: None, ("training_step takes ()", "(batch, batch_idx)", "Write it as training_step(self, batch")),
         (lambda self, a, b, c: None, ("training_step takes (a, b, c)", "(batch, batch_idx)", "Write it as")),
-        (lambda self, batch, *, scale: None, ("training_step takes (batch, *, scale)", "(batch, batch_idx)", "Write it as")),
+        (
+            lambda self, batch, *, scale: None,
+            ("training_step takes (batch, *, scale)", "(batch, batch_idx)", "Write it as"),
+        ),
         (3, ("training_step", "3", "cannot be called", "Define training_step(self, batch, batch_idx)")),
     ],
 )
@@ -630,7 +661,9 @@ def test_a_step_that_takes_other_arguments_is_refused_before_anything_runs(
 def test_an_evaluation_step_that_takes_other_arguments_is_refused(name: str, trainer: Trainer) -> None:
     entry = {"validation_step": trainer.validate, "test_step": trainer.test, "predict_step": trainer.predict}[name]
     module = with_method(name, lambda self, a, b, c, d: None)
-    refused(lambda: entry(module, tiny_loader()), TypeError, f"Mine.{name} takes (a, b, c, d)", f"Write it as {name}(self")
+    refused(
+        lambda: entry(module, tiny_loader()), TypeError, f"Mine.{name} takes (a, b, c, d)", f"Write it as {name}(self"
+    )
     module = with_method(name, lambda self, batch, batch_idx: None)
     refused(
         lambda: entry(module, [tiny_loader(), tiny_loader()]),
@@ -644,15 +677,25 @@ def test_an_evaluation_step_that_takes_other_arguments_is_refused(name: str, tra
 def test_a_validation_step_that_takes_other_arguments_is_refused_before_training(trainer: Trainer) -> None:
     module = with_method("validation_step", lambda self: None, TinyModule)
     module.training_step = lambda batch, batch_idx: pytest.fail("too late")  # type: ignore[method-assign]
-    refused(lambda: trainer.fit(module, tiny_loader(), tiny_loader()), TypeError, "Mine.validation_step takes ()", "Write")
+    refused(
+        lambda: trainer.fit(module, tiny_loader(), tiny_loader()), TypeError, "Mine.validation_step takes ()", "Write"
+    )
 
 
 @pytest.mark.parametrize(
     ("output", "error", "parts"),
     [
         (0.5, TypeError, ("float (0.5)", "nothing to run backward on", "Return the loss tensor")),
-        ({"logits": 1}, TypeError, ("a dict without 'loss' (keys: 'logits')", "nothing to run backward", "under 'loss'")),
-        (torch.ones(2, requires_grad=True), ValueError, ("shape (2,)", "not one number", "Return its mean: loss.mean()")),
+        (
+            {"logits": 1},
+            TypeError,
+            ("a dict without 'loss' (keys: 'logits')", "nothing to run backward", "under 'loss'"),
+        ),
+        (
+            torch.ones(2, requires_grad=True),
+            ValueError,
+            ("shape (2,)", "not one number", "Return its mean: loss.mean()"),
+        ),
         (torch.ones(()), RuntimeError, ("no graph (requires_grad=False)", "without .item()", "or return None to skip")),
     ],
 )
@@ -697,7 +740,9 @@ def test_a_module_without_optimizers_is_refused_with_an_example(trainer: Trainer
 
 def test_configure_optimizers_may_return_none_and_is_warned_about(trainer: Trainer) -> None:
     module = with_method("configure_optimizers", lambda self: None)
-    with pytest.warns(UserWarning, match=r"Mine\.configure_optimizers\(\) returned None: fit runs without an optimizer"):
+    with pytest.warns(
+        UserWarning, match=r"Mine\.configure_optimizers\(\) returned None: fit runs without an optimizer"
+    ):
         trainer.fit(module, tiny_loader())
     assert trainer.global_step == 0
 
@@ -775,9 +820,7 @@ def test_manual_optimization_contradicts_an_accumulation_scheduler(quiet: dict[s
 
 
 def test_two_ways_to_accumulate_contradict_each_other(quiet: dict[str, Any]) -> None:
-    trainer = Trainer(
-        **quiet, max_epochs=1, accumulate_grad_batches=2, callbacks=GradientAccumulationScheduler({1: 2})
-    )
+    trainer = Trainer(**quiet, max_epochs=1, accumulate_grad_batches=2, callbacks=GradientAccumulationScheduler({1: 2}))
     refused(
         lambda: trainer.fit(Bare(), tiny_loader()),
         ValueError,
@@ -804,7 +847,13 @@ def test_lbfgs_with_a_scaled_loss_is_refused_before_the_first_step(quiet: dict[s
     module = with_method("configure_optimizers", lambda self: torch.optim.LBFGS(self.parameters()))
     module.training_step = lambda batch, batch_idx: pytest.fail("too late")  # type: ignore[method-assign]
     trainer = Trainer(**quiet, max_epochs=1, precision="16-mixed")
-    refused(lambda: trainer.fit(module, tiny_loader()), ValueError, "'16-mixed' with LBFGS", "several times", "Use 'bf16-mixed'")
+    refused(
+        lambda: trainer.fit(module, tiny_loader()),
+        ValueError,
+        "'16-mixed' with LBFGS",
+        "several times",
+        "Use 'bf16-mixed'",
+    )
 
 
 def test_several_optimizers_need_manual_optimization(trainer: Trainer) -> None:
@@ -902,10 +951,16 @@ def test_a_misspelled_hook_of_a_module_is_refused_at_attach_time(written: str, m
     ("written", "meant"),
     [("on_exeption", "on_exception"), ("val_dataloaders", "val_dataloader"), ("prepare_datas", "prepare_data")],
 )
-def test_a_misspelled_hook_of_a_data_module_is_refused_at_attach_time(written: str, meant: str, trainer: Trainer) -> None:
+def test_a_misspelled_hook_of_a_data_module_is_refused_at_attach_time(
+    written: str, meant: str, trainer: Trainer
+) -> None:
     data = type("Mine", (Data,), {written: lambda self, *args: None})()
     refused(
-        lambda: trainer.fit(TinyModule(), datamodule=data), TypeError, f"Mine.{written} is not a hook", f"{meant!r}", "Rename"
+        lambda: trainer.fit(TinyModule(), datamodule=data),
+        TypeError,
+        f"Mine.{written} is not a hook",
+        f"{meant!r}",
+        "Rename",
     )
 
 
@@ -918,7 +973,11 @@ def test_a_method_that_is_like_no_hook_is_the_users_own(name: str, quiet: dict[s
 @pytest.mark.parametrize(
     ("name", "hook", "parts"),
     [
-        ("on_train_batch_end", lambda self, trainer: None, ("on_train_batch_end(trainer)", "(trainer, pl_module, outputs")),
+        (
+            "on_train_batch_end",
+            lambda self, trainer: None,
+            ("on_train_batch_end(trainer)", "(trainer, pl_module, outputs"),
+        ),
         ("on_train_start", lambda self: None, ("on_train_start()", "(trainer, pl_module)")),
         ("on_exception", lambda self, error: None, ("on_exception(error)", "(trainer, pl_module, exception)")),
         ("setup", lambda self, trainer, pl_module: None, ("setup(trainer, pl_module)", "(trainer, pl_module, stage)")),
@@ -951,9 +1010,13 @@ def test_a_callbacks_hook_with_another_signature_is_refused_at_attach_time(
         ("on_save_checkpoint", "(checkpoint)"),
     ],
 )
-def test_a_modules_hook_with_another_signature_is_refused_at_attach_time(name: str, wanted: str, trainer: Trainer) -> None:
+def test_a_modules_hook_with_another_signature_is_refused_at_attach_time(
+    name: str, wanted: str, trainer: Trainer
+) -> None:
     module = type(
-        "Mine", (TinyModule,), {"prepare_data": lambda self: pytest.fail("too late"), name: lambda self, a, b, c, d, e: None}
+        "Mine",
+        (TinyModule,),
+        {"prepare_data": lambda self: pytest.fail("too late"), name: lambda self, a, b, c, d, e: None},
     )()
     refused(
         lambda: trainer.fit(module, tiny_loader()),
@@ -987,7 +1050,9 @@ def test_two_callbacks_with_one_state_key_are_refused(quiet: dict[str, Any]) -> 
     parts = ("one key 'test_two_callbacks", "(Keeps and Keeps)", "overwrite", "another state_key, or remove it")
     refused(lambda: Trainer(**quiet, callbacks=[Keeps(), Keeps()]), ValueError, *parts)
     quiet.pop("enable_checkpointing")
-    refused(lambda: Trainer(**quiet, callbacks=[ModelCheckpoint(), ModelCheckpoint()]), ValueError, "one key", "overwrite")
+    refused(
+        lambda: Trainer(**quiet, callbacks=[ModelCheckpoint(), ModelCheckpoint()]), ValueError, "one key", "overwrite"
+    )
 
 
 def test_what_a_module_brings_may_not_contradict_the_trainer(quiet: dict[str, Any]) -> None:
@@ -1046,7 +1111,9 @@ def test_logging_what_is_no_number_is_refused(
         ("on_predict_epoch_end", "predict", "validation_step or test_step"),
     ],
 )
-def test_logging_where_no_metrics_are_kept_says_where_to_log(hook: str, entry: str, instead: str, trainer: Trainer) -> None:
+def test_logging_where_no_metrics_are_kept_says_where_to_log(
+    hook: str, entry: str, instead: str, trainer: Trainer
+) -> None:
     def scheduled(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
@@ -1104,13 +1171,22 @@ class OfTensor(Bare):
 def test_an_empty_training_loader_is_refused_before_training(trainer: Trainer) -> None:
     empty = DataLoader(torch.utils.data.TensorDataset(torch.ones(0, 4)))
     module = with_method("on_train_start", lambda self: pytest.fail("too late"))
-    refused(lambda: trainer.fit(module, empty), ValueError, "train_dataloader is empty", "is 0", "limit_train_batches=0")
+    refused(
+        lambda: trainer.fit(module, empty), ValueError, "train_dataloader is empty", "is 0", "limit_train_batches=0"
+    )
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
 def test_an_empty_loader_of_an_evaluation_is_refused(entry: str, trainer: Trainer) -> None:
     hook = {"validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}[entry]
-    refused(lambda: getattr(trainer, entry)(OfTensor(), Says(0, 0)), ValueError, hook, "is empty", "is 0", "Check the data set")
+    refused(
+        lambda: getattr(trainer, entry)(OfTensor(), Says(0, 0)),
+        ValueError,
+        hook,
+        "is empty",
+        "is 0",
+        "Check the data set",
+    )
 
 
 @pytest.mark.parametrize(("says", "gives", "word"), [(5, 3, "only 3"), (3, 5, "at least 4")])
