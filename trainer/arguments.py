@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate
 
 import torch
-from typing_extensions import Concatenate, ParamSpec
+from typing_extensions import ParamSpec
 
 from ..callbacks.timer import to_timedelta
 from ..loggers import messages
@@ -264,7 +264,8 @@ def check_request(running: str | None, request: Request) -> None:
         )
     if request.weights_only is False:
         raise ValueError(
-            f"{name}(weights_only=False) asks to run code that a file may hold; Paceline loads data alone. Leave it out, "
+            f"{name}(weights_only=False) asks to run code that a file may hold; Paceline loads data alone. Leave it "
+            "out, "
             "and declare types of your own with torch.serialization.add_safe_globals."
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike)):

@@ -135,7 +135,8 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
             meant = meant_hook(owner, base, name, known)
             if meant is not None:
                 raise TypeError(
-                    f"{type(owner).__name__}.{name} is not a hook, so it would never be called. Did you mean {meant!r}? "
+                    f"{type(owner).__name__}.{name} is not a hook, so it would never be called. Did you mean "
+                    f"{meant!r}? "
                     "Rename it (or give a method of your own a name that is less like a hook's)."
                 )
     for name in known:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..loggers import messages
+
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
     from .module import TrainingModule
@@ -74,6 +76,12 @@ class LossReader:
                 "would wait "
                 "for its gradients. Return a loss multiplied by zero instead."
             )
+        messages.warn_once(
+            f"{self.owner} returned None, so this batch is skipped and nothing is learned from it. If that is not "
+            "meant, return "
+            "the loss.",
+            key=f"{self.owner} skips",
+        )
 
     def problem(self, loss: Tensor) -> Exception | None:
         """What is wrong with a loss whose backward failed, if it is the loss."""
