@@ -38,7 +38,7 @@ class EarlyStopping(Callback):
         min_delta: a change counts as an improvement when it is larger than this.
         patience: number of checks in a row without an improvement that ends the training. A check is one epoch or one
             validation, see ``check_on_train_epoch_end``. Counts on over a resume, where the value given here applies.
-        verbose: say when the metric improves and why the training stops.
+        verbose: also say when the metric improves; why the training stops is always said.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
         strict: a metric that was not logged is an error; otherwise it is warned about once and the check is skipped.
         check_finite: stop as soon as the metric is NaN or infinite.
@@ -157,7 +157,7 @@ class EarlyStopping(Callback):
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason = reason
             self.stopping_reason_message = text if stop else "Another process asked to stop."
-        if text and self.verbose:
+        if text and (self.verbose or trainer.should_stop):
             self._say(trainer, text)
 
     def _value(self, trainer: Trainer) -> Tensor | None:

@@ -272,7 +272,7 @@ def _measure(
         for handle in _watch(layer, rows[name], counter.get_total_flops)
     ]
     try:
-        with _untouched(module), torch.no_grad(), counter:
+        with _untouched(module), torch.no_grad(), _plain_attention(), counter:
             run(module, inputs)
     except Exception as error:
         messages.warn(
@@ -286,6 +286,17 @@ def _measure(
             handle.remove()
     summary.total_flops = counter.get_total_flops()
     summary.has_sizes = True
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Keep attention out of its fused inference form, whose operations nobody counts."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _watch(layer: nn.Module, row: Layer, flops: Callable[[], int]) -> tuple[Any, Any]:

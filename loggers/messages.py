@@ -9,12 +9,16 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 log = logging.getLogger("paceline")
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOMS = tuple(os.path.join(_PACKAGE, room, "") for room in ("trainer", "callbacks", "strategies", "loggers"))
 
 _rank = 0
 _said: set[str] = set()
@@ -45,10 +49,18 @@ def info(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def warn(text: str, stacklevel: int = 2) -> None:
-    """Warn through :mod:`warnings` (category :class:`PacelineWarning`), on rank 0."""
+def warn(text: str) -> None:
+    """Warn through :mod:`warnings` (category :class:`PacelineWarning`), on rank 0, as from the user's own line."""
     if _rank == 0:
-        warnings.warn(text, PacelineWarning, stacklevel=stacklevel + 1)
+        warnings.warn(text, PacelineWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """How far up the stack the first line outside the package is, seen from :func:`warn`."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOMS):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def warn_once(text: str, key: str | None = None) -> None:
@@ -56,7 +68,7 @@ def warn_once(text: str, key: str | None = None) -> None:
     key = key or text
     if key not in _said:
         _said.add(key)
-        warn(text, stacklevel=3)
+        warn(text)
 
 
 def info_once(text: str, key: str | None = None) -> None:

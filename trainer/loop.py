@@ -45,8 +45,6 @@ class FitLoop:
             self.validation.sanity_check()
         if state.epoch_done:
             self.enter_next_epoch()
-        if state.window:
-            self.start_window_over()
         if trainer.limit_train_batches == 0 or self.finished():
             messages.info_once(f"Nothing to train: {self.why_finished()}.", key="nothing to train")
             return
@@ -60,7 +58,7 @@ class FitLoop:
         for hook in self.hooks.on_train_start:
             hook()
         while not self.finished():
-            self.run_epoch(state.batch_idx + 1)
+            self.run_epoch(state.next_batch)
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
             hook()
@@ -90,6 +88,8 @@ class FitLoop:
                 state.batches += 1
                 if schedules.per_batch:
                     schedules.after_batch()
+                if not state.window:
+                    state.next_batch, state.settled = batch_idx + 1, state.batches
                 if ends:
                     outputs = detached(outputs)
                     for hook in ends:
@@ -175,16 +175,8 @@ class FitLoop:
     def enter_next_epoch(self) -> None:
         """Move the counters from a finished epoch to the next."""
         state = self.state
-        state.epoch, state.epoch_done, state.batch_idx, state.is_last_batch = state.epoch + 1, False, -1, False
-
-    def start_window_over(self) -> None:
-        """A checkpoint does not hold the gradients of a half-full window."""
-        messages.warn(
-            f"The run goes on from inside an accumulation window whose gradients of {self.state.window} "
-            "micro-batches were not "
-            "kept: the window starts over without them. Save after an optimizer step to lose none."
-        )
-        self.state.window = 0
+        state.epoch, state.epoch_done, state.is_last_batch = state.epoch + 1, False, False
+        state.batch_idx, state.next_batch = -1, 0
 
     def advise(self) -> None:
         """Say what probably is not meant: a module in eval mode, a run too short to log anything."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..loggers import messages
+
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
     from .module import TrainingModule
@@ -54,7 +56,8 @@ class LossReader:
     def finish_window(self) -> Tensor:
         """The factor that turns the window's summed gradients into the mean over all items of all ranks; shape ()."""
         device = self.strategy.device
-        total = self.strategy.reduce(torch.as_tensor(self.items, device=device, dtype=torch.float32), "mean")
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        total = self.strategy.reduce(torch.as_tensor(self.items, device=device, dtype=dtype), "mean")
         self.items = 0
         return self._unit / total.clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -74,6 +77,12 @@ class LossReader:
                 "would wait "
                 "for its gradients. Return a loss multiplied by zero instead."
             )
+        messages.warn_once(
+            f"{self.owner} returned None, so this batch is skipped and nothing is learned from it. If that is not "
+            "meant, return "
+            "the loss.",
+            key=f"{self.owner} skips",
+        )
 
     def problem(self, loss: Tensor) -> Exception | None:
         """What is wrong with a loss whose backward failed, if it is the loss."""

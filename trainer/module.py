@@ -224,6 +224,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """In manual optimization: ``loss.backward()`` with precision and strategy taken into account."""
         trainer = self.trainer
+        if self.automatic_optimization:
+            raise RuntimeError(
+                f"{type(self).__name__} called self.manual_backward, but the trainer runs backward itself. Set "
+                "self.automatic_optimization = False in __init__ to do it by hand, or return the loss instead."
+            )
         for hook in trainer._hooks.on_before_backward:
             hook(loss)
         trainer.strategy.backward(loss, how=lambda scaled: self.backward(scaled, *args, **kwargs))
@@ -421,6 +426,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             input_sample: example arguments of ``forward``; ``example_input_array`` if None.
             **kwargs: for ``torch.onnx.export``.
         """
+        for package in ("onnx", "onnxscript"):
+            if not messages.is_installed(package):
+                raise ModuleNotFoundError(messages.missing(f"{type(self).__name__}.to_onnx", package))
         sample = self.example_input_array if input_sample is None else input_sample
         if sample is None:
             raise ValueError(

@@ -18,9 +18,12 @@ class RunState:
         epoch: the training epoch under way (0-based); equals the number of epochs finished between epochs.
         global_step: optimizer steps made, over all optimizers; a step that fp16 skipped does not count.
         updates: training batches that ended in a step of at least one optimizer; the x axis of the logs.
-        batches: training batches taken from the loader, over all epochs.
+        batches: training batches trained on, over all epochs.
         batch_idx: index of the training batch under way in its epoch (0-based); -1 before the first.
         window: micro-batches whose gradients wait for the next optimizer step.
+        next_batch: the first batch of the epoch that the weights have not learned from: where a resume goes on. Behind
+            ``batch_idx`` inside an accumulation window, whose gradients no checkpoint holds, and when a step fails.
+        settled: ``batches`` without those from ``next_batch`` on.
         epoch_done: the epoch's last batch has been trained (true inside ``on_train_epoch_end``).
         is_last_batch: the batch under way is the last of its epoch.
         stepped: the batch under way ended in an optimizer step.
@@ -37,6 +40,8 @@ class RunState:
         "fn",
         "global_step",
         "is_last_batch",
+        "next_batch",
+        "settled",
         "should_stop",
         "shuffle_seed",
         "signum",
@@ -48,7 +53,7 @@ class RunState:
     )
 
     #: The counters that a checkpoint holds.
-    SAVED = ("epoch", "global_step", "updates", "batches", "batch_idx", "window", "epoch_done", "shuffle_seed")
+    SAVED = ("epoch", "global_step", "updates", "next_batch", "settled", "epoch_done", "shuffle_seed")
 
     def __init__(self) -> None:
         self.fn: Fn | None = None
@@ -63,6 +68,8 @@ class RunState:
         self.batches = 0
         self.batch_idx = -1
         self.window = 0
+        self.next_batch = 0
+        self.settled = 0
         self.epoch_done = False
         self.is_last_batch = False
         self.stepped = False
@@ -85,3 +92,4 @@ class RunState:
         """Take over the counters of :meth:`state_dict`."""
         for name in self.SAVED:
             setattr(self, name, state[name])
+        self.batches, self.batch_idx, self.window = self.settled, self.next_batch - 1, 0

@@ -75,7 +75,7 @@ class Trainer(TrainerStatus):
         enable_progress_bar: add a ``RichProgressBar`` if none is given.
         enable_model_summary: add a ``ModelSummary`` if none is given.
         accumulate_grad_batches: micro-batches an update; a short last window counts what is in it.
-        gradient_clip_val: clip gradients to this norm (or value).
+        gradient_clip_val: clip gradients to this norm (or value); None or 0 leaves them.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         deterministic: use deterministic algorithms; ``"warn"`` to warn where there is none.
         benchmark: ``torch.backends.cudnn.benchmark``.
@@ -173,7 +173,7 @@ class Trainer(TrainerStatus):
 
     def _check_steps(self, given: Mapping[str, Any]) -> None:
         self.accumulate_grad_batches = check.check_accumulation(given["accumulate_grad_batches"])
-        self.gradient_clip_val: float | None = given["gradient_clip_val"]
+        self.gradient_clip_val: float | None = given["gradient_clip_val"] or None
         self.gradient_clip_algorithm: str | None = given["gradient_clip_algorithm"]
         check.check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
         every = 50 if given["log_every_n_steps"] is None else given["log_every_n_steps"]
@@ -396,7 +396,7 @@ class Trainer(TrainerStatus):
         status = ("interrupted" if self.state.signum else "failed") if failed else "success"
         if self.is_global_zero:
             jobs += [lambda logger=logger: logger.finalize(status) for logger in self.loggers]
-        jobs.append(self.strategy.teardown)
+        jobs += [self._source.release, self.strategy.teardown]
         if not failed:
             self.state.status = "finished"
         try:

@@ -140,9 +140,7 @@ def test_a_step_may_leave_out_what_it_does_not_need(quiet: dict[str, Any]) -> No
 
 
 def test_with_several_loaders_dataloader_idx_is_needed_and_asked_for(quiet: dict[str, Any]) -> None:
-    with pytest.raises(
-        TypeError, match=r"Net.validation_step takes .*, but there are several loaders"
-    ):
+    with pytest.raises(TypeError, match=r"Net.validation_step takes .*, but there are several loaders"):
         Trainer(**quiet).validate(Net(), [loader(), loader()], verbose=False)
 
 

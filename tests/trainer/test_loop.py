@@ -242,18 +242,61 @@ def test_a_generator_that_is_used_up_is_an_error(quiet: dict[str, Any]) -> None:
         fit(Counting(), (b for b in torch.ones(3, 1)), quiet=quiet, max_epochs=None, max_steps=100)
 
 
-def test_a_checkpoint_inside_a_window_says_what_is_lost(quiet: dict[str, Any], tmp_path: Path) -> None:
-    class Saves(Counting):
+def trained(module: Counting, quiet: dict[str, Any], **arguments: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    Trainer(max_epochs=1, **quiet).fit(module, loader(8), **arguments)
+    return module.layer.weight.detach()
+
+
+class Learns(Counting):
+    """Every batch moves the weights by another amount."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.layer.weight)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch_idx)
+        return (self.layer.weight * (batch_idx + 1)).sum()
+
+
+def test_a_resume_from_inside_a_window_repeats_the_window(quiet: dict[str, Any], tmp_path: Path) -> None:
+    class Saves(Learns):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 3:
+            if batch_idx == 4:
                 self.trainer.save_checkpoint(tmp_path / "inside.ckpt")
 
-    fit(Saves(), loader(6), quiet=quiet, accumulate_grad_batches=3)
-    module = Counting()
-    trainer = Trainer(max_epochs=1, accumulate_grad_batches=3, **quiet)
-    with pytest.warns(UserWarning, match="gradients of 1 micro-batches were not kept"):
-        trainer.fit(module, loader(6), ckpt_path=tmp_path / "inside.ckpt")
-    assert (module.seen, trainer.global_step) == ([[4], [5]], 2)
+    arguments = {**quiet, "accumulate_grad_batches": 3}
+    whole, resumed = Saves(), Learns()
+    weights = trained(whole, arguments)
+    assert torch.equal(trained(resumed, arguments, ckpt_path=tmp_path / "inside.ckpt"), weights)
+    assert resumed.seen == [3, 4, 5, 6, 7]
+    assert resumed.trainer.global_step == whole.trainer.global_step == 3
+    assert resumed.trainer.state.batches == 8
+
+
+@pytest.mark.parametrize("hook", ["training_step", "on_train_batch_start", "on_after_backward"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_batch_that_failed_is_repeated(hook: str, accumulate: int, quiet: dict[str, Any], tmp_path: Path) -> None:
+    class Saves(Callback):
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            trainer.save_checkpoint(tmp_path / "failed.ckpt")
+
+    arguments = {**quiet, "accumulate_grad_batches": accumulate}
+    weights = trained(Learns(), arguments)
+    fails, resumed = Learns(), Learns()
+    inner = getattr(fails, hook)
+
+    def fail(*args: Any) -> Any:
+        if fails.trainer.state.batch_idx == 4:
+            raise ValueError("mine")
+        return inner(*args)
+
+    setattr(fails, hook, fail)
+    with pytest.raises(ValueError, match="mine"):
+        trained(fails, {**arguments, "callbacks": [Saves()]})
+    assert torch.equal(trained(resumed, arguments, ckpt_path=tmp_path / "failed.ckpt"), weights)
+    assert resumed.trainer.state.batches == 8
 
 
 def test_a_module_in_eval_mode_is_pointed_out(quiet: dict[str, Any]) -> None:

@@ -179,14 +179,20 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, load
         raise RuntimeError(
             f"The checkpoint does not fit {type(module).__name__}: {'; '.join(found)}.{_prefix_hint(module, state)} "
             f"Build the module with the arguments it had when it was saved ({type(module).__name__}."
-            "load_from_checkpoint takes them from the file), or set strict_loading = False on it to load only the "
-            "weights whose names match."
+            f"load_from_checkpoint takes them from the file){_or_in_part(module, state)}."
         ) from error
     if result is not None and (result.missing_keys or result.unexpected_keys):
         messages.warn(
             f"The checkpoint was loaded into {type(module).__name__} in part (strict_loading is off): "
             f"{'; '.join(_differences(module, state))}. What is missing keeps the values it had."
         )
+
+
+def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
+    """The second way out, which only helps where names differ, not shapes."""
+    own = module.state_dict()
+    shapes_fit = all(own[name].shape == value.shape for name, value in state.items() if name in own)
+    return ", or set strict_loading = False on it to load only the weights whose names match" if shapes_fit else ""
 
 
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:

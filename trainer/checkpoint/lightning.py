@@ -13,15 +13,15 @@ LAYOUT_VERSION = "2.6.6"
 
 def loops(state: RunState) -> dict[str, Any]:
     """What Lightning keeps under ``"loops"``, from the counters of a run."""
-    in_epoch = state.batch_idx + 1
-    epoch = _passed(state.epoch, state.batch_idx >= 0 or state.epoch_done, state.epoch_done)
+    in_epoch = state.next_batch
+    epoch = _passed(state.epoch, in_epoch > 0 or state.epoch_done, state.epoch_done)
     return {
         "fit_loop": {
             "state_dict": {},
             "epoch_progress": {"total": epoch, "current": dict(epoch)},
             "epoch_loop.state_dict": {"_batches_that_stepped": state.updates},
             "epoch_loop.batch_progress": {
-                "total": _all(state.batches),
+                "total": _all(state.settled),
                 "current": _all(in_epoch),
                 "is_last_batch": state.epoch_done,
             },
@@ -47,23 +47,23 @@ def loops(state: RunState) -> dict[str, Any]:
 def progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The counters of a run out of a file that Lightning wrote."""
     fit = checkpoint.get("loops", {}).get("fit_loop", {})
-    found = {"global_step": checkpoint.get("global_step", 0), "window": 0}
+    found = {"global_step": checkpoint.get("global_step", 0)}
     try:
         epoch, batch = fit["epoch_progress"]["current"], fit["epoch_loop.batch_progress"]
         started, in_epoch = epoch["started"] > epoch["completed"], batch["current"]["completed"]
         return found | {
             "epoch": epoch["completed"],
             "epoch_done": epoch["processed"] > epoch["completed"],
-            "batch_idx": in_epoch - 1 if started else -1,
-            "batches": batch["total"]["completed"],
+            "next_batch": in_epoch if started else 0,
+            "settled": batch["total"]["completed"],
             "updates": fit["epoch_loop.state_dict"]["_batches_that_stepped"],
         }
     except KeyError:
         return found | {
             "epoch": checkpoint.get("epoch", 0),
             "epoch_done": True,
-            "batch_idx": -1,
-            "batches": found["global_step"],
+            "next_batch": 0,
+            "settled": found["global_step"],
             "updates": found["global_step"],
         }
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ...loggers import messages
@@ -118,6 +118,14 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
                 set_epoch(epoch)
 
 
+def release_shuffling(loader: Any) -> None:
+    """Take back the generators that :func:`seed_shuffling` gave, so that the loader is as the user made it."""
+    for leaf in _leaves(loader):
+        for owner in (leaf, *_samplers(leaf)):
+            if isinstance(getattr(owner, "generator", None), _EpochGenerator):
+                owner.generator = None
+
+
 def loader_state(loader: Any) -> dict[str, Any] | None:
     """Return what a checkpoint keeps of a loader: its own ``state_dict`` and the states of the user's generators.
 
@@ -197,6 +205,12 @@ class _EpochGenerator(torch.Generator):
 
 def _single(loader: Any) -> Iterable[Any]:
     """Check that something can be iterated over for batches."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise TypeError(
+            f"A data set ({type(loader).__name__}) was given as a loader, so every sample would be a batch of its "
+            "own. Give "
+            "DataLoader(dataset, batch_size=...), with batch_size=None if its items are batches already."
+        )
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if iterable and not isinstance(loader, (str, bytes, type, Mapping)):
         return loader

@@ -10,7 +10,15 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from ...loggers import messages
 from ..hooks import overridden
 from .datamodule import DataModule
-from .loaders import advise, count_batches, eval_loaders, seed_shuffling, train_loader, without_shuffling
+from .loaders import (
+    advise,
+    count_batches,
+    eval_loaders,
+    release_shuffling,
+    seed_shuffling,
+    train_loader,
+    without_shuffling,
+)
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -174,6 +182,11 @@ class DataSource:
             return None
         indices = iter(sampler)
         return lambda: list(next(indices))
+
+    def release(self) -> None:
+        """Leave the loaders as they were given; once a run has ended."""
+        for loader in (self.train_loader, *(one for loaders, _ in self.eval.values() for one in loaders)):
+            release_shuffling(loader)
 
     # ---- lengths ---------------------------------------------------------------------------------------------------
 
