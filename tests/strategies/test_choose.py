@@ -110,7 +110,7 @@ def test_a_strategy_on_another_device_than_listed_is_refused(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     strategy = SingleDevice("cuda:2")
     assert choose_strategy(strategy, "gpu", [2]) is strategy
-    with pytest.raises(ValueError, match=r"devices=\[1\]\) contradicts the SingleDevice.*on cuda:2\. Leave devices out"):
+    with pytest.raises(ValueError, match=r"devices=\[1\]\) contradicts the SingleDevice.*on cuda:2\. Leave dev"):
         choose_strategy(strategy, "gpu", [1])
 
 

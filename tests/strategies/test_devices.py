@@ -36,7 +36,10 @@ def test_kinds_of_devices_are_taken_in_order(
     assert {accelerator: find_kind(accelerator) for accelerator in kinds} == kinds
 
 
-@pytest.mark.parametrize(("accelerator", "what"), [("gpu", "a GPU"), ("cuda", "a CUDA device"), ("mps", "a MPS device")])
+@pytest.mark.parametrize(
+    ("accelerator", "what"),
+    [("gpu", "a GPU"), ("cuda", "a CUDA device"), ("mps", "a MPS device")],
+)
 def test_a_kind_that_is_not_there_says_what_is_and_what_to_do(
     accelerator: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,19 +16,12 @@ from paceline.loggers import CSVLogger
 from paceline.strategies import MixedPrecision, SingleDevice
 
 
-@pytest.fixture
-def quiet() -> dict[str, Any]:
-    """Trainer arguments that switch off everything optional."""
-    switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return {"accelerator": "cpu", **dict.fromkeys(switches, False)}
-
-
 def batches(count: int = 6) -> list[Tensor]:
     return list(torch.randn(count * 4, 4, generator=torch.Generator().manual_seed(2)).split(4))
 
 
 class Two(TrainingModule):
-    """Two networks with an optimizer each; ``order`` spells what a step does: B and b backward, C clip, S and s step."""
+    """Two networks, each with its optimizer; ``order`` spells a step: B and b backward, C and c clip, S and s step."""
 
     def __init__(self, order: str, bad: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -162,7 +155,9 @@ def test_a_skipped_step_does_not_move_the_logs_x_axis(quiet: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize("bad", [(), (1,), (3,)], ids=str)
-def test_a_run_resumed_at_any_batch_is_bit_identical(bad: tuple[int, ...], quiet: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_resumed_at_any_batch_is_bit_identical(
+    bad: tuple[int, ...], quiet: dict[str, Any], tmp_path: Path
+) -> None:
     class Saves(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
@@ -204,7 +199,9 @@ def test_the_precision_computes_where_the_strategy_does() -> None:
     assert precision.device == "meta"
     assert strategy.precision.scaler is not None
     own = MixedPrecision("bf16-mixed", device="cuda")
-    with pytest.raises(ValueError, match=r"device='cuda'\) was given to a run on cpu, where.*float32\. Leave its device"):
+    with pytest.raises(
+        ValueError, match=r"device='cuda'\) was given to a run on cpu, where.*float32\. Leave its device"
+    ):
         Trainer(accelerator="cpu", precision=own)
     with pytest.raises(ValueError, match="device='cuda'"):
         Trainer(strategy=SingleDevice("cpu"), plugins=own)
