@@ -162,7 +162,9 @@ def test_a_skipped_step_does_not_move_the_logs_x_axis(quiet: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize("bad", [(), (1,), (3,)], ids=str)
-def test_a_run_resumed_at_any_batch_is_bit_identical(bad: tuple[int, ...], quiet: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_resumed_at_any_batch_is_bit_identical(
+    bad: tuple[int, ...], quiet: dict[str, Any], tmp_path: Path
+) -> None:
     class Saves(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
@@ -204,7 +206,9 @@ def test_the_precision_computes_where_the_strategy_does() -> None:
     assert precision.device == "meta"
     assert strategy.precision.scaler is not None
     own = MixedPrecision("bf16-mixed", device="cuda")
-    with pytest.raises(ValueError, match=r"device='cuda'\) was given to a run on cpu, where.*float32\. Leave its device"):
+    with pytest.raises(
+        ValueError, match=r"device='cuda'\) was given to a run on cpu, where.*float32\. Leave its device"
+    ):
         Trainer(accelerator="cpu", precision=own)
     with pytest.raises(ValueError, match="device='cuda'"):
         Trainer(strategy=SingleDevice("cpu"), plugins=own)
