@@ -21,7 +21,7 @@ def batches(count: int = 6) -> list[Tensor]:
 
 
 class Two(TrainingModule):
-    """Two networks, each with its optimizer; ``order`` spells a step: B and b backward, C and c clip, S and s step."""
+    """Two networks, an optimizer each; ``order`` spells what a step does: B and b backward, C clip, S and s step."""
 
     def __init__(self, order: str, bad: tuple[int, ...] = ()) -> None:
         super().__init__()
