@@ -57,19 +57,33 @@ class ManagedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were."""
-        trainer = self._trainer
-        if not trainer.training_module.automatic_optimization:
-            trainer.strategy.unscale_gradients(self.optimizer)
-            for hook in trainer._hooks.on_before_optimizer_step:
-                hook(self.optimizer)
+        trainer, state = self._trainer, self._trainer.state
+        automatic = trainer.training_module.automatic_optimization
+        if not automatic and closure is not None:
+            closure = self._completing(closure)
+        elif not automatic:
+            self._complete()
         stepped = trainer.strategy.optimizer_step(self.optimizer, closure)
-        if stepped:
-            state = trainer.state
+        if stepped and (state.window or not automatic):  # a window without a batch in it is no step
             state.global_step += 1
             if not state.stepped:
                 state.stepped = True
                 state.updates += 1
         return stepped
+
+    def _complete(self) -> None:
+        """What comes before a step by hand, when its gradients are there."""
+        self._trainer.strategy.unscale_gradients(self.optimizer)
+        for hook in self._trainer._hooks.on_before_optimizer_step:
+            hook(self.optimizer)
+
+    def _completing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def completed() -> Any:
+            loss = closure()
+            self._complete()
+            return loss
+
+        return completed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters."""
