@@ -107,8 +107,8 @@ class Strategy:
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         """Take the user's optimizers, return those to use. State that exists already is moved to the device."""
+        self.precision.setup_optimizers(optimizers)
         for optimizer in optimizers:
-            self.precision.check_optimizer(optimizer)
             move_optimizer_state(optimizer, self.device)
         return optimizers
 

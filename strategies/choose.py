@@ -74,7 +74,7 @@ def choose_strategy(
     found = find_devices(1 if devices == "auto" and not _for_several(strategy) else devices, kind)
     if strategy in SingleDevice.names and len(found) > 1:
         raise ValueError(
-            f"Trainer(strategy={strategy!r}, devices={devices!r}) contradict each other: that strategy uses one device. "
+            f"Trainer(strategy={strategy!r}, devices={devices!r}) contradict each other: that strategy has one device. "
             "Leave one of them out."
         )
     if point is None or len(found) > 1 or num_nodes > 1:
@@ -106,9 +106,7 @@ def _entry_point(strategy: str) -> Any:
 
 
 def _for_several(strategy: str) -> bool:
-    return strategy in SEVERAL or any(
-        strategy.startswith(name + ending) for name in SEVERAL for ending in ENDINGS
-    )
+    return strategy in SEVERAL or any(strategy.startswith(name + ending) for name in SEVERAL for ending in ENDINGS)
 
 
 def _refuse_several(strategy: str, devices: Any, count: int, num_nodes: int) -> None:
@@ -137,8 +135,8 @@ def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -
         )
     if num_nodes not in (1, strategy.num_nodes):
         raise ValueError(
-            f"Trainer(num_nodes={num_nodes}) contradicts the {name} it was given, which has {strategy.num_nodes}. Leave "
-            "num_nodes out."
+            f"Trainer(num_nodes={num_nodes}) contradicts the {name} it was given, which has {strategy.num_nodes}. "
+            "Leave num_nodes out."
         )
     if devices == "auto":
         return
@@ -147,7 +145,8 @@ def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -
     one_of_them = device in found or (isinstance(devices, (int, str)) and not _lists(devices))
     if len(found) != here or not one_of_them:
         raise ValueError(
-            f"Trainer(devices={devices!r}) contradicts the {name} it was given, which is on {device}. Leave devices out."
+            f"Trainer(devices={devices!r}) contradicts the {name} it was given, which is on {device}. "
+            "Leave devices out."
         )
 
 

@@ -81,7 +81,8 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
         indices = range(present if number == -1 else max(number, 0))
     if not indices:
         raise ValueError(
-            f"Trainer(devices={devices!r}) asks for no device. Pass 1 or more, a list of indices, -1 for all, or 'auto'."
+            f"Trainer(devices={devices!r}) asks for no device. Pass 1 or more, a list of indices, -1 for all, or "
+            "'auto'."
         )
     if kind == "cpu":
         if not isinstance(indices, range) and any(indices):

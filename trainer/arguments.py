@@ -73,7 +73,7 @@ def check_limit(name: str, value: Any) -> int | float:
         raise TypeError(
             f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass a number of batches or a fraction."
         )
-    if not value >= 0 or (isinstance(value, float) and value > 1):
+    if not float(value) >= 0 or (isinstance(value, float) and value > 1):
         raise ValueError(
             f"Trainer({name}={value!r}) is out of range. Pass an int of 0 or more (batches) or a float from 0.0 to 1.0 "
             "(share of the batches)."
@@ -142,7 +142,7 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
 
 def check_clipping(value: Any, algorithm: str | None) -> None:
     """``gradient_clip_val`` is a positive number or None, the algorithm "norm" or "value"."""
-    wrong = isinstance(value, bool) or not isinstance(value, (Integral, float)) or not value > 0
+    wrong = isinstance(value, bool) or not isinstance(value, (Integral, float)) or not float(value) > 0
     if value is not None and wrong:
         raise ValueError(
             f"Trainer(gradient_clip_val={value!r}) is not a positive number. Pass one, or None to leave gradients."
@@ -265,8 +265,7 @@ def check_request(running: str | None, request: Request) -> None:
     if request.weights_only is False:
         raise ValueError(
             f"{name}(weights_only=False) asks to run code that a file may hold; Paceline loads data alone. Leave it "
-            "out, "
-            "and declare types of your own with torch.serialization.add_safe_globals."
+            "out, and declare types of your own with torch.serialization.add_safe_globals."
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike)):
         raise TypeError(

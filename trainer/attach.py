@@ -234,7 +234,7 @@ def prepare_data(trainer: Trainer) -> None:
 
 
 def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
-    """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found now, before callbacks change.
+    """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
 
     ``"last"`` stays a word until ``setup`` has told the callbacks where they save.
     """

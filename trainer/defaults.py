@@ -36,7 +36,7 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
     if logger is None or logger is True:
         return None
     several = isinstance(logger, Iterable) and not isinstance(logger, (str, Mapping))
-    found = list(logger) if several else [logger]
+    found: list[Any] = list(logger) if several else [logger]
     for one in found:
         if not isinstance(one, Logger):
             hint = f" Did you mean {one.__name__}(...)?" if isinstance(one, type) and issubclass(one, Logger) else ""
@@ -73,7 +73,7 @@ def choose_callbacks(callbacks: Any, max_time: Any, trainer: Trainer) -> list[Ca
 
 def _given_callbacks(callbacks: Any) -> list[Callback]:
     several = isinstance(callbacks, Iterable) and not isinstance(callbacks, (str, Mapping, Callback))
-    found = [] if callbacks is None else list(callbacks) if several else [callbacks]
+    found: list[Any] = [] if callbacks is None else list(callbacks) if several else [callbacks]
     for one in found:
         if not isinstance(one, Callback):
             hint = f" Did you mean {one.__name__}()?" if isinstance(one, type) and issubclass(one, Callback) else ""
@@ -100,7 +100,8 @@ def _kind(switch: str) -> type[Callback]:
     from ..callbacks.model_summary import ModelSummary
     from ..callbacks.progress import ProgressBar
 
-    return dict(zip(SWITCHED, (ProgressBar, ModelSummary, ModelCheckpoint), strict=True))[switch]
+    kinds: tuple[type[Callback], ...] = (ProgressBar, ModelSummary, ModelCheckpoint)
+    return kinds[SWITCHED.index(switch)]
 
 
 def _default(kind: type[Callback]) -> Callback:

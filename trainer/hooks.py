@@ -141,8 +141,7 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
             if meant is not None:
                 raise TypeError(
                     f"{type(owner).__name__}.{name} is not a hook, so it would never be called. Did you mean "
-                    f"{meant!r}? "
-                    "Rename it (or give a method of your own a name that is less like a hook's)."
+                    f"{meant!r}? Rename it (or give a method of your own a name that is less like a hook's)."
                 )
     for name in known:
         method = overridden(owner, name, base)

@@ -56,7 +56,8 @@ class LossReader:
     def finish_window(self) -> Tensor:
         """The factor that turns the window's summed gradients into the mean over all items of all ranks; shape ()."""
         device = self.strategy.device
-        total = self.strategy.reduce(torch.as_tensor(self.items, device=device, dtype=torch.float32), "mean")
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        total = self.strategy.reduce(torch.as_tensor(self.items, device=device, dtype=dtype), "mean")
         self.items = 0
         return self._unit / total.clamp(min=torch.finfo(torch.float32).tiny)
 

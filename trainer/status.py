@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .metrics import MetricStore
     from .module import TrainingModule
     from .optimizers import ManagedOptimizer, SchedulerConfig
+    from .trainer import Trainer
 
 
 class TrainerStatus:
@@ -158,7 +159,7 @@ class TrainerStatus:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of the fit, as ``configure_optimizers`` made them. A new list takes effect with the next epoch."""
+        """The optimizers of the fit, as ``configure_optimizers`` made them. A new list counts from the next epoch."""
         return self._optimizers
 
     @optimizers.setter
@@ -166,11 +167,11 @@ class TrainerStatus:
         from .optimizers import ManagedOptimizer
 
         self._optimizers = list(optimizers)
-        self._managed = [ManagedOptimizer(optimizer, self) for optimizer in self._optimizers]
+        self._managed = [ManagedOptimizer(optimizer, cast("Trainer", self)) for optimizer in self._optimizers]
 
     @property
     def ckpt_path(self) -> Any:
-        """The file that the last run loaded, or None. Set it to have every entry point load that one (None: ends that)."""
+        """The file that the last run loaded, or None. Set it and every entry point loads that one, until it is None."""
         return self._ckpt_path
 
     @ckpt_path.setter

@@ -32,8 +32,8 @@ class Precision:
     def use_on(self, device: torch.device) -> None:
         """Say where it will compute. Called once by the strategy that it belongs to."""
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise for an optimizer that this precision cannot step. Called when the optimizers have been made."""
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Say which optimizers there are; raises for one that this precision cannot step."""
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
         """Return ``step`` as the loop should call it (inside autocast, for one)."""

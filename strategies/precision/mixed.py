@@ -44,7 +44,7 @@ class MixedPrecision(Precision):
         self.device = device
         self.scaler: Any = scaler
         self.skipped_steps = 0
-        self._update_due = False
+        self._several = self._update_due = False
         if device is not None:
             self.use_on(torch.device(device))
 
@@ -94,11 +94,12 @@ class MixedPrecision(Precision):
         if state["stage"] is OptState.READY and gradients(optimizer):
             self.scaler.unscale_(optimizer)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        if self._scales and isinstance(optimizer, torch.optim.LBFGS):
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._several = len(optimizers) > 1
+        if self._scales and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError(
-                "precision='16-mixed' with LBFGS: it evaluates the loss several times a step, which loss scaling cannot "
-                "follow. Use 'bf16-mixed' or '32-true'."
+                "precision='16-mixed' with LBFGS: it evaluates the loss several times a step, which loss scaling "
+                "cannot follow. Use 'bf16-mixed' or '32-true'."
             )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -113,14 +114,16 @@ class MixedPrecision(Precision):
         found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         skipped = any(overflow.item() for overflow in found.values())
         self._update_due = True
+        if not self._several:
+            self._update()
         self.skipped_steps += skipped
         return not skipped
 
     def _update(self) -> None:
-        """Adjust the scale to the steps since the last time, once the next loss is about to be scaled.
+        """Adjust the scale to the steps since the last time; with several optimizers when the next loss is scaled.
 
-        Until then other optimizers of the same losses must find the scale that these were multiplied with; one whose
-        gradients are unscaled already, and that has not stepped, stays known as such.
+        Until then those that have not stepped must find the scale that their losses were multiplied with; one whose
+        gradients are unscaled already stays known as such.
         """
         if not self._update_due:
             return

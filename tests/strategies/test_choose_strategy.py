@@ -162,7 +162,9 @@ def test_gradients_are_synchronized_on_the_last_micro_batch_of_a_window_only() -
 
 def test_an_installed_package_brings_a_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "brings.py").write_text(
-        "from paceline.strategies import SingleDevice\n\nclass Brought(SingleDevice):\n    pass\n\ndef other(*a):\n    return 3\n"
+        "from paceline.strategies import SingleDevice\n"
+        "class Brought(SingleDevice):\n    pass\n"
+        "def other(*a):\n    return 3\n"
     )
     info = tmp_path / "brings-1.0.dist-info"
     info.mkdir()
