@@ -59,9 +59,10 @@ class ManagedOptimizer:
         """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were."""
         trainer = self._trainer
         if not trainer.training_module.automatic_optimization:
-            trainer.strategy.unscale_gradients(self.optimizer)
-            for hook in trainer._hooks.on_before_optimizer_step:
-                hook(self.optimizer)
+            if closure is None:
+                self._show_gradients()
+            else:
+                closure = self._then_show(closure)
         stepped = trainer.strategy.optimizer_step(self.optimizer, closure)
         if stepped:
             state = trainer.state
@@ -70,6 +71,20 @@ class ManagedOptimizer:
                 state.stepped = True
                 state.updates += 1
         return stepped
+
+    def _show_gradients(self) -> None:
+        """The gradients are complete: let the hooks see them."""
+        self._trainer.strategy.unscale_gradients(self.optimizer)
+        for hook in self._trainer._hooks.on_before_optimizer_step:
+            hook(self.optimizer)
+
+    def _then_show(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            loss = closure()
+            self._show_gradients()
+            return loss
+
+        return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters."""
@@ -98,6 +113,11 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
     given = module.configure_optimizers()
     owner = f"{type(module).__name__}.configure_optimizers()"
     optimizers, schedulers = _split(given, owner)
+    if not optimizers:
+        shown = given if given is None else repr(given)
+        messages.warn_once(
+            f"{owner} returned {shown}: fit runs without an optimizer and no weight is changed by the trainer."
+        )
     if module.automatic_optimization and len(optimizers) > 1:
         raise RuntimeError(
             f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
@@ -117,9 +137,6 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
 
 def _split(given: Any, owner: str) -> tuple[list[Optimizer], list[Any]]:
     if given is None:
-        messages.warn_once(
-            f"{owner} returned None: fit runs without an optimizer and no weight is changed by the trainer."
-        )
         return [], []
     if isinstance(given, Mapping):
         return _from_dicts([given], owner)
