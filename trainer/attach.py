@@ -17,7 +17,7 @@ from .compiling import compile_in_place, uncompiled
 from .data.datamodule import DataModule
 from .data.source import DataSource
 from .defaults import check_state_keys, order, refuse_switched_off
-from .hooks import HookTable, overridden, own_methods
+from .hooks import HookTable, method_of, overridden, own_methods
 from .metrics import MetricStore
 from .module import TrainingModule
 from .optimizers import configure
@@ -43,8 +43,11 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
     for hook in trainer._hooks.setup:
         hook(request.fn)
     trainer.strategy.barrier("setup")
-    with trainer.strategy.init_context() if overridden(module, "configure_model", TrainingModule) else _nothing():
-        module.configure_model()
+    configure_model = overridden(module, "configure_model", TrainingModule)
+    if configure_model is not None:
+        with trainer.strategy.init_context():
+            configure_model()
+    module.trainer = trainer  # also of modules that were made just now
     bind_hooks(trainer)
     trainer._source.require("train" if request.fn == "fit" else request.fn)
     checkpoint = read_checkpoint(trainer, request, path)
@@ -86,12 +89,6 @@ def _restore_model(trainer: Trainer, checkpoint: dict[str, Any], callbacks: bool
     from .checkpoint.contents import restore_model
 
     restore_model(trainer, checkpoint, callbacks=callbacks)
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, bool]:
@@ -178,7 +175,7 @@ def take_module_callbacks(trainer: Trainer, module: TrainingModule) -> None:
         kept = [c for c in trainer.callbacks if not any(c is one for one in added)]
         absent = [c for c in before if not any(c is one for one in trainer.callbacks)]
         trainer.callbacks = order([*kept, *absent])
-    theirs = module.configure_callbacks()
+    theirs = method_of(module, "configure_callbacks", TrainingModule)()
     theirs = [theirs] if isinstance(theirs, Callback) else list(theirs or [])
     for callback in theirs:
         if not isinstance(callback, Callback):
@@ -285,8 +282,8 @@ def setup_optimizers(trainer: Trainer) -> None:
     if optimizers and not any(id(p) in own for o in optimizers for group in o.param_groups for p in group["params"]):
         messages.warn_once(
             f"{type(module).__name__}.configure_optimizers() returned optimizers of parameters that are not the "
-            "module's, so no weight of it will change. Build them from self.parameters(), or make the trained network an "
-            "attribute."
+            "module's, so no weight of it will change. Build them from self.parameters(), or make the trained network "
+            "an attribute."
         )
     trainer.optimizers = trainer.strategy.setup_optimizers(optimizers)
 

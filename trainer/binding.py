@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import phases
-from .hooks import overridden
+from .hooks import method_of, overridden
 from .loss import LossReader
 from .module import TrainingModule
 
@@ -28,7 +28,7 @@ def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Cal
         TypeError: it takes other arguments.
     """
     module = trainer.training_module
-    step = getattr(module, name)
+    step = method_of(module, name, TrainingModule)
     if name != "predict_step" and overridden(module, name, TrainingModule) is None:
         raise NotImplementedError(f"{type(module).__name__} has no {name}. Define {name}(self, batch, batch_idx).")
     bound = trainer.strategy.bind_step(
@@ -82,11 +82,9 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
         raise TypeError(
             f"{shown}, but there are several loaders. Write it as {name}(self, batch, batch_idx, dataloader_idx)."
         )
-    if takes >= passed:
-        return step
-    if several_loaders:
-        return lambda batch, batch_idx, dataloader_idx: step(batch, dataloader_idx)
-    return lambda batch, batch_idx: step(batch)
+    if takes == 2 and positional[1].name == "dataloader_idx":
+        return lambda batch, batch_idx, dataloader_idx=0: step(batch, dataloader_idx)
+    return step if takes >= passed else lambda batch, batch_idx: step(batch)
 
 
 def bind_mover(trainer: Trainer, dataloader_idx: int) -> Callable[[Any], Any] | None:
@@ -104,17 +102,16 @@ def bind_mover(trainer: Trainer, dataloader_idx: int) -> Callable[[Any], Any] | 
     before, transfer, after = hooks.values()
 
     def through_hooks(batch: Any) -> Any:
-        moment, records, idx = metrics._moment, metrics.records, dataloader_idx
-        metrics.enter(phases.BATCH_TRANSFER)
+        place = metrics.enter(phases.BATCH_TRANSFER)
         if before is not None:
-            batch = before(batch, idx)
+            batch = before(batch, dataloader_idx)
         if transfer is not None:
-            batch = transfer(batch, strategy.device, idx)
+            batch = transfer(batch, strategy.device, dataloader_idx)
         if move is not None:
             batch = move(batch)
         if after is not None:
-            batch = after(batch, idx)
-        metrics._moment, metrics.records = moment, records
+            batch = after(batch, dataloader_idx)
+        metrics.back(place)
         return batch
 
     metrics = trainer._metrics

@@ -11,7 +11,7 @@ import torch
 from . import phases
 from .binding import bind_mover, bind_step
 from .data.batches import Batches
-from .hooks import check_signature, overridden
+from .hooks import check_signature, method_of, overridden
 from .signals import interruption
 
 if TYPE_CHECKING:
@@ -50,17 +50,24 @@ class EvalLoop:
         Args:
             zero_grad: tell the module that gradients may be freed (validation between two windows of a fit).
         """
-        trainer, module = self.trainer, self.trainer.training_module
+        trainer = self.trainer
         loaders, limits = trainer._source.evaluation(self.kind)
+        self.metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_MODE)
         if zero_grad and self.kind == "validate":
-            module.on_validation_model_zero_grad()
+            self.switch("zero_grad")
         with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
-            getattr(module, f"on_{self.word}_model_eval")()
+            self.switch("eval")
             try:
                 results = self.evaluate(loaders, limits)
             finally:
-                getattr(module, f"on_{self.word}_model_train")()
+                self.switch("train")
         return results
+
+    def switch(self, what: str) -> None:
+        """Call the module's ``on_<stage>_model_<what>``."""
+        from .module import TrainingModule
+
+        method_of(self.trainer.training_module, f"on_{self.word}_model_{what}", TrainingModule)()
 
     def evaluate(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
         """The hooks and batches of the pass, with gradients off and the module in eval mode."""
@@ -91,7 +98,7 @@ class EvalLoop:
         if self.kind == "predict" or not numbers:
             return [{} for _ in loaders]
         return [
-            {r.epoch_key: numbers[r.epoch_key] for at, r, _ in found if at in (idx, None)}
+            {key: numbers[r.epoch_key] for at, r, _ in found if at in (idx, None) for key in (r.key, r.epoch_key)}
             for idx in range(len(loaders))
         ]
 
@@ -134,8 +141,7 @@ class EvalLoop:
         if batch_idx + 1 != limit and known != float("inf"):
             raise RuntimeError(
                 f"The {self.word} dataloader has a length of {known} batches, but yielded {batch_idx + 1} where "
-                f"{limit} were "
-                "expected. Correct __len__, or remove it."
+                f"{limit} were expected. Correct __len__, or remove it."
             )
         self.predictions.append(kept)
         trainer.predict_batch_indices.append(taken)

@@ -86,6 +86,11 @@ def overridden(owner: Any, name: str, base: type) -> Bound | None:
     return method if getattr(type(owner), name, None) is not getattr(base, name, None) else None
 
 
+def method_of(owner: Any, name: str, base: type) -> Bound:
+    """The method to call where one is needed: ``owner``'s, or that of ``base`` if ``owner`` says None."""
+    return overridden(owner, name, base) or partial(getattr(base, name), owner)
+
+
 class HookTable:
     """For each hook the callables that define it, in call order, with ``trainer`` and module already applied.
 

@@ -138,7 +138,7 @@ class FitLoop:
         )
         skip = 0 if knows_position else start_batch
         found = Batches(loader, bind_mover(trainer, 0), lookahead, source.cut() - (start_batch - skip), skip)
-        return HandOver(found, start_batch) if self.takes_iterator else found
+        return HandOver(found, start_batch, self.metrics) if self.takes_iterator else found
 
     def started(self, batches: Any, start_batch: int) -> Any:
         """The batches' iterator; after a resume with the random states where the uninterrupted run had them.
@@ -165,8 +165,10 @@ class FitLoop:
         if schedules.epoch_plateaus:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
+        metrics.epoch_ended = True
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
+        metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # what the monitors logged themselves
         if complete:
             self.enter_next_epoch()
         if state.signum:

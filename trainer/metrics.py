@@ -7,7 +7,7 @@ per flush, and on an accelerator without waiting for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +16,17 @@ from torch import Tensor
 from ..loggers import messages
 from .data.batches import batch_size_of, conflicting_sizes
 from .phases import EVAL_BATCH, SETUP, Moment
-from .records import Options, Record, make_record
+from .records import Options, Record, as_tensor, make_record
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
     from .state import RunState
 
 Table = dict[str, Record]
+Place = tuple[Moment, Table, int | None]
 Send = Callable[[dict[str, float], int], None]
+#: Loader, record and epoch value.
+Result = tuple[int | None, Record, Tensor | float]
 
 
 class MetricStore:
@@ -47,6 +50,7 @@ class MetricStore:
         self.sent: dict[str, float] = {}
         self.steps_in_evaluation = False
         self._moment: Moment = SETUP
+        self._dataloader_idx: int | None = None
         self._tables: dict[tuple[str, str, int | None], Table] = {}
         self._finished: dict[str, Tensor] = {}
         self._resumed: dict[str, dict[str, Any]] = {}
@@ -57,11 +61,17 @@ class MetricStore:
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
-    def enter(self, moment: Moment, dataloader_idx: int | None = None) -> None:
-        """Say what ``self.log`` means from here on."""
+    def enter(self, moment: Moment, dataloader_idx: int | None = None) -> Place:
+        """Say what ``self.log`` means from here on; return what it meant, for :meth:`back`."""
+        before = (self._moment, self.records, self._dataloader_idx)
         self._moment = moment
         self.records = self._tables.setdefault((self.state.stage or "", moment.name, dataloader_idx), {})
         self._dataloader_idx = dataloader_idx
+        return before
+
+    def back(self, place: Place) -> None:
+        """Let ``self.log`` mean again what it meant before :meth:`enter`."""
+        self._moment, self.records, self._dataloader_idx = place
 
     def define(self, name: str, value: Any, options: Options) -> Record:
         """First sight of ``name`` in this moment: check the call, make its record."""
@@ -81,7 +91,8 @@ class MetricStore:
                 f"self.log({name!r}) was called in {self._hook()}, where no metrics are kept. "
                 f"Log it in {self._moment.instead.format(stage=self._stage_word())} instead."
             )
-        record = make_record(name, value, options, self._moment, self._hook(), self._dataloader_idx, self._weight)
+        weigh = self._weight if self._moment.step_allowed else _alike
+        record = make_record(name, value, options, self._moment, self._hook(), self._dataloader_idx, weigh)
         self._refuse_overwriting(name, record)
         resumed = self._resumed.pop(f"{self.state.stage}|{self._moment.name}|{record.key}", None)
         if resumed is not None:
@@ -98,28 +109,31 @@ class MetricStore:
             if same_moment and name in table and table[name].key == record.key:
                 raise ValueError(
                     f"self.log({name!r}, add_dataloader_idx=False) was called for the loaders {idx} and "
-                    f"{self._dataloader_idx}; "
-                    "one value would replace the other. Leave add_dataloader_idx out, or use a name for each loader."
+                    f"{self._dataloader_idx}; one value would replace the other. Leave add_dataloader_idx out, or use a name for each loader."
                 )
 
     def _weight(self, name: str) -> int:
         """The batch's size, found once per batch; its form is examined on the first."""
         batch = self.batch
-        if self._sized is not None and self._sized[0] is batch:
-            return self._sized[1]
+        if self._sized is not None:
+            if self._sized[0] is batch:
+                return self._sized[1]
+            first = batch[0] if type(batch) in (tuple, list) and batch else batch
+            if type(first) is Tensor and first.ndim:
+                self._sized = (batch, size := first.size(0))
+                return size
         size = batch_size_of(batch) if batch is not None else 1
         if size is None:
             messages.warn_once(
                 f"No tensor was found in the batch of type {type(batch).__name__}, so the epoch mean of {name!r} "
-                "weighs "
-                f"every batch alike. Pass self.log({name!r}, ..., batch_size=...) to weigh by samples."
+                f"weighs every batch alike. Pass self.log({name!r}, ..., batch_size=...) to weigh by samples."
             )
             size = 1
         elif self._sized is None and len(sizes := conflicting_sizes(batch)) > 1:
             messages.warn_once(
                 f"The batch holds tensors of different first dimensions ({', '.join(map(str, sizes))}); {size} was "
-                "taken "
-                f"as its size for the epoch mean of {name!r}. Pass self.log({name!r}, ..., batch_size=...) to be sure."
+                f"taken as its size for the epoch mean of {name!r}. Pass self.log({name!r}, ..., batch_size=...) to "
+                "be sure."
             )
         self._sized = (batch, size)
         return size
@@ -153,9 +167,10 @@ class MetricStore:
             if record.options.rank_zero_only or not record.seen:
                 continue
             if record.on_step and (value := record.step_value()) is not None:
-                found[record.step_key] = found[record.key] = value
+                found[record.step_key] = found[record.key] = as_tensor(value, record.dtype)
             if record.on_epoch and current and self.epoch_ended:
-                found[record.epoch_key] = found[record.key] = record.compute(self.strategy)
+                value = record.compute(self.strategy)
+                found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
         return found
 
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -200,33 +215,37 @@ class MetricStore:
             return
         if "step" in values:
             step = int(values.pop("step"))
-        values["epoch"] = epoch
+        values.setdefault("epoch", epoch)
         self.sent.update(values)
         self.send(values, step)
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
-    def finish_epoch(self) -> list[tuple[int | None, Record, Tensor]]:
+    def finish_epoch(self) -> list[Result]:
         """Compute the stage's epoch values and start over. Returns (loader, record, value) of each."""
         self.progress_bar_metrics()  # the bar's last look at step values, which are forgotten next
-        results: list[tuple[int | None, Record, Tensor]] = []
+        results: list[Result] = []
         for dataloader_idx, record in self._stage_records(self.state.stage):
             if not record.seen:
                 continue
-            if record.on_step and not record.options.rank_zero_only and (value := record.step_value()) is not None:
-                self._finished[record.step_key] = self._finished[record.key] = value
+            if record.on_step and (value := record.step_value()) is not None:
+                self._keep(record, record.step_key, value)
             if record.on_epoch:
                 value = record.compute(self.strategy)
                 results.append((dataloader_idx, record, value))
-                if not record.options.rank_zero_only:
-                    self._finished[record.epoch_key] = self._finished[record.key] = value
+                self._keep(record, record.epoch_key, value)
         for _, record in self._stage_records(self.state.stage):
             record.reset()
         self.epoch_ended = False
         self.batch = self._sized = None
         return results
 
-    def send_epoch(self, results: list[tuple[int | None, Record, Tensor]], step: int, epoch: int) -> dict[str, float]:
+    def _keep(self, record: Record, key: str, value: Tensor | float) -> None:
+        """Let the value be monitored on, after its epoch."""
+        if not record.options.rank_zero_only:
+            self._finished[key] = self._finished[record.key] = as_tensor(value, record.dtype).detach()
+
+    def send_epoch(self, results: list[Result], step: int, epoch: int) -> dict[str, float]:
         """Bring epoch values to the host in one transfer, show them to the bar, send them to the loggers."""
         self.drain()
         numbers = to_host({record.epoch_key: value for _, record, value in results})
@@ -269,15 +288,22 @@ class MetricStore:
         self._eval_steps = dict(state["eval"])
 
 
+def _alike(name: str) -> int:
+    """The weight of a value that is logged once an epoch."""
+    return 1
+
+
 def to_host(values: dict[str, Any]) -> dict[str, float]:
     """Numbers of scalar tensors, with one transfer for all that are not on the CPU (this waits for the device)."""
     away = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.device.type != "cpu"}
-    numbers = (
-        dict(zip(away, torch.stack([v.reshape(()).float() for v in away.values()]).tolist(), strict=True))
-        if away
-        else {}
-    )
-    return {k: numbers[k] if k in numbers else float(v) for k, v in values.items()}
+    numbers = dict(zip(away, _stacked(away.values()).tolist(), strict=True)) if away else {}
+    here = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items() if k not in numbers}
+    return {k: numbers[k] if k in numbers else float(here[k]) for k in values}
+
+
+def _stacked(values: Iterable[Tensor]) -> Tensor:
+    """Scalar tensors of one device as one, in float64 where the device has it."""
+    return torch.stack([v.detach().reshape(()).to(torch.float32 if v.is_mps else torch.float64) for v in values])
 
 
 class _HostCopy:
@@ -290,10 +316,10 @@ class _HostCopy:
         if not away:
             self._numbers = to_host(values)
             return
-        stacked = torch.stack([v.reshape(()).float() for v in away.values()])
+        stacked = _stacked(away.values())
         self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
         self._names = list(away)
-        self._numbers = {k: 0.0 if k in away else float(v) for k, v in values.items()}
+        self._numbers = dict.fromkeys(values, 0.0) | to_host({k: v for k, v in values.items() if k not in away})
         self._event = torch.cuda.Event()
         self._event.record()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from ..loggers import messages
+from ..strategies.transfer import move
 from .hparams import HyperparametersMixin
 from .module_hooks import ModuleHooks
 from .records import Options
@@ -166,7 +168,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     def _log_in_vain(self, name: str) -> None:
         trainer = self._trainer
-        why = "Trainer(barebones=True) keeps no metrics" if trainer is not None else "no Trainer runs this module"
+        barebones = trainer is not None and trainer.barebones
+        why = "Trainer(barebones=True) keeps no metrics" if barebones else "no Trainer runs this module"
         messages.warn_once(f"self.log({name!r}) has no effect: {why}.", key=f"log in vain: {why}")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -231,7 +234,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             )
         for hook in trainer._hooks.on_before_backward:
             hook(loss)
-        trainer.strategy.backward(loss, how=lambda scaled: self.backward(scaled, *args, **kwargs))
+        backward = self.backward or partial(TrainingModule.backward, self)
+        trainer.strategy.backward(loss, how=lambda scaled: backward(scaled, *args, **kwargs))
         for hook in trainer._hooks.on_after_backward:
             hook()
 
@@ -342,10 +346,21 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        for module in self.modules():
-            if isinstance(module, TrainingModule):
-                module.__dict__["_trainer"] = trainer
-                module.__dict__["_metric_store"] = None if trainer is None or trainer.barebones else trainer._metrics
+        store = None if trainer is None or trainer.barebones else trainer._metrics
+        self._tie(dict.fromkeys(self._family(), (trainer, store)))
+
+    def _family(self) -> dict[TrainingModule, tuple[Trainer | None, MetricStore | None]]:
+        """This module and those in it, with what each is tied to."""
+        return {m: (m._trainer, m._metric_store) for m in self.modules() if isinstance(m, TrainingModule)}
+
+    @staticmethod
+    def _tie(family: Mapping[TrainingModule, tuple[Trainer | None, MetricStore | None]]) -> None:
+        for module, (trainer, store) in family.items():
+            module.__dict__["_trainer"], module.__dict__["_metric_store"] = trainer, store
+
+    def _end_run(self) -> None:
+        """From here on ``self.log`` has no effect."""
+        self._tie({module: (trainer, None) for module, (trainer, _) in self._family().items()})
 
     @property
     def current_epoch(self) -> int:
@@ -435,12 +450,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
                 f"{type(self).__name__}.to_onnx needs an example input. Pass input_sample=, or set "
                 "self.example_input_array."
             )
-        arguments = sample if isinstance(sample, tuple) else (sample,)
-        training = self.training
-        trainer, self.trainer = self._trainer, None  # the exporter walks the attributes
+        arguments = move(sample if isinstance(sample, tuple) else (sample,), self.device)
+        family, modes = self._family(), [(module, module.training) for module in self.modules()]
+        self.trainer = None  # the exporter walks the attributes
         try:
             self.eval()
             return torch.onnx.export(self, arguments, file_path, **kwargs)  # type: ignore[arg-type]
         finally:
-            self.trainer = trainer
-            self.train(training)
+            self._tie(family)
+            for module, training in modes:
+                module.training = training

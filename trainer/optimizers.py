@@ -58,32 +58,32 @@ class ManagedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were."""
         trainer, state = self._trainer, self._trainer.state
-        automatic = trainer.training_module.automatic_optimization
-        if not automatic and closure is not None:
-            closure = self._completing(closure)
-        elif not automatic:
-            self._complete()
+        by_hand = not trainer.training_module.automatic_optimization
+        if by_hand and closure is not None:
+            closure = self._then_show(closure)
+        elif by_hand:
+            self._show_gradients()
         stepped = trainer.strategy.optimizer_step(self.optimizer, closure)
-        if stepped and (state.window or not automatic):  # a window without a batch in it is no step
+        if stepped and (by_hand or state.window):  # a window without a batch in it is no step
             state.global_step += 1
             if not state.stepped:
                 state.stepped = True
                 state.updates += 1
         return stepped
 
-    def _complete(self) -> None:
-        """What comes before a step by hand, when its gradients are there."""
+    def _show_gradients(self) -> None:
+        """The gradients are complete: let the hooks see them."""
         self._trainer.strategy.unscale_gradients(self.optimizer)
         for hook in self._trainer._hooks.on_before_optimizer_step:
             hook(self.optimizer)
 
-    def _completing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def completed() -> Any:
+    def _then_show(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
             loss = closure()
-            self._complete()
+            self._show_gradients()
             return loss
 
-        return completed
+        return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters."""
@@ -112,6 +112,11 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
     given = module.configure_optimizers()
     owner = f"{type(module).__name__}.configure_optimizers()"
     optimizers, schedulers = _split(given, owner)
+    if not optimizers:
+        shown = given if given is None else repr(given)
+        messages.warn_once(
+            f"{owner} returned {shown}: fit runs without an optimizer and no weight is changed by the trainer."
+        )
     if module.automatic_optimization and len(optimizers) > 1:
         raise RuntimeError(
             f"{owner} returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
@@ -131,9 +136,6 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
 
 def _split(given: Any, owner: str) -> tuple[list[Optimizer], list[Any]]:
     if given is None:
-        messages.warn_once(
-            f"{owner} returned None: fit runs without an optimizer and no weight is changed by the trainer."
-        )
         return [], []
     if isinstance(given, Mapping):
         return _from_dicts([given], owner)

@@ -32,6 +32,8 @@ EVAL_BATCH = Moment("an evaluation batch", step_allowed=True)
 ON_TRAIN_START = Moment("on_train_start")
 ON_TRAIN_EPOCH_START = Moment("on_train_epoch_start")
 ON_TRAIN_EPOCH_END = Moment("on_train_epoch_end")
+EVAL_MODE = Moment("a hook that switches the mode for {stage}", instead="on_{stage}_start")
+SAVE = Moment("on_save_checkpoint", instead="the step or hook that leads to saving")
 ON_EVAL_START = Moment("on_{stage}_start")
 ON_EVAL_EPOCH_END = Moment("on_{stage}_epoch_end")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,9 +38,13 @@ class Options(NamedTuple):
 class Record:
     """A value kept for its last step only. Subclasses add what they keep over the epoch.
 
+    A value on the CPU is kept as a Python number: that costs less than detaching the tensor, and it stays what it was
+    when the tensor is changed in place later. On a device it is a copy there, so that nothing waits.
+
     Attributes:
         fresh: updated since the loggers last saw it.
         seen: updated since the epoch began.
+        dtype: of the tensors that numbers become for whoever monitors them.
     """
 
     reduction = "last"
@@ -55,27 +60,26 @@ class Record:
         self.epoch_key = f"{name}_epoch{suffix}" if on_step and on_epoch else key
         self.graph = options.enable_graph
         self.weigh = weigh
+        self.dtype = torch.get_default_dtype()
         self.fresh = self.seen = False
         self.value: Any = None
 
     def update(self, value: Any, batch_size: int | None) -> None:
         """Take in one call of ``self.log``."""
-        if not isinstance(value, Tensor):
-            self.value = number(self.key, value)
+        if self.graph:
+            self.value = value if isinstance(value, Tensor) else number(self.key, value)
+        elif isinstance(value, Tensor) and value.is_cpu and not value.ndim:
+            self.value = value.item()
         else:
-            self.value = value if self.graph else value.detach()
+            self.value = taken(self.key, value)
         self.fresh = self.seen = True
 
-    def step_value(self) -> Tensor | None:
-        """The last value, a scalar tensor, or None before the first."""
-        if self.value is None:
-            return None
-        if not isinstance(self.value, Tensor):
-            return torch.tensor(self.value, dtype=torch.get_default_dtype())
-        return scalar(self.key, self.value)
+    def step_value(self) -> Tensor | float | None:
+        """The last value: a number, or a scalar tensor on its device; None before the first."""
+        return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
 
-    def compute(self, strategy: Strategy) -> Tensor:
-        """The epoch's value, a scalar tensor."""
+    def compute(self, strategy: Strategy) -> Tensor | float:
+        """The epoch's value: a number, or a scalar tensor on its device."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -105,39 +109,50 @@ class SumRecord(Record):
 
     def update(self, value: Any, batch_size: int | None) -> None:
         weight = 1 if not self.weighted else self.weigh(self.key) if batch_size is None else batch_size
-        if isinstance(value, Tensor):
-            detached = value.detach()
-            if detached.ndim:
-                detached = scalar(self.key, detached)
-            if self.total is None:
-                kind = torch.float32 if detached.device.type == "mps" else torch.float64
-                self.total = torch.zeros((), dtype=kind, device=detached.device)
-            self.total.add_(detached, alpha=weight)
-            self.value = value if self.graph else detached
+        kept = value
+        if isinstance(value, Tensor) and not value.is_cpu:
+            kept = self._add(value.detach(), weight)
         else:
-            self.value = number(self.key, value)
-            self.rest += self.value * weight
+            if isinstance(value, Tensor):
+                kept = (scalar(self.key, value) if value.ndim else value).item()
+            elif type(value) is not float:
+                kept = number(self.key, value)
+            self.rest += kept * weight
         self.weight += weight
+        self.value = value if self.graph else kept
         self.fresh = self.seen = True
 
-    def _sums(self, strategy: Strategy) -> tuple[Tensor, Tensor | int]:
-        total = torch.tensor(self.rest, dtype=torch.float64) if self.total is None else self.total + self.rest
+    def _add(self, value: Tensor, weight: int) -> Tensor | None:
+        """Add a value on its device; return the copy to show as the step's value."""
+        value = scalar(self.key, value)
+        if self.total is None:
+            kind = torch.float32 if value.device.type == "mps" else torch.float64
+            self.total = torch.zeros((), dtype=kind, device=value.device)
+        self.total.add_(value, alpha=weight)
+        return value.clone() if self.on_step else None
+
+    def _sums(self, strategy: Strategy) -> tuple[Tensor | float, Tensor | float]:
+        total = self.rest if self.total is None else self.total + self.rest
         if not self.options.sync_dist or strategy.world_size == 1:
             return total, self.weight
-        total = total.to(strategy.device)
+        total = torch.as_tensor(total, dtype=torch.float64).to(strategy.device)
         both = torch.stack([total, torch.full_like(total, self.weight)])
         both = strategy.reduce(both, "sum", self.options.sync_dist_group)
         return both[0], both[1]
 
-    def compute(self, strategy: Strategy) -> Tensor:
-        return self._sums(strategy)[0].to(torch.get_default_dtype())
+    def compute(self, strategy: Strategy) -> Tensor | float:
+        return self._sums(strategy)[0]
 
     def reset(self) -> None:
         super().reset()
         self.total, self.rest, self.weight = None, 0.0, 0
 
     def dump(self) -> dict[str, Any]:
-        return {"total": None if self.total is None else self.total.clone(), "rest": self.rest, "weight": self.weight}
+        return {
+            "total": None if self.total is None else self.total.clone(),
+            "rest": self.rest,
+            "weight": self.weight,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         self.total, self.rest, self.weight = state["total"], state["rest"], state["weight"]
@@ -149,34 +164,39 @@ class MeanRecord(SumRecord):
     reduction = "mean"
     weighted = True
 
-    def compute(self, strategy: Strategy) -> Tensor:
+    def compute(self, strategy: Strategy) -> Tensor | float:
         total, weight = self._sums(strategy)
-        return (total / weight).to(torch.get_default_dtype())
+        return total / weight if isinstance(total, Tensor) or weight else math.nan
 
 
 class ExtremeRecord(Record):
-    """Smallest or largest value of the epoch."""
+    """Smallest or largest value of the epoch; NaN if one was NaN."""
 
     def __init__(self, *args: Any, reduction: str) -> None:
         super().__init__(*args)
         self.reduction = reduction
-        self.pick = torch.minimum if reduction == "min" else torch.maximum
-        self.extreme: Tensor | None = None
+        self.extreme: Tensor | float | None = None
 
     def update(self, value: Any, batch_size: int | None) -> None:
         super().update(value, batch_size)
-        now = self.value if isinstance(self.value, Tensor) else torch.tensor(self.value)
-        now = scalar(self.key, now)
-        self.extreme = now if self.extreme is None else self.pick(self.extreme, now.to(self.extreme.device))
+        now = taken(self.key, value) if self.graph else self.value
+        self.extreme = now if self.extreme is None else self._pick(self.extreme, now)
 
-    def compute(self, strategy: Strategy) -> Tensor:
+    def _pick(self, a: Tensor | float, b: Tensor | float) -> Tensor | float:
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            device = a.device if isinstance(a, Tensor) else b.device  # type: ignore[union-attr]
+            pick = torch.minimum if self.reduction == "min" else torch.maximum
+            return pick(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
+        smaller, larger = (b, a) if b < a else (a, b)
+        return b if b != b else smaller if self.reduction == "min" else larger
+
+    def compute(self, strategy: Strategy) -> Tensor | float:
         if self.extreme is None:
             raise RuntimeError(f"{self.key!r} has no value in this epoch. Log it at least once before it is computed.")
-        value = self.extreme.to(torch.get_default_dtype())
-        if self.options.sync_dist and strategy.world_size > 1:
-            op = "min" if self.reduction == "min" else "max"
-            value = strategy.reduce(value.to(strategy.device), op, self.options.sync_dist_group)
-        return value
+        if not self.options.sync_dist or strategy.world_size == 1:
+            return self.extreme
+        value = torch.as_tensor(self.extreme, dtype=self.dtype).to(strategy.device)
+        return strategy.reduce(value, "min" if self.reduction == "min" else "max", self.options.sync_dist_group)
 
     def reset(self) -> None:
         super().reset()
@@ -202,18 +222,17 @@ class MetricRecord(Record):
         if value is not self.metric:
             raise ValueError(
                 f"self.log({self.key!r}) got another {type(value).__name__} object than before; its state would be "
-                "lost. "
-                "Create the metric once in __init__ and log that object."
+                "lost. Create the metric once in __init__ and log that object."
             )
         self.fresh = self.seen = True
 
-    def step_value(self) -> Tensor | None:
+    def step_value(self) -> Tensor | float | None:
         if not self.seen:
             return None
         value = self.metric._forward_cache
         return scalar(self.key, (self.metric.compute() if value is None else value).detach())
 
-    def compute(self, strategy: Strategy) -> Tensor:
+    def compute(self, strategy: Strategy) -> Tensor | float:
         value = self.metric.compute()
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
@@ -224,7 +243,8 @@ class MetricRecord(Record):
 
     def reset(self) -> None:
         super().reset()
-        self.metric.reset()
+        with torch.inference_mode(False):  # states made in inference mode could not be updated outside of it
+            self.metric.reset()
 
 
 def make_record(
@@ -258,11 +278,16 @@ def make_record(
         return MetricRecord(*common, metric=value)
     check_value(name, value)
     reduction = _reduction(name, options.reduce_fx)
+    record: Record
     if not on_epoch:
-        return Record(*common)
-    if reduction in ("min", "max"):
-        return ExtremeRecord(*common, reduction=reduction)
-    return MeanRecord(*common) if reduction == "mean" else SumRecord(*common)
+        record = Record(*common)
+    elif reduction in ("min", "max"):
+        record = ExtremeRecord(*common, reduction=reduction)
+    else:
+        record = MeanRecord(*common) if reduction == "mean" else SumRecord(*common)
+    if isinstance(value, Tensor) and value.dtype == torch.float64:
+        record.dtype = torch.float64
+    return record
 
 
 def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bool, bool]:
@@ -303,7 +328,9 @@ def check_value(name: str, value: Any) -> None:
     """Raise if ``value`` is not a number or a tensor with one element; tell about integers."""
     if isinstance(value, Tensor):
         scalar(name, value)
-        integral = not (value.is_floating_point() or value.is_complex())
+        if value.is_complex():
+            raise TypeError(f"self.log({name!r}) got a complex tensor; a real number is needed. Log value.abs().")
+        integral = not value.is_floating_point()
     else:
         number(name, value)
         integral = isinstance(value, (int, bool))
@@ -330,13 +357,36 @@ def number(name: str, value: Any) -> float:
     """``value`` as a float, or an error that names it."""
     if isinstance(value, (int, float)):
         return float(value)
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise TypeError(
-            f"self.log({name!r}) got {describe(value)}; a number, a tensor with one element or a torchmetrics Metric "
-            "is "
-            "needed. For text use the logger itself (self.logger.experiment); for several values self.log_dict."
-        )
-    return float(value)
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError):  # it is no number: said below
+        pass
+    raise TypeError(
+        f"self.log({name!r}) got {describe(value)}; a number, a tensor with one element or a torchmetrics Metric is "
+        "needed. For text use the logger itself (self.logger.experiment); for several values self.log_dict."
+    )
+
+
+def taken(name: str, value: Any) -> Tensor | float:
+    """A value as it is now: a number or, where reading it would wait for a device, a copy there."""
+    if type(value) is float:
+        return value
+    if not isinstance(value, Tensor):
+        return number(name, value)
+    if value.ndim:
+        value = scalar(name, value)
+    return value.item() if value.is_cpu else value.detach().clone()
+
+
+def as_tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """A value as those who monitor it get it: a scalar tensor that may take part in training."""
+    with torch.inference_mode(False):
+        if not isinstance(value, Tensor):
+            return torch.tensor(value, dtype=dtype)
+        if value.dtype not in (torch.float32, torch.float64):
+            value = value.to(dtype)
+        return value.clone() if value.is_inference() else value
 
 
 def describe(value: Any) -> str:

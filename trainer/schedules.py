@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..loggers import messages
 from . import phases
-from .hooks import overridden
+from .hooks import method_of, overridden
 from .module import TrainingModule
 from .optimizers import SchedulerConfig
 
@@ -26,6 +26,7 @@ class Schedules:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.own = overridden(trainer.training_module, "lr_scheduler_step", TrainingModule) is not None
+        self.step_one = method_of(trainer.training_module, "lr_scheduler_step", TrainingModule)
         found = trainer.lr_scheduler_configs if trainer.training_module.automatic_optimization else []
         self.step = [c for c in found if c.interval == "step" and not c.reduce_on_plateau]
         self.epoch = [c for c in found if c.interval == "epoch" and not c.reduce_on_plateau]
@@ -55,7 +56,7 @@ class Schedules:
                 if value is None:
                     self.missing_monitor(config)
                     continue
-            trainer.training_module.lr_scheduler_step(config.scheduler, value)
+            self.step_one(config.scheduler, value)
         if self.own:
             metrics.enter(phases.ON_TRAIN_EPOCH_END if trainer.state.epoch_done else phases.TRAIN_BATCH)
 

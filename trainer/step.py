@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from .hooks import overridden
+from .hooks import method_of, overridden
 from .loss import LossReader
 
 if TYPE_CHECKING:
@@ -37,6 +37,18 @@ class ManualStep:
 
     def finish_window(self) -> None:
         """Step with the micro-batches there are, when no more will come; nothing waits in this form."""
+
+
+class FreeStep(ManualStep):
+    """For a module without optimizers: there is nothing to update, and each batch counts as a step."""
+
+    def __call__(self, batch: Any, batch_idx: int) -> Outputs:
+        output = self.forward(batch, batch_idx)
+        state = self.state
+        state.stepped = True
+        state.global_step += 1
+        state.updates += 1
+        return output
 
 
 class TrainStep(ManualStep):
@@ -65,7 +77,8 @@ class TrainStep(ManualStep):
         self.take = strategy.optimizer_step
         own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
         plain = type(self.optimizer).zero_grad is Optimizer.zero_grad and own_zero is None
-        self.clear = clear_gradients if plain else partial(self._zero_grad, module.optimizer_zero_grad)
+        zero_grad = method_of(module, "optimizer_zero_grad", TrainingModule)
+        self.clear = clear_gradients if plain else partial(self._zero_grad, zero_grad)
 
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
         from .module import TrainingModule
@@ -213,9 +226,9 @@ class IteratorStep(ManualStep):
         if batch.taken == taken:
             raise RuntimeError(
                 "training_step(dataloader_iter) returned without calling next(dataloader_iter), so training would "
-                "never "
-                "advance. Call it once: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
+                "never advance. Call it once: batch, batch_idx, dataloader_idx = next(dataloader_iter)."
             )
+        self.step.state.is_last_batch |= batch.exhausted
         return outputs
 
 
@@ -231,7 +244,9 @@ def choose_step(trainer: Trainer, forward: Callable[..., Any], losses: LossReade
     from .module import TrainingModule
 
     module = trainer.training_module
-    if not module.automatic_optimization or not trainer.optimizers:
+    if not trainer.optimizers:
+        return FreeStep(trainer, forward)
+    if not module.automatic_optimization:
         return ManualStep(trainer, forward)
     closed = overridden(module, "optimizer_step", TrainingModule) is not None or isinstance(
         trainer.optimizers[0], LBFGS

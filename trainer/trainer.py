@@ -16,6 +16,7 @@ from ..strategies.base import Strategy
 from ..strategies.choose import choose_strategy
 from ..strategies.precision.base import Precision
 from . import arguments as check
+from . import phases
 from .attach import attach
 from .defaults import choose_callbacks, choose_loggers
 from .environment import numerics
@@ -316,7 +317,11 @@ class Trainer(TrainerStatus):
         self._metrics.drain()
         for logger in self.loggers if self.is_global_zero else []:
             logger.save()
-        checkpoint = gather(self, bool(weights_only))
+        place = self._metrics.enter(phases.SAVE)
+        try:
+            checkpoint = gather(self, bool(weights_only))
+        finally:
+            self._metrics.back(place)
         if self.is_global_zero:
             file.write(checkpoint, filepath)
         self.strategy.barrier("save_checkpoint")
@@ -403,6 +408,8 @@ class Trainer(TrainerStatus):
             self._run_all(jobs, hidden=failed)
         finally:
             self.state.fn = self.state.stage = None
+            if self._module is not None:
+                self._module._end_run()
 
     @staticmethod
     def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:

@@ -110,7 +110,7 @@ def test_none_means_no_optimizer_and_is_told(quiet: dict[str, Any]) -> None:
     trainer = Trainer(max_epochs=1, **quiet)
     with pytest.warns(UserWarning, match="returned None: fit runs without an optimizer"):
         trainer.fit(module, [torch.ones(1)] * 2)
-    assert (trainer.global_step, trainer.state.batches) == (0, 2)
+    assert (trainer.global_step, trainer.state.batches) == (2, 2)
 
 
 def test_by_hand_two_optimizers_are_stepped_counted_and_seen_by_hooks(quiet: dict[str, Any]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .batches import Batches
+
+if TYPE_CHECKING:
+    from ..metrics import MetricStore
 
 
 class HandOver:
@@ -14,11 +17,13 @@ class HandOver:
     Args:
         batches: prepared with look-ahead, so that the last batch is known.
         start: index of the first batch.
+        metrics: told of each batch, whose size weighs what is logged.
     """
 
-    def __init__(self, batches: Batches, start: int = 0) -> None:
+    def __init__(self, batches: Batches, start: int, metrics: MetricStore) -> None:
         self._batches = batches
         self._start = start
+        self._metrics = metrics
         self._iterator: Iterator[Any] = iter(())
         self.taken = 0
 
@@ -38,6 +43,6 @@ class HandOver:
             yield self
 
     def __next__(self) -> tuple[Any, int, int]:
-        batch = next(self._iterator)
+        batch = self._metrics.batch = next(self._iterator)
         self.taken += 1
         return batch, self._start + self.taken - 1, 0
