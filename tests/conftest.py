@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +72,15 @@ def no_leftovers(fresh_start: None) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         torch.autograd.set_detect_anomaly(False)
+
+
+@pytest.fixture
+def quiet() -> dict[str, Any]:
+    """Trainer arguments that switch off everything optional."""
+    return {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }

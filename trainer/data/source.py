@@ -85,10 +85,9 @@ class DataSource:
         trainer = self.trainer
         if trainer.fast_dev_run:
             return int(trainer.fast_dev_run)
-        if trainer.overfit_batches and stage in ("train", "validate"):
-            return trainer.overfit_batches
         name = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}[stage]
-        return getattr(trainer, f"limit_{name}_batches")
+        limit = getattr(trainer, f"limit_{name}_batches")
+        return trainer.overfit_batches if trainer.overfit_batches and name in ("train", "val") and limit else limit
 
     # ---- training --------------------------------------------------------------------------------------------------
 

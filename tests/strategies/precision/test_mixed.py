@@ -16,13 +16,6 @@ from paceline.loggers import CSVLogger
 from paceline.strategies import MixedPrecision, SingleDevice
 
 
-@pytest.fixture
-def quiet() -> dict[str, Any]:
-    """Trainer arguments that switch off everything optional."""
-    switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return {"accelerator": "cpu", **dict.fromkeys(switches, False)}
-
-
 def batches(count: int = 6) -> list[Tensor]:
     return list(torch.randn(count * 4, 4, generator=torch.Generator().manual_seed(2)).split(4))
 
