@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +221,7 @@ class Trainer(TrainerStatus):
             weights_only: None or True, which is always so: a file never runs code.
         """
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
-        return self._run(Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
+        return self._start(Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
 
     def validate(
         self,
@@ -242,7 +243,7 @@ class Trainer(TrainerStatus):
             weights_only: None or True, which is always so: a file never runs code.
         """
         loaders = {"validate": dataloaders}
-        results = self._run(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
+        results = self._start(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
         if verbose and self.is_global_zero:
             show_results(results, "validate")
         return results
@@ -258,7 +259,7 @@ class Trainer(TrainerStatus):
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test data. Arguments and result as for :meth:`validate`."""
         loaders = {"test": dataloaders}
-        results = self._run(Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
+        results = self._start(Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
         if verbose and self.is_global_zero:
             show_results(results, "test")
         return results
@@ -286,7 +287,7 @@ class Trainer(TrainerStatus):
             What ``predict_step`` returned, a list over batches (with several loaders a list of those), or None.
         """
         keep = return_predictions is not False
-        self._run(Request("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, keep, weights_only))
+        self._start(Request("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, keep, weights_only))
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
@@ -359,6 +360,12 @@ class Trainer(TrainerStatus):
         self.current_batch_indices: list[int] | None = None
         self._ckpt_path = self._ckpt_asked = None
         self._brought = None
+
+    @property
+    def _start(self) -> Callable[[Request], Any]:
+        """What runs a request: this process, or the strategy's launcher in all of them."""
+        launcher = self.strategy.launcher
+        return self._run if launcher is None else partial(launcher, self._run)
 
     def _run(self, request: Request) -> Any:
         state = self.state

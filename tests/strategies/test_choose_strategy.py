@@ -147,6 +147,27 @@ def test_a_strategy_of_ones_own_is_driven_in_the_documented_order() -> None:
     ]
 
 
+def test_a_launcher_gets_the_run_and_gives_its_result() -> None:
+    launched: list[Any] = []
+
+    class Launches(SingleDevice):
+        @property
+        def launcher(self) -> Any:
+            def launch(run: Any, request: Any) -> Any:
+                launched.append(request.fn)
+                return run(request)
+
+            return launch
+
+    trainer = Trainer(**QUIET, strategy=Launches())
+    trainer.fit(Net(), [torch.ones(1)])
+    assert trainer.global_step == 1
+    module = Net()
+    module.predict_step = lambda batch, batch_idx: batch
+    assert trainer.predict(module, [torch.ones(1)]) == [torch.ones(1)]
+    assert launched == ["fit", "predict"]
+
+
 def test_gradients_are_synchronized_on_the_last_micro_batch_of_a_window_only() -> None:
     said: list[bool] = []
 
