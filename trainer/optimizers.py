@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -57,15 +58,17 @@ class ManagedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were."""
-        trainer = self._trainer
-        if not trainer.training_module.automatic_optimization:
+        trainer, state = self._trainer, self._trainer.state
+        automatic = trainer.training_module.automatic_optimization
+        if not automatic:
             if closure is None:
                 self._show_gradients()
             else:
                 closure = self._then_show(closure)
         stepped = trainer.strategy.optimizer_step(self.optimizer, closure)
+        if automatic and not state.window:  # the batch was skipped: there were no gradients
+            return False
         if stepped:
-            state = trainer.state
             state.global_step += 1
             if not state.stepped:
                 state.stepped = True
@@ -97,7 +100,12 @@ class ManagedOptimizer:
         return self._trainer.training_module.toggled_optimizer(self)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
+        if "optimizer" not in self.__dict__:  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ManagedOptimizer:
+        return ManagedOptimizer(copy.deepcopy(self.optimizer, memo), self._trainer)
 
     def __repr__(self) -> str:
         return f"ManagedOptimizer({self.optimizer!r})"

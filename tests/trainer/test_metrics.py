@@ -530,7 +530,7 @@ def test_each_hook_where_logging_makes_no_sense_refuses_it(hook: str, quiet: dic
 def test_a_sanity_check_hook_refuses_logging(hook: str, quiet: dict[str, Any]) -> None:
     callback = Callback()
     setattr(callback, hook, lambda trainer, pl_module: pl_module.log("v", 1.0))
-    with pytest.raises(RuntimeError, match="a sanity-check hook.*Log it in validation_step"):
+    with pytest.raises(RuntimeError, match=r"a sanity-check hook.*Log it in validation_step"):
         fit(Values(), batches(1), batches(1), quiet=quiet, callbacks=[callback])
 
 
@@ -681,7 +681,8 @@ def test_every_logged_value_of_a_batch_has_its_weight(quiet: dict[str, Any]) -> 
         module.log("c", batch.mean(), on_step=False, on_epoch=True, batch_size=2)
 
     trainer, _ = fit(Values(training_step=log), batches(4, 1, 3), quiet=quiet, max_epochs=2)
-    assert {k: float(v) for k, v in trainer.callback_metrics.items()} == pytest.approx({"a": 3.5, "b": 3.5, "c": 11.5 / 3})
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert found == pytest.approx({"a": 3.5, "b": 3.5, "c": 11.5 / 3})
 
 
 def test_a_step_that_fetches_its_batches_weighs_by_them(quiet: dict[str, Any], recwarn: Any) -> None:
@@ -770,7 +771,7 @@ def test_a_new_metric_object_each_step_is_refused(quiet: dict[str, Any]) -> None
     import torchmetrics
 
     module = Values(training_step=lambda m, b: m.log("v", torchmetrics.MeanMetric()))
-    with pytest.raises(ValueError, match="another MeanMetric object than before.*Create the metric once in __init__"):
+    with pytest.raises(ValueError, match=r"another MeanMetric object than before.*Create the metric once in __init__"):
         fit(module, batches(1, 1), quiet=quiet)
 
 
