@@ -49,6 +49,7 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
             configure_model()
     module.trainer = trainer  # also of modules that were made just now
     bind_hooks(trainer)
+    trainer._source.require("train" if request.fn == "fit" else request.fn)
     checkpoint = read_checkpoint(trainer, request, path)
     trainer.model = trainer.strategy.setup_module(module)
     if trainer.compile is not False:
@@ -99,6 +100,8 @@ def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, boo
         return trainer._module, True
     if not isinstance(module, TrainingModule):
         hint = ""
+        if any(isinstance(given, TrainingModule) for given in request.loaders.values()):
+            hint = " The module comes first, the loaders after it."
         if isinstance(module, type) and issubclass(module, TrainingModule):
             hint = f" Did you mean {module.__name__}()?"
         elif isinstance(module, nn.Module):
@@ -106,6 +109,10 @@ def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, boo
         raise TypeError(
             f"Trainer.{request.fn}() got {type(module).__name__} as its module; a TrainingModule object is "
             f"needed.{hint}"
+        )
+    if "_modules" not in vars(module):
+        raise TypeError(
+            f"{type(module).__name__}.__init__ did not call super().__init__(), so it is no module yet. Call it first."
         )
     return module, False
 
@@ -198,6 +205,11 @@ def check_steps(trainer: Trainer, fn: str) -> None:
             f"{owner} has no configure_optimizers, so fit cannot change its weights. Define it, for example: "
             f"return torch.optim.AdamW(self.parameters(), lr=1e-3).{misspelled(module, 'configure_optimizers')}"
         )
+    if fn == "predict" and overridden(module, "predict_step", TrainingModule) is None and not has_forward(module):
+        raise NotImplementedError(
+            f"{owner} has neither predict_step nor forward, so Trainer.predict() has nothing to run. Define "
+            "predict_step(self, batch, batch_idx)."
+        )
     for step in {"fit": ("training_step", "validation_step"), "predict": ("predict_step",)}.get(fn, (needed or "",)):
         if overridden(module, step, TrainingModule) is not None:
             check_step(module, step)
@@ -216,6 +228,11 @@ def check_steps(trainer: Trainer, fn: str) -> None:
             "training_step(dataloader_iter): the trainer "
             "does not see the batches it would count. Use training_step(batch, batch_idx), or accumulate in the step."
         )
+
+
+def has_forward(module: TrainingModule) -> bool:
+    """Whether the module says what ``self(x)`` is."""
+    return overridden(module, "forward", nn.Module) is not None
 
 
 def misspelled(module: TrainingModule, name: str) -> str:
@@ -261,6 +278,13 @@ def setup_optimizers(trainer: Trainer) -> None:
     """Make optimizers and schedulers."""
     module = trainer.training_module
     optimizers, trainer.lr_scheduler_configs = configure(module)
+    own = {id(parameter) for parameter in module.parameters()}
+    if optimizers and not any(id(p) in own for o in optimizers for group in o.param_groups for p in group["params"]):
+        messages.warn_once(
+            f"{type(module).__name__}.configure_optimizers() returned optimizers of parameters that are not the "
+            "module's, so no weight of it will change. Build them from self.parameters(), or make the trained network "
+            "an attribute."
+        )
     trainer.optimizers = trainer.strategy.setup_optimizers(optimizers)
 
 

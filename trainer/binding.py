@@ -45,6 +45,10 @@ def check_step(module: TrainingModule, name: str) -> None:
     step, owner = getattr(module, name), type(module).__name__
     if not callable(step):
         raise TypeError(f"{owner}.{name} is {step!r}, which cannot be called. Define {name}(self, batch, batch_idx).")
+    if inspect.iscoroutinefunction(step):
+        raise TypeError(
+            f"{owner}.{name} is a coroutine (async def), whose body would never run. Define it with def alone."
+        )
     if name == "training_step" or _required(step) < 3:
         _with_arguments(step, name, owner, several_loaders=False)
     else:

@@ -178,6 +178,9 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
     write = f"def {name}({', '.join(['self', *wanted])})"
     if not callable(method):
         raise TypeError(f"{type(owner).__name__}.{name} is {method!r}, which cannot be called. Write it as {write}.")
+    if inspect.iscoroutinefunction(method) or (name.startswith("on_") and inspect.isgeneratorfunction(method)):
+        kind = "a coroutine (async def)" if inspect.iscoroutinefunction(method) else "a generator (it yields)"
+        raise TypeError(f"{type(owner).__name__}.{name} is {kind}, whose body would never run. Write it as {write}.")
     try:
         signature = inspect.signature(method)
     except ValueError:  # a callable without a signature, written in C

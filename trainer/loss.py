@@ -113,10 +113,11 @@ class LossReader:
                 f"{self.owner} returned a loss of shape {tuple(loss.shape)}, which is not one number. "
                 "Return its mean: loss.mean()."
             )
-        if isinstance(output, Mapping) and loss is None:
+        if isinstance(output, Mapping) and "loss" not in output:
             what = f"a dict without 'loss' (keys: {', '.join(map(repr, output))})"
         else:
-            what = f"{type(loss).__name__} ({loss!r:.60})"
+            where = "a dict whose 'loss' is " if isinstance(output, Mapping) else ""
+            what = f"{where}{type(loss).__name__} ({loss!r:.60})"
         return TypeError(
             f"{self.owner} returned {what}, so there is nothing to run backward on. "
             "Return the loss tensor, or put it under 'loss'. Return None to skip this batch."

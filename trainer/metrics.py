@@ -109,8 +109,8 @@ class MetricStore:
             if same_moment and name in table and table[name].key == record.key:
                 raise ValueError(
                     f"self.log({name!r}, add_dataloader_idx=False) was called for the loaders {idx} and "
-                    f"{self._dataloader_idx}; one value would replace the other. Leave add_dataloader_idx out, or use "
-                    "a name for each loader."
+                    f"{self._dataloader_idx}; one value would replace the other. Leave add_dataloader_idx out, or "
+                    "use a name for each loader."
                 )
 
     def _weight(self, name: str) -> int:

@@ -59,16 +59,13 @@ class ManagedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were."""
         trainer, state = self._trainer, self._trainer.state
-        automatic = trainer.training_module.automatic_optimization
-        if not automatic:
-            if closure is None:
-                self._show_gradients()
-            else:
-                closure = self._then_show(closure)
+        by_hand = not trainer.training_module.automatic_optimization
+        if by_hand and closure is not None:
+            closure = self._then_show(closure)
+        elif by_hand:
+            self._show_gradients()
         stepped = trainer.strategy.optimizer_step(self.optimizer, closure)
-        if automatic and not state.window:  # the batch was skipped: there were no gradients
-            return False
-        if stepped:
+        if stepped and (by_hand or state.window):  # a window without a batch in it is no step
             state.global_step += 1
             if not state.stepped:
                 state.stepped = True

@@ -579,6 +579,33 @@ def test_saving_before_any_run_says_what_to_call(trainer: Trainer) -> None:
     refused(lambda: trainer.save_checkpoint("a.ckpt"), AttributeError, "'a.ckpt'", "no module to save", "Call fit")
 
 
+def test_a_module_given_after_its_loaders_is_told_the_order(trainer: Trainer) -> None:
+    refused(
+        lambda: trainer.fit(tiny_loader(), TinyModule()),  # type: ignore[arg-type]
+        TypeError,
+        "Trainer.fit() got DataLoader as its module",
+        "The module comes first, the loaders after it",
+    )
+
+
+def test_a_module_that_did_not_call_its_base_is_told_to(trainer: Trainer) -> None:
+    class Hasty(TinyModule):
+        def __init__(self) -> None:
+            self.__dict__["lr"] = 0.1
+
+    refused(
+        lambda: trainer.fit(Hasty(), tiny_loader()), TypeError, "Hasty.__init__", "super().__init__()", "Call it first"
+    )
+
+
+def test_a_fit_without_training_data_is_refused_before_the_sanity_check(trainer: Trainer) -> None:
+    module = TinyModule()
+    module.validation_step = lambda batch, batch_idx: pytest.fail("too late")  # type: ignore[method-assign]
+    refused(
+        lambda: trainer.fit(module, val_dataloaders=tiny_loader()), ValueError, "no data for training_step", "Pass a"
+    )
+
+
 # ---- the steps and what they return ----------------------------------------------------------------------------------
 
 
@@ -654,6 +681,28 @@ def test_a_step_that_takes_other_arguments_is_refused_before_anything_runs(
 
     module = type("Mine", (Bare,), {"training_step": step, "setup": setup})()
     refused(lambda: trainer.fit(module, tiny_loader()), TypeError, "Mine.", *parts)
+
+
+def test_a_prediction_without_step_and_forward_is_refused(trainer: Trainer) -> None:
+    refused(
+        lambda: trainer.predict(Bare(), tiny_loader()),
+        NotImplementedError,
+        "Bare has neither predict_step nor forward",
+        "nothing to run",
+        "Define predict_step(self, batch, batch_idx)",
+    )
+
+
+def test_an_async_step_is_refused(trainer: Trainer) -> None:
+    async def step(self: Any, batch: Any, batch_idx: int) -> None: ...
+
+    refused(
+        lambda: trainer.fit(with_method("training_step", step), tiny_loader()),
+        TypeError,
+        "Mine.training_step is a coroutine",
+        "never run",
+        "Define it with def alone",
+    )
 
 
 @pytest.mark.parametrize("name", ["validation_step", "test_step", "predict_step"])
@@ -855,6 +904,15 @@ def test_lbfgs_with_a_scaled_loss_is_refused_before_the_first_step(quiet: dict[s
     )
 
 
+def test_an_optimizer_of_another_networks_parameters_is_warned_about(trainer: Trainer) -> None:
+    other = nn.Linear(4, 1)
+    module = with_method("configure_optimizers", lambda self: torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.warns(
+        UserWarning, match=r"Mine\.configure_optimizers\(\).*not the module's.*Build them from self\.param"
+    ):
+        trainer.fit(module, tiny_loader())
+
+
 def test_several_optimizers_need_manual_optimization(trainer: Trainer) -> None:
     optimizers = lambda self: [torch.optim.SGD(self.parameters(), lr=0.1) for _ in "ab"]  # noqa: E731
     refused(
@@ -1023,6 +1081,34 @@ def test_a_modules_hook_with_another_signature_is_refused_at_attach_time(
         f"Mine.{name}(a, b, c, d, e) cannot be called with {wanted}",
         f"Write it as def {name}(self, ",
     )
+
+
+async def coroutine(self: Any, *args: Any) -> None: ...
+
+
+def generator(self: Any, *args: Any) -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind"), [(coroutine, "a coroutine (async def)"), (generator, "a generator (it yields)")]
+)
+def test_a_hook_whose_body_would_never_run_is_refused(hook: Any, kind: str, quiet: dict[str, Any]) -> None:
+    parts = (f"Mine.on_train_start is {kind}", "never run", "Write it as def on_train_start(self")
+    module = with_method("on_train_start", hook, TinyModule)
+    refused(lambda: Trainer(**quiet, max_epochs=1).fit(module, tiny_loader()), TypeError, *parts)
+    trainer = Trainer(**quiet, max_epochs=1, callbacks=callback_with(on_train_start=hook))
+    refused(lambda: trainer.fit(TinyModule(), tiny_loader()), TypeError, *parts)
+
+
+def test_a_loader_hook_may_be_a_generator(quiet: dict[str, Any]) -> None:
+    class Yields(TinyModule):
+        def train_dataloader(self) -> Any:
+            yield from tiny_loader()
+
+    trainer = Trainer(**quiet, max_epochs=1)
+    trainer.fit(Yields())
+    assert trainer.global_step == 4
 
 
 def test_a_hook_with_other_names_defaults_or_stars_is_accepted(quiet: dict[str, Any]) -> None:

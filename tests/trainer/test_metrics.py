@@ -681,8 +681,9 @@ def test_every_logged_value_of_a_batch_has_its_weight(quiet: dict[str, Any]) -> 
         module.log("c", batch.mean(), on_step=False, on_epoch=True, batch_size=2)
 
     trainer, _ = fit(Values(training_step=log), batches(4, 1, 3), quiet=quiet, max_epochs=2)
-    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert found == pytest.approx({"a": 3.5, "b": 3.5, "c": 11.5 / 3})
+    assert {k: float(v) for k, v in trainer.callback_metrics.items()} == pytest.approx(
+        {"a": 3.5, "b": 3.5, "c": 11.5 / 3}
+    )
 
 
 def test_a_step_that_fetches_its_batches_weighs_by_them(quiet: dict[str, Any], recwarn: Any) -> None:

@@ -57,6 +57,15 @@ class DataSource:
         """Whether there are loaders for a stage."""
         return self.given.get(stage) is not None or self._hook(stage) is not None
 
+    def require(self, stage: str) -> None:
+        """Raise if there are no loaders for a stage."""
+        if not self.defined(stage):
+            owner = type(self.trainer.training_module).__name__
+            raise ValueError(
+                f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule "
+                f"defines {HOOK[stage]}(). Pass a loader, or define the hook."
+            )
+
     def _hook(self, stage: str) -> Callable[[], Any] | None:
         from ..module import TrainingModule
 
@@ -68,14 +77,7 @@ class DataSource:
         if self.given.get(stage) is not None:
             return self.given[stage]
         hook = self._hook(stage)
-        owner = type(self.trainer.training_module).__name__
-        if hook is None:
-            raise ValueError(
-                f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule "
-                "defines "
-                f"{HOOK[stage]}(). Pass a loader, or define the hook."
-            )
-        loaders = hook()
+        loaders = self.require(stage) if hook is None else hook()
         if loaders is None:
             raise TypeError(f"{HOOK[stage]}() returned None. Return a DataLoader or another iterable over batches.")
         return loaders

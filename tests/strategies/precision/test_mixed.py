@@ -109,6 +109,31 @@ def test_gradients_of_both_optimizers_are_unscaled_exactly_once_before_the_hook(
         assert scaled == pytest.approx(norms(order, "32-true"), rel=0.02), order
 
 
+def test_a_closure_by_hand_is_unscaled_before_the_hook(quiet: dict[str, Any]) -> None:
+    class Closes(Two):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for which, optimizer in enumerate(self.optimizers()):
+
+                def closure(which: int = which, optimizer: Any = optimizer) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = self.loss(which, batch, batch_idx)
+                    self.manual_backward(loss)
+                    return loss
+
+                optimizer.step(closure)
+
+    def run(precision: Any) -> Two:
+        module = Closes("")
+        trainer = Trainer(**quiet, max_epochs=1, precision=precision)
+        trainer.fit(module, batches())
+        assert trainer.global_step == len(module.norms) == 2 * len(batches())
+        return module
+
+    plain, scaled = run("32-true"), run(MixedPrecision("16-mixed", scaler=grows(1024.0)))
+    assert min(plain.norms) > 0
+    assert scaled.norms == pytest.approx(plain.norms, rel=0.02)
+
+
 def test_an_optimizer_may_step_several_times_in_a_batch(quiet: dict[str, Any]) -> None:
     module = Two("BSBSbsBS")
     trainer = Trainer(**quiet, max_epochs=1, precision="16-mixed")
@@ -189,6 +214,7 @@ def test_a_skipped_batch_needs_no_gradients_to_check(quiet: dict[str, Any]) -> N
         trainer = Trainer(**quiet, max_epochs=1, precision=MixedPrecision("16-mixed", scaler=grows()))
         trainer.fit(module, batches())
         assert trainer.precision_plugin.skipped_steps == 0
+        assert trainer.global_step == trainer.state.updates == len(batches()) // 2
         assert not torch.equal(before, module.layer.weight)
 
 
