@@ -169,6 +169,12 @@ class FitLoop:
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
         metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # what the monitors logged themselves
+        if state.updates == 0 and not self.trainer.training_module.automatic_optimization:
+            messages.warn_once(
+                f"{type(self.trainer.training_module).__name__}.training_step stepped none of self.optimizers() in a "
+                "whole epoch, so global_step stands still and no step metrics reach the loggers. Call "
+                "self.optimizers().step() rather than step() of the optimizer itself."
+            )
         if complete:
             self.enter_next_epoch()
         if state.signum:

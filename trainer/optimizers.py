@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,12 @@ class ManagedOptimizer:
         return self._trainer.training_module.toggled_optimizer(self)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
+        if "optimizer" not in self.__dict__:  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ManagedOptimizer:
+        return ManagedOptimizer(copy.deepcopy(self.optimizer, memo), self._trainer)
 
     def __repr__(self) -> str:
         return f"ManagedOptimizer({self.optimizer!r})"

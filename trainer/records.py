@@ -187,8 +187,9 @@ class ExtremeRecord(Record):
             device = a.device if isinstance(a, Tensor) else b.device  # type: ignore[union-attr]
             pick = torch.minimum if self.reduction == "min" else torch.maximum
             return pick(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
-        smaller, larger = (b, a) if b < a else (a, b)
-        return b if b != b else smaller if self.reduction == "min" else larger
+        if a != a or b != b:
+            return math.nan
+        return min(a, b) if self.reduction == "min" else max(a, b)
 
     def compute(self, strategy: Strategy) -> Tensor | float:
         if self.extreme is None:

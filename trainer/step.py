@@ -170,8 +170,7 @@ class ClosureStep(TrainStep):
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS: it evaluates the loss of one batch "
-                "several "
-                "times, so gradients of earlier batches would be lost. Use a larger batch and "
+                "several times, so gradients of earlier batches would be lost. Use a larger batch and "
                 "accumulate_grad_batches=1."
             )
         self.managed = trainer._managed[0]
@@ -200,18 +199,28 @@ class ClosureStep(TrainStep):
                 self.complete()
             return loss
 
-        self.trainer.training_module.optimizer_step(state.epoch, batch_idx, self.managed, closure)
+        self.step_through_module(closure)
         if not evaluated:
             raise RuntimeError(
                 f"{type(self.trainer.training_module).__name__}.optimizer_step did not run the closure, so this "
-                "batch was not "
-                "trained on. Call optimizer.step(closure=optimizer_closure), or optimizer_closure() to skip the step."
+                "batch was not trained on. Call optimizer.step(closure=optimizer_closure), or optimizer_closure() to "
+                "skip the step."
             )
-        for hook in self.before_zero:
-            hook(self.optimizer)
-        self.clear(self.optimizer)
-        state.window = 0
         return evaluated[0]
+
+    def step_through_module(self, closure: Callable[[], Any]) -> None:
+        """The module's ``optimizer_step``; then clear, unless every batch of the window was skipped."""
+        state = self.state
+        self.trainer.training_module.optimizer_step(state.epoch, state.batch_idx, self.managed, closure)
+        if state.window:
+            for hook in self.before_zero:
+                hook(self.optimizer)
+            self.clear(self.optimizer)
+            state.window = 0
+
+    def finish_window(self) -> None:
+        if self.state.window:
+            self.step_through_module(self.complete)
 
 
 class IteratorStep(ManualStep):

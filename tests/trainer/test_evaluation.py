@@ -227,3 +227,94 @@ def test_without_a_module_the_last_one_is_tested(quiet: dict[str, Any]) -> None:
         trainer.test(dataloaders=loader())
     trainer.fit(Net(), loader())
     assert trainer.test(dataloaders=loader(), verbose=False) == [{"acc": 0.5}]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_validation_model_eval",
+        "on_validation_start",
+        "on_validation_epoch_start",
+        "on_validation_batch_start",
+        "on_validation_batch_end",
+        "on_validation_epoch_end",
+        "on_validation_end",
+    ],
+)
+def test_an_error_in_a_hook_leaves_modes_and_gradients_as_they_were(hook: str, quiet: dict[str, Any]) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError
+
+    module = Net()
+    before = [m.training for m in module.modules()]
+    setattr(module, hook, fail)
+    with pytest.raises(ZeroDivisionError):
+        Trainer(**quiet).validate(module, loader(), verbose=False)
+    assert [m.training for m in module.modules()] == before
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_a_module_may_keep_its_training_mode_in_validation(quiet: dict[str, Any]) -> None:
+    seen: list[bool] = []
+    module = Net()
+    module.on_validation_model_eval = lambda: None
+    module.validation_step = lambda batch: seen.append(module.training)
+    Trainer(**quiet).validate(module, loader(2), verbose=False)
+    assert seen == [True]
+
+
+def test_gradients_can_be_had_in_a_validation_without_inference_mode(quiet: dict[str, Any]) -> None:
+    found: list[Any] = []
+
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            with torch.enable_grad():
+                loss = self.body(batch[0]).sum()
+                found.extend(torch.autograd.grad(loss, list(self.body.parameters())))
+
+    module = Module()
+    Trainer(inference_mode=False, **quiet).validate(module, loader(2), verbose=False)
+    assert len(found) == len(list(module.body.parameters()))
+
+
+def test_predict_gives_dataloader_idx_and_keeps_the_loaders_apart(quiet: dict[str, Any]) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Module(Net):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:  # type: ignore[override]
+            seen.append((batch_idx, dataloader_idx))
+            return len(batch[0]) * 10 + dataloader_idx
+
+    loaders = [loader(4), loader(2)]
+    assert Trainer(**quiet).predict(Module(), loaders) == [[20, 20], [21]]
+    assert Trainer(**quiet).predict(Module(), loaders, return_predictions=False) is None
+    assert seen == [(0, 0), (1, 0), (0, 1)] * 2
+
+
+@pytest.mark.parametrize(("loaders", "want"), [(1, [0, 0]), (2, [0, 0, 1, 1])])
+def test_a_step_may_take_the_loaders_index_only(loaders: int, want: list[int], quiet: dict[str, Any]) -> None:
+    seen: list[int] = []
+    module = Net()
+    module.validation_step = lambda batch, dataloader_idx: seen.append(dataloader_idx)
+    Trainer(**quiet).validate(module, [loader(4)] * loaders if loaders > 1 else loader(4), verbose=False)
+    assert seen == want
+
+
+def test_a_decorated_step_is_seen_through(quiet: dict[str, Any]) -> None:
+    class Module(Net):
+        @torch.no_grad()
+        def validation_step(self, batch: Any) -> None:  # type: ignore[override]
+            self.log("rows", float(len(batch[0])))
+
+    assert Trainer(**quiet).validate(Module(), loader(4), verbose=False) == [{"rows": 2.0}]
+
+
+def test_each_pass_of_validation_starts_over(quiet: dict[str, Any]) -> None:
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("mean", batch[0].mean())
+            self.log("batches", 1.0, reduce_fx="sum")
+
+    trainer, data = Trainer(**quiet), loader(6)
+    assert [trainer.validate(Module(), data, verbose=False) for _ in range(2)] == [[{"mean": 5.5, "batches": 3.0}]] * 2

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from paceline import Trainer, TrainingModule
+from paceline.callbacks.base import HOOKS
+from paceline.trainer.hooks import MODULE_METHODS
 
 
 class Net(TrainingModule):
@@ -103,17 +105,34 @@ def test_freeze_and_unfreeze() -> None:
     assert all(p.requires_grad for p in module.parameters())
 
 
-def test_onnx_export_computes_the_same(tmp_path: Path) -> None:
+def test_onnx_export_computes_the_same_and_leaves_modes_and_trainer_alone(
+    tmp_path: Path, quiet: dict[str, Any]
+) -> None:
     onnx = pytest.importorskip("onnx")
     reference = pytest.importorskip("onnx.reference")
-    module = Net()
+    pytest.importorskip("onnxscript")
     path = tmp_path / "net.onnx"
-    module.to_onnx(path)
+
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asleep = nn.Dropout().eval()
+
+        def forward(self, x: Any) -> Any:
+            return self.asleep(self.layer(x))
+
+        def on_train_epoch_end(self) -> None:
+            self.to_onnx(path)
+            self.log("after", 1.0)
+            assert (self.training, self.asleep.training) == (True, False)
+
+    module, trainer = Module(), Trainer(max_epochs=1, **quiet)
+    trainer.fit(module, [torch.ones(1, 2)])
+    assert trainer.callback_metrics["after"] == 1.0
     onnx.checker.check_model(onnx.load(path))
     x = torch.rand(3, 2)
     (found,) = reference.ReferenceEvaluator(str(path)).run(None, {onnx.load(path).graph.input[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), module(x).detach())
-    assert module.training
     module.example_input_array = None
     with pytest.raises(ValueError, match=r"needs an example input\. Pass input_sample="):
         module.to_onnx(path)
@@ -146,3 +165,76 @@ def test_a_step_that_never_fetches_is_told(quiet: dict[str, Any]) -> None:
 def test_print_goes_through_the_trainer_or_straight_out(capsys: pytest.CaptureFixture[str]) -> None:
     Net().print("hello", 3)
     assert capsys.readouterr().out == "hello 3\n"
+
+
+class Whole(Net):
+    """Everything a run can call is there."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", self(batch).sum())
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test", self(batch).sum())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+NEEDED = {"fit": ("training_step", "configure_optimizers"), "validate": ("validation_step",), "test": ("test_step",)}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", [*HOOKS, *MODULE_METHODS])
+def test_none_stands_for_any_method_that_is_not_overridden(name: str, quiet: dict[str, Any]) -> None:
+    data = [torch.ones(1, 2)]
+    for entry in ("fit", "validate", "test", "predict"):
+        module = Whole()
+        setattr(module, name, None)
+        trainer = Trainer(max_epochs=1, gradient_clip_val=1.0, **quiet)
+        arguments = {"val_dataloaders": data} if entry == "fit" else {}
+        if name in NEEDED.get(entry, ()):
+            with pytest.raises(NotImplementedError, match=f"Whole has no {name}"):
+                getattr(trainer, entry)(module, data, **arguments)
+        else:
+            getattr(trainer, entry)(module, data, **arguments)
+            assert trainer.state.finished
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_step_that_fetches_its_batches_validates_and_schedules_at_the_epochs_end(
+    known: bool, quiet: dict[str, Any]
+) -> None:
+    class Endless:
+        def __iter__(self) -> Any:
+            return iter([torch.ones(1, 2)] * 3)
+
+    class Module(Whole):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
+            return self(batch).sum()
+
+        def on_validation_start(self) -> None:
+            validated.append(self.global_step)
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduled.append(self.global_step)
+            scheduler.step()
+
+    validated: list[int] = []
+    scheduled: list[int] = []
+    trainer = Trainer(max_epochs=2, num_sanity_val_steps=0, **quiet)
+    trainer.fit(Module(), [torch.ones(1, 2)] * 3 if known else Endless(), [torch.ones(1, 2)])
+    assert (validated, scheduled) == ([3, 6], [3, 6])
+
+
+def test_a_module_loaded_from_a_checkpoint_computes_the_same(tmp_path: Path, quiet: dict[str, Any]) -> None:
+    module = Net(3)
+    trainer = Trainer(max_epochs=1, **quiet)
+    trainer.fit(module, [torch.ones(1, 3)] * 2)
+    trainer.save_checkpoint(tmp_path / "net.ckpt")
+    found = Net.load_from_checkpoint(tmp_path / "net.ckpt")
+    assert found.hparams == {"width": 3}
+    assert torch.equal(found(torch.ones(1, 3)), module(torch.ones(1, 3)))
+    with pytest.raises(RuntimeError, match="of another shape"):
+        Net.load_from_checkpoint(tmp_path / "net.ckpt", width=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from typing import Any
 
 import pytest
@@ -247,3 +249,290 @@ def test_zero_grad_backward_and_clipping_can_be_overridden(quiet: dict[str, Any]
     Trainer(max_epochs=1, **quiet).fit(module, [torch.ones(1)])
     assert called == ["backward", "clip None", "zero 0 0"]
     assert module.a.bias.grad.item() == 0.0
+
+
+def test_an_empty_list_means_no_optimizer_and_is_told(quiet: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=r"returned \[\]: fit runs without an optimizer"):
+        Trainer(max_epochs=1, **quiet).fit(Two(lambda m: []), [torch.ones(1)])
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_without_optimizers_batches_count_so_that_max_steps_ends_the_run(manual: bool, quiet: dict[str, Any]) -> None:
+    trainer = Trainer(max_epochs=-1, max_steps=3, **quiet)
+    trainer.fit(Two(lambda m: None, manual=manual), [torch.ones(1)] * 2)
+    assert (trainer.global_step, trainer.current_epoch) == (3, 1)
+
+
+def test_stepping_past_the_managed_optimizer_is_told(quiet: dict[str, Any]) -> None:
+    class Module(Two):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.optimizers(use_pl_optimizer=False).step()
+
+    with pytest.warns(UserWarning, match=r"stepped none of self.optimizers\(\) in a whole epoch"):
+        Trainer(max_epochs=1, **quiet).fit(Module(sgd, manual=True), [torch.ones(1)])
+
+
+@pytest.mark.parametrize("precision", [None, "16-mixed"])
+def test_by_hand_with_a_closure_hooks_see_its_gradients(precision: Any, quiet: dict[str, Any]) -> None:
+    seen: list[Any] = []
+
+    class Module(Two):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> Any:
+                seen.append("closure")
+                optimizer.zero_grad()
+                loss = self.a(batch).float().sum() / 1024  # no overflow under a scale of 65536
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append(self.a.bias.grad.item() * 1024)
+
+    trainer = Trainer(max_epochs=1, precision=precision, **quiet)
+    trainer.fit(Module(sgd, manual=True), [torch.ones(1)] * 2)
+    assert seen == ["closure", 1.0, "closure", 1.0]
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_lbfgs_finds_the_minimum_of_a_quadratic(manual: bool, quiet: dict[str, Any]) -> None:
+    goal, curvature = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 10.0])
+
+    class Bowl(TrainingModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.tensor([3.0, -2.0]))
+            self.automatic_optimization = not manual
+
+        def loss(self) -> Any:
+            return (curvature * (self.x - goal) ** 2).sum()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if not manual:
+                return self.loss()
+            optimizer = self.optimizers()
+
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = self.loss()
+                self.manual_backward(loss)
+                return loss
+
+            return optimizer.step(closure) and None
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), max_iter=10)
+
+    module = Bowl()
+    trainer = Trainer(max_epochs=1, **quiet)
+    trainer.fit(module, [torch.ones(1)] * 3)
+    torch.testing.assert_close(module.x.detach(), goal)
+    assert trainer.global_step == 3
+
+
+class Adversaries(TrainingModule):
+    """Two networks against each other, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g, self.d = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        with self.toggled_optimizer(first):
+            self.manual_backward(-self.d(self.g(batch)).mean())
+            self.clip_gradients(first, 0.1, "norm")
+            first.step()
+            first.zero_grad()
+        with self.toggled_optimizer(second):
+            self.manual_backward(self.d(self.g(batch).detach()).mean() - self.d(batch).mean())
+            second.step()
+            second.zero_grad()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        first, second = Adam(self.g.parameters(), 1e-2), SGD(self.d.parameters(), 1e-2, momentum=0.9)
+        return [first, second], [StepLR(first, 1, 0.9), StepLR(second, 1, 0.8)]
+
+
+def test_two_optimizers_by_hand_do_what_a_plain_loop_does(quiet: dict[str, Any]) -> None:
+    data = [torch.randn(4, 2) for _ in range(5)]
+    module = Adversaries()
+    plain = copy.deepcopy(module)
+    trainer = Trainer(max_epochs=2, **quiet)
+    trainer.fit(module, data)
+    (first, second), schedulers = plain.configure_optimizers()
+    for batch in data * 2:
+        (-plain.d(plain.g(batch)).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(plain.g.parameters(), 0.1)
+        first.step()
+        plain.zero_grad()
+        (plain.d(plain.g(batch).detach()).mean() - plain.d(batch).mean()).backward()
+        second.step()
+        plain.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+    assert (trainer.global_step, trainer.state.updates) == (20, 10)
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_toggling_one_after_the_other_without_undoing_is_undone_at_once(quiet: dict[str, Any]) -> None:
+    seen: list[list[bool]] = []
+
+    class Module(Two):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.a.bias.requires_grad_(False)
+            self.toggle_optimizer(first)
+            self.toggle_optimizer(second)
+            seen.append([p.requires_grad for p in self.parameters()])
+            self.untoggle_optimizer(second)
+            seen.append([p.requires_grad for p in self.parameters()])
+
+    Trainer(max_epochs=1, **quiet).fit(Module(pair, manual=True), [torch.ones(1)])
+    assert seen == [[False, False, True, True], [True, False, True, True]]
+
+
+ARGUMENTS = [
+    {},
+    {"accumulate_grad_batches": 3},
+    {"gradient_clip_val": 0.1},
+    {"precision": "bf16-mixed"},
+    {"precision": "16-mixed", "accumulate_grad_batches": 2},
+]
+
+
+class Net(TrainingModule):
+    """Notes the hooks of a step; returns ``num_items`` if asked to."""
+
+    def __init__(self, items: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, 1)
+        self.items = items
+        self.order = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch).pow(2).mean()
+        return {"loss": loss, "num_items": len(batch)} if self.items else loss
+
+    def on_before_backward(self, loss: Any) -> None:
+        self.order += "b"
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.order += "s"
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.order += "z"
+
+    def configure_optimizers(self) -> Any:
+        return Adam(self.parameters(), 0.05)
+
+
+class Closed(Net):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.order += "."
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+@pytest.mark.parametrize("items", [False, True])
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_an_override_that_only_passes_on_changes_nothing(
+    arguments: dict[str, Any], items: bool, quiet: dict[str, Any]
+) -> None:
+    data = [torch.randn(size, 3) for size in (2, 5, 3, 4, 1, 2, 7)]
+    straight, closed = Net(items), Closed(items)
+    steps = []
+    for module in (straight, closed):
+        trainer = Trainer(max_epochs=2, **quiet, **arguments)
+        trainer.fit(module, data)
+        steps.append((trainer.global_step, trainer.state.updates, module.order.replace(".", "")))
+    assert torch.equal(straight.layer.weight, closed.layer.weight)
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("kind", [Net, Closed])
+def test_a_skipped_batch_is_no_step(kind: type[Net], quiet: dict[str, Any]) -> None:
+    class Module(kind):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if batch_idx == 1 else None
+
+    module = Module()
+    trainer = Trainer(max_epochs=1, **quiet)
+    trainer.fit(module, [torch.ones(1, 3)] * 3)
+    assert (trainer.global_step, trainer.state.updates, module.order.replace(".", "")) == (1, 1, "bsz")
+
+
+def test_a_window_cut_short_goes_through_the_override(quiet: dict[str, Any]) -> None:
+    module = Closed()
+    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 4 else None
+    trainer = Trainer(max_epochs=1, accumulate_grad_batches=3, **quiet)
+    trainer.fit(module, [torch.ones(1, 3)] * 9)
+    assert module.order == "bb.bszb.sz"
+    assert trainer.global_step == 2
+
+
+def test_a_module_that_holds_a_managed_optimizer_can_be_copied(quiet: dict[str, Any]) -> None:
+    class Module(Net):
+        def on_train_start(self) -> None:
+            self.mine = self.optimizers()
+            other = copy.deepcopy(self)
+            assert other.mine.param_groups[0]["params"][0] is other.layer.weight
+            assert copy.copy(self.mine).optimizer is self.mine.optimizer
+
+    Trainer(max_epochs=1, **quiet).fit(Module(), [torch.ones(1, 3)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"interval": "epoch"}, [1.0] * 8),
+        ({"interval": "step"}, [1.0, 1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625]),
+        ({"interval": "step", "frequency": 2}, [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]),
+    ],
+    ids=str,
+)
+def test_a_plateau_scheduler_advances_by_epochs_or_steps(
+    settings: dict[str, Any], rates: list[float], quiet: dict[str, Any]
+) -> None:
+    found: list[float] = []
+    module = Net()
+    optimizer = SGD(module.parameters(), 1.0)
+    plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    module.validation_step = lambda batch, batch_idx: module.log("val", 1.0)
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: found.append(optimizer.param_groups[0]["lr"])
+    module.configure_optimizers = lambda: {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": plateau, "monitor": "val", **settings},
+    }
+    trainer = Trainer(max_epochs=2, val_check_interval=1, **quiet)
+    trainer.fit(module, [torch.ones(1, 3)] * 4, [torch.ones(1, 3)])
+    assert found == rates
+
+
+def test_a_plateau_scheduler_may_monitor_what_the_module_logs_at_the_epochs_end(quiet: dict[str, Any]) -> None:
+    seen: list[float] = []
+    module = Net()
+    optimizer = SGD(module.parameters(), 1.0)
+    module.configure_optimizers = lambda: {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "late"},
+    }
+    module.on_train_epoch_end = lambda: module.log("late", float(module.current_epoch))
+    module.lr_scheduler_step = lambda scheduler, metric: seen.append(metric.item())
+    Trainer(max_epochs=2, **quiet).fit(module, [torch.ones(1, 3)])
+    assert seen == [0.0, 1.0]
+
+
+def test_a_scheduler_made_for_steps_is_told_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="paceline"):
+        for _ in range(2):
+            configure(Two(lambda m: ([o := sgd(m)], [OneCycleLR(o, 0.1, total_steps=3)])))
+    assert caplog.text.count("OneCycleLR advances every optimizer step, so interval='step' is used") == 1
