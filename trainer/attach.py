@@ -74,9 +74,10 @@ def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None) -> dict[str, 
         trainer.max_epochs = 1000
     if checkpoint is not None:
         _restore_model(trainer, checkpoint, callbacks=True)
+    trainer.model = trainer.strategy.wrap_for_training(trainer.model)
     setup_optimizers(trainer)
     if checkpoint is None and trainer.state.batches == 0:
-        trainer.state.shuffle_seed = torch.initial_seed() % 2**63
+        trainer.state.shuffle_seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63)
     for hook in trainer._hooks.on_fit_start:
         hook()
     log_hyperparameters(trainer)

@@ -69,7 +69,7 @@ class TrainStep(ManualStep):
         self.accumulate = trainer.accumulate_grad_batches
         self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
         self.before_step, self.before_zero = hooks.on_before_optimizer_step, hooks.on_before_zero_grad
-        self.sync = strategy.sync_gradients if strategy.communicates_gradients else None
+        self.sync = strategy.sync_gradients if strategy.communicates_gradients and self.accumulate > 1 else None
         own_backward = overridden(module, "backward", TrainingModule)
         self.backward = partial(strategy.backward, how=own_backward) if own_backward else strategy.backward
         self.unscale = strategy.unscale_gradients if strategy.precision.scaler is not None else None
@@ -127,6 +127,8 @@ class TrainStep(ManualStep):
 
     def finish_window(self) -> None:
         if self.state.window:
+            if self.sync is not None:
+                self.trainer.strategy.complete_gradients(self.optimizer)
             self.update()
 
     def update(self) -> None:
@@ -220,6 +222,8 @@ class ClosureStep(TrainStep):
 
     def finish_window(self) -> None:
         if self.state.window:
+            if self.sync is not None:
+                self.trainer.strategy.complete_gradients(self.optimizer)
             self.step_through_module(self.complete)
 
 

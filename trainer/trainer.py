@@ -365,7 +365,12 @@ class Trainer(TrainerStatus):
     def _start(self) -> Callable[[Request], Any]:
         """What runs a request: this process, or the strategy's launcher in all of them."""
         launcher = self.strategy.launcher
-        return self._run if launcher is None else partial(launcher, self._run)
+        return self._run if launcher is None else partial(self._run_elsewhere, launcher)
+
+    def _run_elsewhere(self, launcher: Callable[..., Any], request: Request) -> Any:
+        from .elsewhere import run_and_report, take_over
+
+        return take_over(self, request, launcher(run_and_report, self, request))
 
     def _run(self, request: Request) -> Any:
         state = self.state
@@ -383,7 +388,10 @@ class Trainer(TrainerStatus):
                     raise interruption(state.signum)
             failed = False
         except BaseException as error:
-            self._fail(error)
+            better = self.strategy.explain(error)
+            self._fail(better or error)
+            if better is not None:
+                raise better from error
             raise
         finally:
             self._teardown(request.fn, failed)
@@ -397,6 +405,8 @@ class Trainer(TrainerStatus):
     def _fail(self, error: BaseException) -> None:
         """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
         self.state.status = "interrupted"
+        if not self.state.signum:
+            self.strategy.abandon()
         self._run_all([lambda: self._metrics.drain()])
         if self._hooks is not None:
             self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
