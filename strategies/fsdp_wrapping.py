@@ -31,10 +31,7 @@ def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     """
     if policy in (None, "root", "none"):
         return {}
-    if policy == "auto":
-        found = _repeated_blocks(root)
-    else:
-        found = find_modules(root, policy, "wrap", smallest=True)
+    found = _repeated_blocks(root) if policy == "auto" else find_modules(root, policy, "wrap", smallest=True)
     tied = _tied_modules(root, found)
     if tied:
         messages.info_once(

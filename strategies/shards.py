@@ -28,7 +28,7 @@ def whole(value: Any, keep: bool, known: dict[int, Tensor] | None = None) -> Any
         return type(value)(whole(inner, keep, known) for inner in value)
     if isinstance(value, DTensor):
         if id(value) not in known:
-            full = value.detach().full_tensor()
+            full = value.full_tensor().detach()
             known[id(value)] = full.cpu() if keep else full.to("meta")
         return known[id(value)]
     return value.detach().cpu() if isinstance(value, Tensor) else value
@@ -85,10 +85,12 @@ def _power_sum(locals_: list[Tensor], norm_type: float) -> Tensor:
     filled = [tensor for tensor in locals_ if tensor.numel()]
     if not filled:
         return torch.zeros((), device=locals_[0].device, dtype=_wide(locals_[0].dtype))
-    norms = torch.stack(
-        [norm.to(filled[0].device) for norm in torch._foreach_norm(filled, norm_type, dtype=_wide(filled[0].dtype))]
-    )
+    norms = torch.stack([norm.to(filled[0].device) for norm in _norms(filled, norm_type)])
     return norms.max() if norm_type == torch.inf else norms.pow(norm_type).sum()
+
+
+def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    return torch._foreach_norm(tensors, norm_type, dtype=_wide(tensors[0].dtype))  # type: ignore[reportPrivateImportUsage]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import RanksFailed, ranks
+from processes import ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Trainer, TrainingModule
-from paceline.strategies import FSDPStrategy
+from paceline.strategies import DDPStrategy, FSDPStrategy
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
 QUIET: dict[str, Any] = {
@@ -83,21 +85,24 @@ class Tokens(Dataset):
         return self.data[index]
 
 
-def loader(rank: int = 0, world: int = 1, batches: int = 10, size: int = 8) -> DataLoader:
+def loader(rank: int = 0, world: int = 1, batches: int = 10, size: int = 12) -> DataLoader:
     """``batches`` global batches of ``size`` samples, of which each rank sees its share."""
     share = size // world
     order = [b * size + rank * share + i for b in range(batches) for i in range(share)]
     return DataLoader(Tokens(batches * size), batch_size=share, sampler=order)
 
 
-def train(module: TrainingModule, strategy: Any = "single_device", world: int = 1, **arguments: Any) -> Trainer:
-    import os
-
-    rank = int(os.environ.get("RANK", 0))
-    batches = arguments.pop("batches", 10)
-    path = arguments.pop("ckpt_path", None)
-    trainer = Trainer(strategy=strategy, max_epochs=1, **{**QUIET, **arguments})
-    trainer.fit(module, loader(rank, world, batches), ckpt_path=path)
+def train(
+    module: TrainingModule,
+    strategy: Any = "single_device",
+    world: int = 1,
+    batches: int = 10,
+    ckpt_path: Any = None,
+    **arguments: Any,
+) -> Trainer:
+    """A fit over this rank's share of the global batches."""
+    trainer = Trainer(strategy=strategy, **{**QUIET, "max_epochs": 1, **arguments})
+    trainer.fit(module, loader(int(os.environ.get("RANK", 0)), world, batches), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -105,11 +110,14 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
     return trainer.strategy.model_state(trainer.training_module)
 
 
-def on_ranks(world: int, make: Any, strategy: Any, **arguments: Any) -> dict[str, Tensor]:
+def on_ranks(world: int, make: Any, strategy: Any, save: Any = None, **arguments: Any) -> dict[str, Tensor]:
     """The weights after a fit on ``world`` processes."""
 
     def run() -> Any:
-        return weights(train(make(), strategy(), world, **arguments))
+        trainer = train(make(), strategy(), world, **arguments)
+        if save is not None:
+            trainer.save_checkpoint(save)
+        return weights(trainer)
 
     return ranks(world, run)[0]
 
@@ -122,9 +130,8 @@ def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.2, momentum=0.9),
-    "adamw": partial(
-        torch.optim.AdamW, lr=1e-2, eps=1e-4
-    ),  # smaller, it would divide rounding errors by rounding errors
+    # with a smaller eps, a gradient that is rounding error alone (of the keys' bias) would make a step of full size
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, eps=1e-4),
 }
 #: What float64 leaves of another order of summation after ten steps.
 EXACT = 1e-11
@@ -141,3 +148,52 @@ def test_ten_steps_equal_one_process_with_the_global_batch(optimizer: str, tied:
 
 def test_ten_steps_in_float32_equal_one_process_to_a_few_roundings() -> None:
     assert furthest(weights(train(Transformer())), on_ranks(2, Transformer, FSDPStrategy)) < 2e-6
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+DOUBLE: dict[str, Any] = {"precision": "64-true", "batches": 4}
+ADAMW = partial(Transformer, True, OPTIMIZERS["adamw"])
+PLACES: dict[str, tuple[int, Any]] = {
+    "single": (1, "single_device"),
+    "ddp x2": (2, DDPStrategy),
+    "fsdp x2": (2, FSDPStrategy),
+    "fsdp x3": (3, FSDPStrategy),
+    "hybrid 2x2": (4, partial(FSDPStrategy, data_parallel_replicate=2)),
+}
+
+
+def run_at(place: str, make: Any, save: Any = None, **arguments: Any) -> dict[str, Tensor]:
+    """The weights after a fit at one of ``PLACES``."""
+    world, strategy = PLACES[place]
+    if world > 1:
+        return on_ranks(world, make, strategy, save, **arguments)
+    trainer = train(make(), strategy, **arguments)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return weights(trainer)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("fsdp x2", place) for place in PLACES] + [("single", "fsdp x2"), ("ddp x2", "fsdp x2"), ("fsdp x3", "fsdp x2")],
+)
+def test_a_run_goes_on_under_another_strategy_as_if_it_had_not_stopped(first: str, then: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    run_at(first, ADAMW, path, **DOUBLE)
+    went_on = run_at(then, partial(ADAMW, seed=2), ckpt_path=path, max_epochs=2, **DOUBLE)
+    assert furthest(weights(train(ADAMW(), max_epochs=2, **DOUBLE)), went_on) < EXACT
+
+
+def test_a_file_written_under_fsdp_is_that_of_one_process(tmp_path: Path) -> None:
+    run_at("fsdp x2", ADAMW, tmp_path / "two.ckpt", **DOUBLE)
+    run_at("single", ADAMW, tmp_path / "one.ckpt", **DOUBLE)
+    one, two = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("one", "two"))
+    assert furthest(one["state_dict"], two["state_dict"]) < EXACT
+    assert all(type(value) is Tensor for value in two["state_dict"].values())
+    assert one["optimizer_states"][0]["param_groups"] == two["optimizer_states"][0]["param_groups"]
+    for index, state in one["optimizer_states"][0]["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(two["optimizer_states"][0]["state"][index][key], value, rtol=1e-9, atol=1e-15)
+    storages = {two["state_dict"][name].data_ptr() for name in ("embedding.weight", "head.weight")}
+    assert len(storages) == 1, "tied weights were written twice"
