@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
 from ..loggers import messages
@@ -220,7 +221,7 @@ class DistributedStrategy(Strategy):
         digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         with self._at(f"barrier {name!r}"):
             both = torch.tensor([digest, -digest])
-            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._host, async_op=True)
+            work: Any = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._host, async_op=True)
             work.wait(timeout or self.timeout)
         if both[0] != -both[1]:
             names = self.gather_objects(name)
@@ -273,9 +274,11 @@ def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torc
     """Join the process group of this process's cluster, or make one of its own; nothing if there is one."""
     if dist.is_initialized():
         return
-    with_device = {"device_id": device} if device.type == "cuda" else {}
+    with_device: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if cluster is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
+        dist.init_process_group(
+            backend, store=distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout, **with_device
+        )
     else:
         cluster.export()
         if os.environ.get(launch.LAUNCHED):

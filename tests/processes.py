@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -18,7 +19,7 @@ import torch.distributed as dist
 LIMIT_SECONDS = 120.0
 
 
-class RanksFailed(AssertionError):
+class RanksError(AssertionError):
     """Some ranks raised; ``errors`` has their exceptions by rank (None where there was none)."""
 
     def __init__(self, errors: list[BaseException | None], text: str) -> None:
@@ -33,7 +34,7 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
     process group is the function's part (a Trainer does). Returns what each returned, by rank.
 
     Raises:
-        RanksFailed: a rank raised, ended by itself, or did not end in ``limit`` seconds; the text has every traceback.
+        RanksError: a rank raised, ended by itself, or did not end in ``limit`` seconds; the text has every traceback.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     readers, pids = [], []
@@ -50,17 +51,15 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
         answers = _collect(readers, time.monotonic() + limit)
     finally:
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             os.waitpid(pid, 0)
         for reader in readers:
             os.close(reader)
     found = [_load(answer) for answer in answers]
     if any(error is not None for _, error, _ in found):
         text = "\n".join(f"rank {rank}: {story}" for rank, (_, error, story) in enumerate(found) if error is not None)
-        raise RanksFailed([error for _, error, _ in found], text)
+        raise RanksError([error for _, error, _ in found], text)
     return [value for value, _, _ in found]
 
 
