@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from ..loggers import messages
