@@ -276,9 +276,7 @@ def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torc
         return
     with_device: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if cluster is None:
-        dist.init_process_group(
-            backend, store=distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout, **with_device
-        )
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
         if os.environ.get(launch.LAUNCHED):

@@ -7,16 +7,18 @@ per flush, and on an accelerator without waiting for it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..loggers import messages
 from .data.batches import batch_size_of, conflicting_sizes
 from .phases import EVAL_BATCH, SETUP, Moment
-from .records import Options, Record, as_tensor, make_record
+from .records import REDUCTIONS, Options, Record, as_tensor, make_record
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
@@ -139,6 +141,32 @@ class MetricStore:
         self._sized = (batch, size)
         return size
 
+    @contextmanager
+    def muted(self, module: nn.Module) -> Iterator[None]:
+        """What is logged while the context is open counts for nothing, nor what torchmetrics of ``module`` see.
+
+        For a batch that a process runs only to keep step with the others. Names it logs for the first time are known
+        from then on, so that every process shares the same ones.
+        """
+        table, steps = self.records, self.steps_in_evaluation
+        before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
+        metrics = sys.modules.get("torchmetrics")
+        kept: list[Any] = [m for m in module.modules() if isinstance(m, metrics.Metric)] if metrics is not None else []
+        states = [(metric, metric._copy_state_dict(), metric._update_count) for metric in kept]
+        yield
+        for name, record in table.items():
+            record.reset()
+            record.seen = True
+            if name in before:
+                state, record.value, record.fresh, record.seen = before[name]
+                record.load(state)
+        for metric, state, updates in states:
+            metric.reset()
+            for attribute, value in state.items():
+                setattr(metric, attribute, value)
+            metric._update_count = updates
+        self.steps_in_evaluation = steps
+
     def _hook(self) -> str:
         return self._moment.name.format(stage=self._stage_word())
 
@@ -170,7 +198,7 @@ class MetricStore:
             if record.on_step and (value := record.step_value()) is not None:
                 found[record.step_key] = found[record.key] = as_tensor(value, record.dtype)
             if record.on_epoch and current and self.epoch_ended:
-                value = record.compute(self.strategy)
+                value = record.result(self.strategy)
                 found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
         return found
 
@@ -185,12 +213,19 @@ class MetricStore:
     def flush_step(self, stage_step: int, epoch: int) -> None:
         """Send the step values that are new since the last flush to the loggers."""
         fresh: dict[str, Any] = {}
+        shared: dict[tuple[Any, Any], list[str]] = {}
         for record in self.records.values():
             if record.fresh and record.on_step and record.logger:
                 record.fresh = False
                 value = record.step_value()
                 if value is not None:
                     fresh[record.step_key] = value
+                    if record.options.sync_dist and self.strategy.world_size > 1:
+                        op = record.reduction if record.reduction in REDUCTIONS else "mean"
+                        shared.setdefault((op, record.options.sync_dist_group), []).append(record.step_key)
+        for (op, group), keys in shared.items():
+            values = _stacked(torch.as_tensor(fresh[key], device=self.strategy.device) for key in keys)
+            fresh.update(zip(keys, self.strategy.reduce(values, op, group).unbind(), strict=True))
         self.drain(wait=False)
         if fresh:
             self._copies.append(_HostCopy(fresh, stage_step, epoch))
@@ -222,6 +257,17 @@ class MetricStore:
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
+    def end_epoch(self) -> None:
+        """The epoch's batches are done: its values can be computed, those that all processes share at once.
+
+        From then on one process may read them alone.
+        """
+        self.epoch_ended = True
+        if self.strategy.world_size > 1:
+            for _, record in self._stage_records(self.state.stage):
+                if record.seen and record.on_epoch and record.is_shared:
+                    record.result(self.strategy)
+
     def finish_epoch(self) -> list[Result]:
         """Compute the stage's epoch values and start over. Returns (loader, record, value) of each."""
         self.progress_bar_metrics()  # the bar's last look at step values, which are forgotten next
@@ -232,7 +278,7 @@ class MetricStore:
             if record.on_step and (value := record.step_value()) is not None:
                 self._keep(record, record.step_key, value)
             if record.on_epoch:
-                value = record.compute(self.strategy)
+                value = record.result(self.strategy)
                 results.append((dataloader_idx, record, value))
                 self._keep(record, record.epoch_key, value)
         for _, record in self._stage_records(self.state.stage):

@@ -44,6 +44,7 @@ class Record:
     Attributes:
         fresh: updated since the loggers last saw it.
         seen: updated since the epoch began.
+        shared: the epoch's value over all processes, if it was computed since the last update.
         dtype: of the tensors that numbers become for whoever monitors them.
     """
 
@@ -63,6 +64,7 @@ class Record:
         self.dtype = torch.get_default_dtype()
         self.fresh = self.seen = False
         self.value: Any = None
+        self.shared: Tensor | float | None = None
 
     def update(self, value: Any, batch_size: int | None) -> None:
         """Take in one call of ``self.log``."""
@@ -73,18 +75,30 @@ class Record:
         else:
             self.value = taken(self.key, value)
         self.fresh = self.seen = True
+        self.shared = None
 
     def step_value(self) -> Tensor | float | None:
         """The last value: a number, or a scalar tensor on its device; None before the first."""
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        """The epoch's value: a number, or a scalar tensor on its device."""
+        """The epoch's value: a number, or a scalar tensor on its device. Every process must call, if they share it."""
         raise NotImplementedError
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether computing the epoch's value takes all processes."""
+        return self.options.sync_dist
+
+    def result(self, strategy: Strategy) -> Tensor | float:
+        """The epoch's value, computed now unless it was computed since the last update."""
+        if self.shared is None:
+            self.shared = self.compute(strategy)
+        return self.shared
 
     def reset(self) -> None:
         """Start a new epoch."""
-        self.value = None
+        self.value = self.shared = None
         self.fresh = self.seen = False
 
     def dump(self) -> dict[str, Any]:
@@ -121,6 +135,7 @@ class SumRecord(Record):
         self.weight += weight
         self.value = value if self.graph else kept
         self.fresh = self.seen = True
+        self.shared = None
 
     def _add(self, value: Tensor, weight: int) -> Tensor | None:
         """Add a value on its device; return the copy to show as the step's value."""
@@ -192,11 +207,11 @@ class ExtremeRecord(Record):
         return min(a, b) if self.reduction == "min" else max(a, b)
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        if self.extreme is None:
-            raise RuntimeError(f"{self.key!r} has no value in this epoch. Log it at least once before it is computed.")
-        if not self.options.sync_dist or strategy.world_size == 1:
-            return self.extreme
-        value = torch.as_tensor(self.extreme, dtype=self.dtype).to(strategy.device)
+        shared = self.options.sync_dist and strategy.world_size > 1
+        if not shared:
+            return math.nan if self.extreme is None else self.extreme
+        none = math.inf if self.reduction == "min" else -math.inf  # a process without a batch has no say
+        value = torch.as_tensor(none if self.extreme is None else self.extreme, dtype=self.dtype).to(strategy.device)
         return strategy.reduce(value, "min" if self.reduction == "min" else "max", self.options.sync_dist_group)
 
     def reset(self) -> None:
@@ -226,6 +241,11 @@ class MetricRecord(Record):
                 "lost. Create the metric once in __init__ and log that object."
             )
         self.fresh = self.seen = True
+        self.shared = None
+
+    @property
+    def is_shared(self) -> bool:
+        return True
 
     def step_value(self) -> Tensor | float | None:
         if not self.seen:
