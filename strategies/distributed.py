@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ class DistributedStrategy(Strategy):
         *,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: str = "popen",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         numa: bool = False,
     ) -> None:
         self.precision = precision or Precision()
@@ -91,21 +91,21 @@ class DistributedStrategy(Strategy):
         self.precision.use_on(self.device)
         if cluster is not None:
             messages.set_rank(cluster.rank)
+        if os.environ.get(launch.LAUNCHED):
+            launch.register_failure_hook()
 
     @property
     def launcher(self) -> Callable[..., Any] | None:
         if dist.is_initialized() or find_cluster() is not None or len(self.devices) * self._nodes == 1:
             return None
-        kind = self.device.type
-        if self.start_method == "popen":
-            return partial(self._rerun, kind)
-        return lambda function, *args: launch.start(
-            function, args, len(self.devices), self.start_method, kind, numa=self.numa
-        )
+        return self._launch
 
-    def _rerun(self, kind: str, function: Callable[..., Any], *args: Any) -> Any:
-        """The command runs again, once a process, and comes here again in each; this process only waits for them."""
-        launch.rerun(len(self.devices), self._nodes, devices_kind=kind, numa=self.numa)
+    def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Start the processes: the command runs again and comes here again in each, or they call the function."""
+        kind, count = self.device.type, len(self.devices)
+        if self.start_method == "popen":
+            launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
+        return launch.start(function, args, count, self.start_method, kind, self.numa)
 
     def setup_environment(self) -> None:
         self._stand(find_cluster())
@@ -279,8 +279,6 @@ def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torc
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
-        if os.environ.get(launch.LAUNCHED):
-            launch.register_failure_hook()
         dist.init_process_group(
             backend, rank=cluster.rank, world_size=cluster.world_size, timeout=timeout, **with_device
         )
