@@ -62,7 +62,7 @@ class DistributedStrategy(Strategy):
             raise ValueError(messages.unknown(f"start_method for {type(self).__name__}", start_method, START_METHODS))
         self.process_group_backend = process_group_backend
         self.timeout = timeout
-        self.start_method = start_method
+        self.start_method: Literal["popen", "spawn", "fork", "forkserver"] = start_method
         self.numa = numa
         self.devices: list[torch.device] = []
         self._nodes = 1

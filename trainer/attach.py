@@ -126,8 +126,8 @@ def _unwrapped(module: Any) -> Any:
     if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return module
     messages.warn_once(
-        f"The module was given inside {type(module).__name__}; it is taken out, since the strategy wraps it itself. Pass "
-        "the module as it is and choose Trainer(strategy='ddp', devices=...)."
+        f"The module was given inside {type(module).__name__}; it is taken out, since the strategy wraps it itself. "
+        "Pass the module as it is and choose Trainer(strategy='ddp', devices=...)."
     )
     return module.module
 

@@ -35,9 +35,7 @@ class EvalLoop:
         gather: collect it from all ranks.
     """
 
-    def __init__(
-        self, trainer: Trainer, kind: Kind, keep_predictions: bool = False, gather: bool = False
-    ) -> None:
+    def __init__(self, trainer: Trainer, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
         self.trainer = trainer
         self.kind = kind
         self.word = WORDS[kind]
@@ -88,8 +86,6 @@ class EvalLoop:
         self.predictions, trainer.predict_batch_indices, trainer.current_batch_indices = [], [], None
         for idx, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
             self.run_loader(step, loader, limit, idx if len(loaders) > 1 else None)
-        if self.gather and trainer.world_size > 1:
-            self.predictions = [self.of_all_ranks(kept) for kept in self.predictions]
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_EPOCH_END)
         metrics.end_epoch()
         if self.kind == "predict":
@@ -156,7 +152,7 @@ class EvalLoop:
                 f"The {self.word} dataloader has a length of {known} batches, but yielded {batch_idx + 1} where "
                 f"{limit} were expected. Correct __len__, or remove it."
             )
-        self.predictions.append(kept)
+        self.predictions.append(self.of_all_ranks(kept) if self.gather else kept)
         trainer.predict_batch_indices.append(taken)
 
     def of_all_ranks(self, kept: list[Any]) -> list[Any]:

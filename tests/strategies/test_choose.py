@@ -11,7 +11,15 @@ import torch
 from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer
-from paceline.strategies import DDPStrategy, MixedPrecision, SingleDevice, Strategy, TruePrecision, choose, choose_strategy
+from paceline.strategies import (
+    DDPStrategy,
+    MixedPrecision,
+    SingleDevice,
+    Strategy,
+    TruePrecision,
+    choose,
+    choose_strategy,
+)
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 COUNT = itertools.count()
@@ -70,7 +78,7 @@ def test_a_packages_strategy_of_one_process_is_refused_several(
     arguments: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, ["mine"])
-    with pytest.raises(ValueError, match="has one process. Derive it from paceline.strategies.DistributedStrategy"):
+    with pytest.raises(ValueError, match=r"has one process\. Derive it from paceline\.strategies.DistributedStrategy"):
         Trainer(**QUIET, strategy="mine", accelerator="cpu", **arguments)
 
 

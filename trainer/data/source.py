@@ -12,7 +12,6 @@ from ...loggers import messages
 from ..hooks import overridden
 from .combined import length_of
 from .datamodule import DataModule
-from .sharding import last_share, shard_evaluation, shard_training
 from .loaders import (
     advise,
     count_batches,
@@ -22,6 +21,7 @@ from .loaders import (
     train_loader,
     without_shuffling,
 )
+from .sharding import last_share, shard_evaluation, shard_training
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
