@@ -29,7 +29,7 @@ class Batches:
         lookahead: fetch (and move) a batch before the one in front of it is handed out, so that the last one is known
             as such. If fetching fails, the batch in front of it is handed out first.
         limit: where the epoch ends if the loader does not end before; ``inf`` for nowhere. Nothing is fetched past it.
-        agree: with several processes whose loaders do not say how long they are: tells whether all of them have a batch.
+        agree: with several processes whose loaders do not say how long they are: whether all of them have a batch.
             The epoch ends for all when it ends for one; needs ``lookahead``.
         skip: how many batches at the beginning were done already (they count towards ``limit``). A map-style
             DataLoader jumps over them without loading anything, other loaders fetch and drop them.
