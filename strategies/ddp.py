@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,7 +62,7 @@ class DDPStrategy(DistributedStrategy):
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: str = "popen",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         numa: bool = False,
         **ddp_options: Any,
     ) -> None:
@@ -81,6 +82,14 @@ class DDPStrategy(DistributedStrategy):
         self._averager: Any = None
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
             raise ValueError(messages.unknown("ddp_comm_hook", ddp_comm_hook, HOOKS, ", or pass a function"))
+
+    def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
+        super().place(devices, num_nodes)
+        if self.hook[0] == "bf16" and self.device.type != "cuda":
+            raise ValueError(
+                f"DDPStrategy(ddp_comm_hook='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16' "
+                "there."
+            )
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 

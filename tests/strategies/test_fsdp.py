@@ -11,6 +11,7 @@ import pytest
 import torch
 from processes import ranks
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Trainer, TrainingModule
@@ -197,3 +198,54 @@ def test_a_file_written_under_fsdp_is_that_of_one_process(tmp_path: Path) -> Non
             torch.testing.assert_close(two["optimizer_states"][0]["state"][index][key], value, rtol=1e-9, atol=1e-15)
     storages = {two["state_dict"][name].data_ptr() for name in ("embedding.weight", "head.weight")}
     assert len(storages) == 1, "tied weights were written twice"
+
+
+# ---- one step --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clipping", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}])
+@pytest.mark.parametrize("place", ["fsdp x3", "hybrid 2x2"])
+def test_clipping_sees_whole_gradients(place: str, clipping: dict[str, Any]) -> None:
+    assert furthest(run_at("single", Transformer, **DOUBLE, **clipping), run_at(place, Transformer, **DOUBLE, **clipping)) < EXACT
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, torch.inf])
+def test_clip_by_norm_returns_the_norm_over_all_parts(norm_type: float) -> None:
+    def run() -> Any:
+        norms = []
+
+        class Clipped(Transformer):
+            def on_before_optimizer_step(self, optimizer: Any) -> None:
+                norms.append(self.trainer.strategy.clip_by_norm(self.parameters(), 0.05, norm_type))
+                norms.append(self.trainer.strategy.clip_by_norm(self.parameters(), 0.05, norm_type))
+
+        train(Clipped(), "single_device" if "RANK" not in os.environ else FSDPStrategy(), int(os.environ.get("WORLD_SIZE", 1)), 1, precision="64-true")
+        return norms
+
+    alone, (one, other, _) = run(), ranks(3, run)
+    assert one == other
+    assert type(one[0]) is Tensor
+    torch.testing.assert_close(one, alone)
+    assert alone[1].item() == pytest.approx(0.05, rel=1e-4)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_only_the_last_micro_batch_of_a_window_reduces_gradients(accumulate: int) -> None:
+    def run() -> Any:
+        with CommDebugMode() as counted:
+            train(Transformer(), FSDPStrategy(), 2, 6, accumulate_grad_batches=accumulate)
+        return {str(kind).split(".")[-1]: count for kind, count in counted.get_comm_counts().items()}
+
+    groups = 4  # three blocks and the root
+    counts = ranks(2, run)[0]
+    print(counts)
+    assert counts["reduce_scatter"] == groups * 6 / accumulate
+
+
+def test_a_window_that_ends_without_a_backward_still_counts_on_all_ranks() -> None:
+    class Skipping(Transformer):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return None if batch_idx == 4 else super().training_step(batch, batch_idx)
+
+    how = {"precision": "64-true", "batches": 5, "accumulate_grad_batches": 3}
+    assert furthest(run_at("single", Skipping, **how), run_at("fsdp x2", Skipping, **how)) < EXACT
