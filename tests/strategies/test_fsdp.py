@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from processes import ranks
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Trainer, TrainingModule
@@ -229,23 +231,142 @@ def test_clip_by_norm_returns_the_norm_over_all_parts(norm_type: float) -> None:
     assert alone[1].item() == pytest.approx(0.05, rel=1e-4)
 
 
+class Counted(TorchDispatchMode):
+    """How often each collective ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func.__name__.split(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_only_the_last_micro_batch_of_a_window_reduces_gradients(accumulate: int) -> None:
     def run() -> Any:
-        with CommDebugMode() as counted:
-            train(Transformer(), FSDPStrategy(), 2, 6, accumulate_grad_batches=accumulate)
-        return {str(kind).split(".")[-1]: count for kind, count in counted.get_comm_counts().items()}
+        counted = Counted()
 
-    groups = 4  # three blocks and the root
+        class Watched(Transformer):
+            def on_train_start(self) -> None:
+                counted.__enter__()
+
+            def on_train_end(self) -> None:
+                counted.__exit__(None, None, None)
+
+        train(Watched(), FSDPStrategy(), 2, 6, accumulate_grad_batches=accumulate)
+        return counted.calls
+
+    blocks, batches = 3, 6
     counts = ranks(2, run)[0]
-    print(counts)
-    assert counts["reduce_scatter"] == groups * 6 / accumulate
+    assert counts["reduce_scatter_base"] == (blocks + 1) * batches / accumulate  # the root is a group too
+    assert counts["allgather_base"] == (blocks + 1 + blocks) * batches  # the blocks' again for backward
 
 
-def test_a_window_that_ends_without_a_backward_still_counts_on_all_ranks() -> None:
-    class Skipping(Transformer):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return None if batch_idx == 4 else super().training_step(batch, batch_idx)
+def test_a_window_that_is_cut_short_by_a_hook_still_counts_on_all_ranks() -> None:
+    class Stopping(Transformer):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> Any:
+            return -1 if batch_idx == 5 else None
 
-    how = {"precision": "64-true", "batches": 5, "accumulate_grad_batches": 3}
-    assert furthest(run_at("single", Skipping, **how), run_at("fsdp x2", Skipping, **how)) < EXACT
+    how = {"precision": "64-true", "batches": 7, "accumulate_grad_batches": 3}
+    assert furthest(run_at("single", Stopping, **how), run_at("fsdp x2", Stopping, **how)) < EXACT
+    how["batches"] = 3
+    assert furthest(run_at("single", Stopping, **how), run_at("fsdp x2", Transformer, **how)) < EXACT
+
+
+# ---- precision -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_has_the_numbers_of_one_process(precision: str) -> None:
+    alone = run_at("single", Transformer, precision=precision)
+    together = run_at("fsdp x2", Transformer, precision=precision)
+    exact = run_at("single", Transformer)
+    print(precision, furthest(alone, together), furthest(alone, exact))
+    assert furthest(alone, together) < 1e-2
+
+
+def test_a_mixed_precision_policy_of_the_users_replaces_autocast() -> None:
+    def run() -> Any:
+        seen = set()
+
+        class Looking(Transformer):
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                seen.update([self.head.weight.dtype, loss.dtype, torch.is_autocast_enabled("cpu")])
+                return loss
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        trainer = train(Looking(), FSDPStrategy(mixed_precision=policy), 2, precision="bf16-mixed")
+        return seen, weights(trainer)
+
+    (seen, found), _ = ranks(2, run)
+    assert seen == {torch.bfloat16, False}
+    assert all(value.dtype is torch.float32 for value in found.values())
+    print(furthest(run_at("single", Transformer), found))
+
+
+def test_ranks_agree_on_an_overflow_that_one_of_them_has() -> None:
+    def run() -> Any:
+        rank = int(os.environ["RANK"])
+
+        class Overflowing(Transformer):
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                return loss * torch.inf if batch_idx == 1 and rank == 1 else loss
+
+        trainer = train(Overflowing(), FSDPStrategy(), 2, 4, precision="16-mixed")
+        return trainer.global_step, trainer.strategy.precision.skipped_steps, weights(trainer)
+
+    for steps, skipped, found in ranks(2, run):
+        assert (steps, skipped) == (3, 1)
+    assert all(value.is_meta or value.isfinite().all() for value in found.values())
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"wrap": None},
+        {"wrap": [Block, "Embedding"]},
+        {"wrap": 100},
+        {"wrap": lambda name, module: name.endswith("mlp")},
+        {"sharding": "grad_op"},
+        {"reshard_after_forward": False},
+        {"cpu_offload": True},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": ["MultiheadAttention", nn.Sequential]},
+        {"sharding": "hybrid"},
+        {"data_parallel_replicate": 2, "data_parallel_shard": 1},
+    ],
+    ids=str,
+)
+def test_every_way_to_shard_gives_the_same_numbers_and_names(arguments: dict[str, Any]) -> None:
+    how = {"precision": "64-true", "batches": 3, "accumulate_grad_batches": 2}
+    together = on_ranks(2, Transformer, partial(FSDPStrategy, **arguments), **how)
+    assert furthest(run_at("single", Transformer, **how), together) < EXACT
+
+
+def test_activation_checkpointing_runs_the_forward_again() -> None:
+    def run(policy: Any) -> int:
+        calls = []
+
+        class Counting(Block):
+            def forward(self, x: Tensor) -> Tensor:
+                calls.append(1)
+                return super().forward(x)
+
+        class Model(Transformer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList([Counting() for _ in range(3)])
+
+        train(Model(), FSDPStrategy(activation_checkpointing=policy), 2, 1)
+        return len(calls)
+
+    assert ranks(2, run, None) == [3, 3]
+    assert ranks(2, run, "Counting") == [6, 6]
