@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from processes import RanksError, ranks
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
@@ -205,10 +207,15 @@ def test_a_file_written_under_fsdp_is_that_of_one_process(tmp_path: Path) -> Non
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clipping", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}])
+@pytest.mark.parametrize(
+    "clipping", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}]
+)
 @pytest.mark.parametrize("place", ["fsdp x3", "hybrid 2x2"])
 def test_clipping_sees_whole_gradients(place: str, clipping: dict[str, Any]) -> None:
-    assert furthest(run_at("single", Transformer, **DOUBLE, **clipping), run_at(place, Transformer, **DOUBLE, **clipping)) < EXACT
+    assert (
+        furthest(run_at("single", Transformer, **DOUBLE, **clipping), run_at(place, Transformer, **DOUBLE, **clipping))
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, torch.inf])
@@ -221,7 +228,13 @@ def test_clip_by_norm_returns_the_norm_over_all_parts(norm_type: float) -> None:
                 norms.append(self.trainer.strategy.clip_by_norm(self.parameters(), 0.05, norm_type))
                 norms.append(self.trainer.strategy.clip_by_norm(self.parameters(), 0.05, norm_type))
 
-        train(Clipped(), "single_device" if "RANK" not in os.environ else FSDPStrategy(), int(os.environ.get("WORLD_SIZE", 1)), 1, precision="64-true")
+        train(
+            Clipped(),
+            "single_device" if "RANK" not in os.environ else FSDPStrategy(),
+            int(os.environ.get("WORLD_SIZE", 1)),
+            1,
+            precision="64-true",
+        )
         return norms
 
     alone, (one, other, _) = run(), ranks(3, run)
@@ -370,3 +383,157 @@ def test_activation_checkpointing_runs_the_forward_again() -> None:
 
     assert ranks(2, run, None) == [3, 3]
     assert ranks(2, run, "Counting") == [6, 6]
+
+
+def test_sizes_whose_product_is_not_the_number_of_processes_are_refused() -> None:
+    for sizes, shown in (
+        ((2, 2), "2 x 2 = 4 processes, but there are 3"),
+        ((2, None), "2 x 1 = 2"),
+        ((None, 2), "1 x 2 = 2"),
+    ):
+        strategy = FSDPStrategy(data_parallel_replicate=sizes[0], data_parallel_shard=sizes[1])
+        with pytest.raises(ValueError, match=shown):
+            strategy.place([torch.device("cpu")] * 3)
+
+
+def test_a_mesh_of_the_users_is_taken() -> None:
+    def run(shape: tuple[int, ...]) -> Any:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts")[: len(shape)])
+        module = Transformer()
+        train(module, FSDPStrategy(device_mesh=mesh), 2, 1)
+        return [str(placement) for placement in module.head.weight.placements]
+
+    assert ranks(2, run, (1, 2))[0] == ["R", "S(0)"]
+    assert ranks(2, run, (2,))[0] == ["S(0)"]
+
+
+def test_arguments_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'hybrid'"):
+        FSDPStrategy(sharding="hybird")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="state_dict_type"):
+        FSDPStrategy(state_dict_type="shards")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Pass a torch.distributed.fsdp.MixedPrecisionPolicy"):
+        FSDPStrategy(mixed_precision="bf16")  # type: ignore[arg-type]
+
+
+# ---- where weights come from -----------------------------------------------------------------------------------------
+
+
+def test_rank_0s_initial_weights_are_everybodys() -> None:
+    def run() -> Any:
+        module = Transformer(seed=int(os.environ["RANK"]))
+        module.register_buffer("mark", torch.full((2,), int(os.environ["RANK"]) + 7))
+        trainer = train(module, FSDPStrategy(), 2, 1, limit_train_batches=0)
+        return weights(trainer), module.mark
+
+    (found, mark), (_, other) = ranks(2, run)
+    found.pop("mark")
+    assert furthest(found, Transformer(seed=0).state_dict()) == 0
+    assert mark.tolist() == other.tolist() == [7, 7]
+
+
+def test_different_models_on_the_ranks_are_an_error_that_names_the_first_difference() -> None:
+    def run() -> None:
+        module = Transformer()
+        module.head = nn.Linear(WIDTH, VOCABULARY + int(os.environ["RANK"]))
+        train(module, FSDPStrategy(), 2, 1)
+
+    with pytest.raises(
+        RanksError, match=r"Transformer differs between the ranks: rank 0 has \('head.weight', \(11, 8\)"
+    ):
+        ranks(2, run)
+
+
+class Lazy(Transformer):
+    """Makes its layers in ``configure_model``, on the meta device if asked to."""
+
+    def __init__(self, meta: bool = True) -> None:
+        TrainingModule.__init__(self)
+        self.meta = meta
+        self.optimizer = OPTIMIZERS["sgd"]
+
+    def configure_model(self) -> None:
+        torch.manual_seed(3)
+        with torch.device("meta" if self.meta else "cpu"):
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+            self.bend = nn.BatchNorm1d(WIDTH)
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def test_layers_on_the_meta_device_get_the_values_that_one_process_gives_them() -> None:
+    how = {"precision": "64-true", "batches": 3}
+    assert furthest(run_at("single", partial(Lazy, False), **how), run_at("fsdp x2", Lazy, **how)) < EXACT
+
+
+def test_tied_layers_on_the_meta_device_stay_tied() -> None:
+    def run() -> Any:
+        class Tied(Lazy):
+            def configure_model(self) -> None:
+                super().configure_model()
+                self.head.weight = self.embedding.weight
+
+        module = Tied()
+        trainer = train(module, FSDPStrategy(), 2, 2)
+        return module.head.weight is module.embedding.weight, weights(trainer)
+
+    (tied, found), _ = ranks(2, run)
+    assert tied
+    assert torch.equal(found["head.weight"], found["embedding.weight"])
+
+
+def test_init_module_leaves_layers_without_memory_when_asked() -> None:
+    def run() -> Any:
+        class Empty(Lazy):
+            def configure_model(self) -> None:
+                with self.trainer.init_module(empty_init=True):
+                    self.meta = False
+                    TrainingModule.configure_model(self)
+                    self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+                    self.blocks = nn.ModuleList([Block() for _ in range(2)])
+                    self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+                self.scale = nn.Parameter(torch.ones(1))
+                empty.append(self.head.weight.is_meta)
+
+        empty: list[bool] = []
+        return weights(train(Empty(), FSDPStrategy(), 2, 2)), empty
+
+    (found, empty), _ = ranks(2, run)
+    assert empty == [True]
+    assert all(value.isfinite().all() for value in found.values())
+
+
+class Unfilled(Lazy):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.positions = nn.Module()
+        self.positions.table = nn.Parameter(torch.empty(LENGTH, WIDTH, device="meta"))
+
+
+def test_what_nobody_gives_a_value_is_an_error_that_names_it() -> None:
+    with pytest.raises(RanksError, match="nothing gives 'positions.table' a value"):
+        ranks(2, lambda: train(Unfilled(), FSDPStrategy(), 2, 1))
+
+
+def test_a_checkpoint_may_give_the_values_that_nobody_else_gives(tmp_path: Path) -> None:
+    class Filled(Unfilled):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.positions.table = nn.Parameter(torch.ones(LENGTH, WIDTH))
+
+    run_at("single", partial(Filled, False), tmp_path / "it.ckpt", batches=2)
+    found = run_at("fsdp x2", Unfilled, batches=2, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    assert (found["positions.table"] == 1).all()
+
+
+def test_init_weights_of_a_module_around_it_comes_after_a_layers_own() -> None:
+    class Constant(Lazy):
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 0.25)
+
+    found = ranks(2, lambda: weights(train(Constant(), FSDPStrategy(), 2, 1, limit_train_batches=0)))[0]
+    assert (found["head.weight"] == 0.25).all()
+    assert (found["blocks.2.mlp.0.weight"] == 0.25).all()
