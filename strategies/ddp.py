@@ -115,19 +115,27 @@ class DDPStrategy(DistributedStrategy):
 
     def _same_model(self, module: nn.Module) -> None:
         """Raise on every rank, naming the first difference, if the ranks built different models."""
-        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-        for rank, theirs in enumerate(self.gather_objects(mine)):
-            if theirs != mine:
-                pairs = zip(mine, theirs, strict=False)
-                here, there = next(
-                    ((a, b) for a, b in pairs if a != b),
-                    (f"{len(mine)} parameters", f"{len(theirs)} parameters"),
-                )
+        owner = type(module).__name__
+        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+        sums = {name: str(p.detach().double().sum().item()) for name, p in module.named_parameters()}
+        found = self.gather_objects((shapes, sums))
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != shapes:
+                pairs = zip(shapes, theirs, strict=False)
+                counts = (f"{len(shapes)} parameters", f"{len(theirs)} parameters")
+                here, there = next(((a, b) for a, b in pairs if a != b), counts)
                 raise RuntimeError(
-                    f"{type(module).__name__} differs between the ranks: rank {self.global_rank} has {here}, rank "
-                    f"{rank} has {there}. Build the same model on every rank: no layer may depend on the rank or on "
-                    "what a rank's share of the data holds."
+                    f"{owner} differs between the ranks: rank {self.global_rank} has {here}, rank {rank} has {there}. "
+                    "Build the same model on every rank: no layer may depend on the rank or on what a rank's share of "
+                    "the data holds."
                 )
+        odd = [name for name in sums if any(other[name] != sums[name] for _, other in found)]
+        if odd:
+            messages.info_once(
+                f"The ranks built {owner} with different weights ({', '.join(odd[:5])}"
+                f"{' ...' if len(odd) > 5 else ''}); all start from rank 0's. Call seed_everything "
+                "before you build it to have the same ones each time."
+            )
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         step = super().bind_step(step, wrapped, training)

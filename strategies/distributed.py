@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from ..loggers import messages
-from . import launch
+from . import batch_norm, launch
 from .base import ReduceOp, Strategy
 from .cluster import Cluster, find_cluster
 from .precision.base import Precision
@@ -70,6 +70,7 @@ class DistributedStrategy(Strategy):
         self._host: Any = None
         self._watch: Watch | None = None
         self._abandoned = False
+        self._synchronized: list[Any] = []
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class DistributedStrategy(Strategy):
             )
         if self._host is None:
             self._host = dist.new_group(backend="gloo", timeout=self.timeout)
-            self._watch = Watch(self.global_rank, self.world_size)
+            self._watch = Watch(self.global_rank, self.world_size, lambda: self.progress())
         self._abandoned = False
 
     @property
@@ -148,6 +149,21 @@ class DistributedStrategy(Strategy):
     @property
     def num_nodes(self) -> int:
         return self._cluster.num_nodes if self._cluster else self._nodes
+
+    # ---- module ----------------------------------------------------------------------------------------------------
+
+    def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
+        layers = batch_norm.trained(module)
+        if self.num_data_ranks == 1 or not layers:
+            return
+        if synchronize:
+            self._synchronized += batch_norm.synchronize(module, self.device)
+            return
+        messages.info_once(
+            f"{len(layers)} batch norms of {type(module).__name__} see one process's batch each, so the numbers differ "
+            f"from those of one process with all {self.num_data_ranks} batches. Trainer(sync_batchnorm=True) makes "
+            "them equal, at the cost of two small reductions a layer."
+        )
 
     # ---- communication ---------------------------------------------------------------------------------------------
 
@@ -263,9 +279,11 @@ class DistributedStrategy(Strategy):
 
     def teardown(self) -> None:
         self._abandoned = False
+        batch_norm.release(self._synchronized)
+        self._synchronized = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_host": None, "_watch": None}
+        return self.__dict__ | {"_host": None, "_watch": None, "progress": str}
 
 
 def _gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
