@@ -510,6 +510,36 @@ def test_a_generator_of_the_users_is_saved_and_restored():
     assert numbers(second) == numbers(first)
 
 
+class Stateful(DataLoader):
+    """Knows how many batches it gave, and goes on behind them."""
+
+    done = start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.done, self.start = self.start, 0
+        for batch in itertools.islice(super().__iter__(), self.done, None):
+            self.done += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["done"]
+
+
+def test_a_loader_that_knows_its_position_goes_on_there():
+    def loader() -> DataLoader:
+        made = shard_training(Stateful(range(20), 2, shuffle=True, generator=torch.Generator().manual_seed(4)), 1, 2)
+        seed_shuffling(made, 0, 0)
+        return made
+
+    whole, interrupted, resumed = numbers(loader()), loader(), loader()
+    next(itertools.islice(interrupted, 1, None))
+    assert load_loader_state(resumed, loader_state(interrupted), mid_epoch=True)
+    assert numbers(resumed) == whole[2:]
+
+
 def test_workers_augment_differently_on_each_rank():
     seeds = []
     for rank in range(2):
