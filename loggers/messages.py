@@ -41,12 +41,21 @@ def is_rank_zero() -> bool:
 
 def info(text: str) -> None:
     """Print one line to the person, through the ``paceline`` logger; on standard error if logging is not set up."""
-    if _rank != 0:
-        return
+    if _rank == 0:
+        info_anywhere(text)
+
+
+def info_anywhere(text: str) -> None:
+    """Like :func:`info`, from whichever process it is: a message about one rank."""
     if log.handlers or logging.getLogger().handlers:
         log.info(text)
     else:
         print(text, file=sys.stderr)
+
+
+def error(text: str) -> None:
+    """Print to standard error, always: the last words of a process that ends."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:

@@ -1,5 +1,10 @@
 """Where tensors live and who talks to whom."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .base import Strategy as Strategy
 from .choose import choose_strategy as choose_strategy
 from .precision import MixedPrecision as MixedPrecision
@@ -7,4 +12,29 @@ from .precision import Precision as Precision
 from .precision import TruePrecision as TruePrecision
 from .single_device import SingleDevice as SingleDevice
 
-__all__ = ["MixedPrecision", "Precision", "SingleDevice", "Strategy", "TruePrecision", "choose_strategy"]
+if TYPE_CHECKING:
+    from .ddp import DDPStrategy as DDPStrategy
+    from .distributed import DistributedStrategy as DistributedStrategy
+
+__all__ = [
+    "DDPStrategy",
+    "DistributedStrategy",
+    "MixedPrecision",
+    "Precision",
+    "SingleDevice",
+    "Strategy",
+    "TruePrecision",
+    "choose_strategy",
+]
+
+_FILE_OF = {
+    "DDPStrategy": "ddp",
+    "DistributedStrategy": "distributed",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_FILE_OF[name]}", __name__), name)
+    return value

@@ -36,6 +36,8 @@ class Strategy:
 
     #: The names a user can write for this strategy.
     names: ClassVar[tuple[str, ...]] = ()
+    #: Whether a forward pass communicates, so that every rank must make as many of them, in evaluation too.
+    communicates_forward: ClassVar[bool] = False
     #: Whether gradients are communicated, so that accumulating micro-batches should say when.
     communicates_gradients: ClassVar[bool] = False
 
@@ -82,6 +84,21 @@ class Strategy:
         return 1
 
     @property
+    def data_rank(self) -> int:
+        """Which share of the data this process sees, 0-based; processes that hold parts of one model see the same."""
+        return self.global_rank
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Into how many shares the data are split."""
+        return self.world_size
+
+    @property
+    def holds_output(self) -> bool:
+        """Whether this process is the one of those with its share of the data whose step outputs count."""
+        return True
+
+    @property
     def is_global_zero(self) -> bool:
         """Whether this is the process that writes files and speaks to the user."""
         return self.global_rank == 0
@@ -93,15 +110,21 @@ class Strategy:
         return self.precision.init_context(self.device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Convert the module's dtype, move it to the device, and wrap it if the strategy wraps."""
+        """Convert the module's dtype, bring it to the device, and shard it if the strategy shards."""
         return self.precision.convert_module(module).to(self.device)
 
-    def bind_step(self, step: Callable[..., T], wrapped: nn.Module) -> Callable[..., T]:
+    def wrap_for_training(self, module: nn.Module) -> nn.Module:
+        """Wrap a module that is set up, for a strategy whose training step goes through a wrapper."""
+        return module
+
+    def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         """Return the callable that the loop runs in place of a module's bound step, chosen once when the run starts.
 
         Args:
             step: ``module.training_step``, ``validation_step``, ...
-            wrapped: what :meth:`setup_module` returned; a wrapper that must see the forward pass routes it here.
+            wrapped: what :meth:`wrap_for_training` returned, in a fit; a wrapper that must see the forward pass routes
+                it here.
+            training: whether it is the training step.
         """
         return self.precision.bind_forward(step)
 
@@ -122,6 +145,9 @@ class Strategy:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say whether the next backward communicates gradients. Off for all micro-batches of a window but the last."""
+
+    def complete_gradients(self, optimizer: Optimizer) -> None:
+        """Communicate gradients that were accumulated without, when no backward follows that would do it."""
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         """Backward of a scalar loss, shape (), scaled for fp16 if the precision does that; ``how`` runs it instead."""
@@ -164,6 +190,10 @@ class Strategy:
         """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
         return data
 
+    def gather_objects(self, obj: T) -> list[T]:
+        """Every process's object, by rank, on every process."""
+        return [obj]
+
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return process ``src``'s object on every process."""
         return obj
@@ -174,6 +204,17 @@ class Strategy:
     def agree(self, flag: bool, all: bool = False) -> bool:
         """Whether any (or ``all``) of the processes says yes. Runs over the host, without waiting for the device."""
         return flag
+
+    def same(self, text: str) -> bool:
+        """Whether all processes pass the same text."""
+        return True
+
+    def abandon(self) -> None:
+        """An error ends the run: no longer wait for other processes, who may not have it."""
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        """A better error for one that comes of how the strategy works; None if it has none."""
+        return None
 
     # ---- state -----------------------------------------------------------------------------------------------------
 

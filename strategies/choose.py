@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+import torch
+
 from ..loggers import messages
 from .base import Strategy
+from .cluster import Cluster, find_cluster
 from .devices import find_devices, find_kind
+from .distributed import DistributedStrategy
 from .precision.base import Precision
 from .precision.choose import choose_precision
 from .single_device import SingleDevice
 
-#: Strategies for several processes, by name: recognized, and refused with a clear error. Each may have an ending.
-SEVERAL = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "fsdp", "hybrid_shard", "deepspeed", "model_parallel")
-ENDINGS = ("_find_unused_parameters_true", "_find_unused_parameters_false", "_cpu_offload", "_stage_", "_offload")
 ENTRY_POINTS = "paceline.strategies"
+
+#: Strategies for several processes: name -> (file, class, arguments). A file is imported when its name is asked for.
+SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ddp": ("ddp", "DDPStrategy", {}),
+    "ddp_spawn": ("ddp", "DDPStrategy", {"start_method": "spawn"}),
+    "ddp_fork": ("ddp", "DDPStrategy", {"start_method": "fork"}),
+    "ddp_notebook": ("ddp", "DDPStrategy", {"start_method": "fork"}),
+    "fsdp": ("fsdp", "FSDPStrategy", {}),
+    "fsdp_cpu_offload": ("fsdp", "FSDPStrategy", {"cpu_offload": True}),
+    "hybrid_shard": ("fsdp", "FSDPStrategy", {"sharding": "hybrid"}),
+    "model_parallel": ("model_parallel", "ModelParallelStrategy", {}),
+    "deepspeed": ("deepspeed", "DeepSpeedStrategy", {}),
+    "deepspeed_stage_1": ("deepspeed", "DeepSpeedStrategy", {"stage": 1}),
+    "deepspeed_stage_2": ("deepspeed", "DeepSpeedStrategy", {"stage": 2}),
+    "deepspeed_stage_2_offload": ("deepspeed", "DeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3": ("deepspeed", "DeepSpeedStrategy", {"stage": 3}),
+    "deepspeed_stage_3_offload": (
+        "deepspeed",
+        "DeepSpeedStrategy",
+        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    ),
+}
+SEVERAL |= {
+    f"{name}_find_unused_parameters_{word}": (file, kind, {**given, "find_unused_parameters": word == "true"})
+    for name, (file, kind, given) in SEVERAL.items()
+    if file == "ddp"
+    for word in ("true", "false")
+}
 
 
 def registered() -> dict[str, Any]:
@@ -44,51 +76,82 @@ def choose_strategy(
     Args:
         strategy: a name, or a Strategy, whose own device and precision then count.
         accelerator: kind of device.
-        devices: how many or which.
+        devices: how many or which, on this machine.
         num_nodes: machines.
         precision: a name or a Precision.
         plugins: a Precision, or a list with one.
 
     Raises:
         ValueError: an unknown name or a contradiction.
-        NotImplementedError: more than one process.
+        RuntimeError: this process was started as one of several, but the strategy has one.
     """
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
         raise ValueError(f"Trainer(num_nodes={num_nodes!r}) is not a number of machines. Pass 1 or more.")
+    cluster = find_cluster()
+    if isinstance(strategy, DistributedStrategy):
+        kind = find_kind(accelerator)
+        _with_precision(strategy, precision, plugins, kind)
+        strategy.place(_places(devices, kind, cluster), _nodes(num_nodes, cluster))
+        return strategy
     if isinstance(strategy, Strategy):
+        _refuse_cluster(type(strategy).__name__, cluster)
         _agree(strategy, accelerator, devices, num_nodes)
-        return _with_precision(strategy, precision, plugins)
+        return _with_precision(strategy, precision, plugins, strategy.device.type)
     if not isinstance(strategy, str):
         hint = f" Did you mean {strategy.__name__}()?" if isinstance(strategy, type) else ""
         raise TypeError(
             f"Trainer(strategy={strategy!r}) is a {type(strategy).__name__}.{hint} Pass a name such as 'auto', or a "
             "Strategy object."
         )
+    return _by_name(strategy, accelerator, devices, num_nodes, precision, plugins, cluster)
+
+
+def _by_name(
+    strategy: str, accelerator: Any, devices: Any, num_nodes: int, precision: Any, plugins: Any, cluster: Cluster | None
+) -> Strategy:
     kind = find_kind("cpu" if strategy == "cpu" and accelerator == "auto" else accelerator)
     if strategy == "cpu" and kind != "cpu":
         raise ValueError(
             f"Trainer(strategy='cpu', accelerator={accelerator!r}) contradict each other. Leave one of them out."
         )
     chosen = choose_precision(precision, plugins, kind)
-    point = _entry_point(strategy)
-    found = find_devices(1 if devices == "auto" and not _for_several(strategy) else devices, kind)
-    if strategy in SingleDevice.names and len(found) > 1:
+    made = _make(strategy, chosen)
+    if made is SingleDevice and strategy != "auto":
+        _refuse_cluster(repr(strategy), cluster)
+    one_device = made is SingleDevice and strategy != "auto" and devices == "auto"
+    found = find_devices(1, kind) if one_device else _places(devices, kind, cluster)
+    several = len(found) * num_nodes > 1 or cluster is not None
+    if made is SingleDevice and several:
+        if strategy != "auto":
+            raise ValueError(
+                f"Trainer(strategy={strategy!r}, devices={devices!r}, num_nodes={num_nodes}) contradict each other: "
+                "that strategy has one device. Leave one of them out."
+            )
+        made = _make("ddp_notebook" if _in_notebook() else "ddp", chosen)
+    if isinstance(made, DistributedStrategy):
+        made.place(found, _nodes(num_nodes, cluster))
+        return made
+    if len(found) > 1 or num_nodes > 1:
         raise ValueError(
-            f"Trainer(strategy={strategy!r}, devices={devices!r}) contradict each other: that strategy has one device. "
-            "Leave one of them out."
+            f"Trainer(strategy={strategy!r}, devices={devices!r}, num_nodes={num_nodes}): {made} has one process. "
+            "Derive it from paceline.strategies.DistributedStrategy, or leave devices and num_nodes out."
         )
-    if point is None or len(found) > 1 or num_nodes > 1:
-        _refuse_several(strategy, devices, len(found), num_nodes)
-    return SingleDevice(found[0], chosen) if point is None else _from_entry_point(point, found[0], chosen)
+    return _checked(made(found[0], chosen), made)
 
 
-def _entry_point(strategy: str) -> Any:
-    """What an installed package offers under a name; None for the names that are ours."""
+def _make(strategy: str, precision: Precision) -> Any:
+    """A DistributedStrategy that is not placed yet, or what makes a strategy from a device and a precision."""
     if strategy in ("auto", *SingleDevice.names):
-        return None
+        return SingleDevice
+    if strategy in SEVERAL:
+        file, kind, arguments = SEVERAL[strategy]
+        return getattr(import_module(f".{file}", __package__), kind)(precision=precision, **arguments)
     others = registered()
     if strategy in others:
-        return others[strategy]
+        made = others[strategy].load()
+        if isinstance(made, type) and issubclass(made, DistributedStrategy):
+            return made(precision=precision)
+        return made
     if strategy == "dp":
         raise ValueError(
             "Trainer(strategy='dp'): DataParallel copies the model every step and is slower than one process per "
@@ -99,30 +162,54 @@ def _entry_point(strategy: str) -> Any:
             f"Trainer(strategy={strategy!r}): Paceline runs on what torch itself drives, not on XLA devices. Choose "
             "'auto' for the best device of this machine."
         )
-    if not _for_several(strategy):
-        known = ("auto", *SingleDevice.names, *SEVERAL, *others)
-        raise ValueError(messages.unknown("strategy", strategy, known, ", or pass a Strategy"))
-    return None
+    known = ("auto", *SingleDevice.names, *SEVERAL, *others)
+    raise ValueError(messages.unknown("strategy", strategy, known, ", or pass a Strategy"))
 
 
-def _for_several(strategy: str) -> bool:
-    return strategy in SEVERAL or any(strategy.startswith(name + ending) for name in SEVERAL for ending in ENDINGS)
+# ---- devices and machines --------------------------------------------------------------------------------------------
 
 
-def _refuse_several(strategy: str, devices: Any, count: int, num_nodes: int) -> None:
-    if not _for_several(strategy) and count == 1 and num_nodes == 1:
-        return
-    asked = (
-        f"strategy={strategy!r}"
-        if _for_several(strategy)
-        else f"devices={devices!r}"
-        if count > 1
-        else f"num_nodes={num_nodes}"
-    )
-    raise NotImplementedError(
-        f"Trainer({asked}) needs several processes, which this version of Paceline does not start yet. "
-        "Use strategy='auto' with devices=1 and num_nodes=1."
-    )
+def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.device]:
+    """The devices of this machine's processes, one each."""
+    if cluster is None:
+        return find_devices(1 if devices == "auto" and kind != "cuda" else devices, kind)
+    started = cluster.local_world_size
+    if devices != "auto" or kind != "cuda":
+        found = find_devices(started if devices == "auto" else devices, kind)
+        if len(found) != started and devices != -1:
+            raise ValueError(
+                f"Trainer(devices={devices!r}) asks for {len(found)} processes on this machine, but {cluster.name} "
+                f"started {started}. Leave devices out, or start as many."
+            )
+        return found
+    present = torch.cuda.device_count()
+    return find_devices(1 if present == 1 else started, kind)  # 1: the launcher shows each process a GPU of its own
+
+
+def _nodes(num_nodes: int, cluster: Cluster | None) -> int:
+    if cluster is None or num_nodes == 1:
+        return cluster.num_nodes if cluster else num_nodes
+    if num_nodes != cluster.num_nodes:
+        raise ValueError(
+            f"Trainer(num_nodes={num_nodes}) contradicts {cluster.name}, which started processes on "
+            f"{cluster.num_nodes} machines. Leave num_nodes out, or start as many."
+        )
+    return num_nodes
+
+
+def _refuse_cluster(strategy: str, cluster: Cluster | None) -> None:
+    """Several processes that know nothing of each other would all train alone and write the same files."""
+    if cluster is not None and cluster.world_size > 1:
+        raise RuntimeError(
+            f"{cluster.name} started {cluster.world_size} processes (this is rank {cluster.rank}), but "
+            f"Trainer(strategy={strategy}) has one process. Write strategy='ddp' or 'auto', or start one process "
+            f"(unset RANK and WORLD_SIZE if they are left over; RANK={os.environ.get('RANK')}, "
+            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')})."
+        )
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules or hasattr(sys, "ps1")
 
 
 def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -> None:
@@ -154,10 +241,13 @@ def _lists(devices: int | str) -> bool:
     return isinstance(devices, str) and "," in devices
 
 
-def _with_precision(strategy: Strategy, precision: Any, plugins: Any) -> Strategy:
+# ---- precision and other packages ------------------------------------------------------------------------------------
+
+
+def _with_precision(strategy: Strategy, precision: Any, plugins: Any, kind: str) -> Strategy:
     if precision is None and not plugins:
         return strategy
-    chosen, own = choose_precision(precision, plugins, strategy.device.type), strategy.precision
+    chosen, own = choose_precision(precision, plugins, kind), strategy.precision
     if type(own) is not Precision and chosen is not own and chosen.name != own.name:
         said = "precision" if precision is not None else "plugins"
         raise ValueError(
@@ -165,16 +255,15 @@ def _with_precision(strategy: Strategy, precision: Any, plugins: Any) -> Strateg
             f"precision is {own.name!r}. Leave {said} out."
         )
     if type(own) is Precision or isinstance(precision, Precision) or plugins:
-        chosen.use_on(strategy.device)
+        chosen.use_on(torch.device(kind))
         strategy.precision = chosen
     return strategy
 
 
-def _from_entry_point(point: Any, device: Any, precision: Precision) -> Strategy:
-    made = point.load()(device, precision)
+def _checked(made: Any, maker: Any) -> Strategy:
     if not isinstance(made, Strategy):
         raise TypeError(
-            f"The entry point {point.value!r} of group {ENTRY_POINTS!r} gave a {type(made).__name__} for strategy "
-            f"{point.name!r}. It must name a subclass of paceline.strategies.Strategy."
+            f"The entry point {getattr(maker, '__qualname__', maker)!r} of group {ENTRY_POINTS!r} gave a "
+            f"{type(made).__name__}. It must name a subclass of paceline.strategies.Strategy."
         )
     return made

@@ -32,8 +32,10 @@ def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Cal
     if name != "predict_step" and overridden(module, name, TrainingModule) is None:
         raise NotImplementedError(f"{type(module).__name__} has no {name}. Define {name}(self, batch, batch_idx).")
     bound = trainer.strategy.bind_step(
-        _with_arguments(step, name, type(module).__name__, several_loaders), trainer.model
-    )  # type: ignore[arg-type]
+        _with_arguments(step, name, type(module).__name__, several_loaders),  # type: ignore[arg-type]
+        trainer.model,
+        training=name == "training_step",
+    )
     if trainer.detect_anomaly and name == "training_step":
         finite = LossReader(module, trainer.strategy).finite
         return lambda batch, batch_idx: finite(bound(batch, batch_idx))

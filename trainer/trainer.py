@@ -43,6 +43,7 @@ class Request:
     loaders: dict[str, Any] = field(default_factory=dict)
     ckpt_path: Any = None
     keep_predictions: bool = False
+    gather: bool = False
     weights_only: bool | None = None
 
 
@@ -272,6 +273,7 @@ class Trainer(TrainerStatus):
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
+        gather: bool = False,
     ) -> Any:
         """Run ``predict_step`` over the data to predict from.
 
@@ -282,12 +284,16 @@ class Trainer(TrainerStatus):
             return_predictions: False keeps nothing: callbacks see each batch as it comes (``BasePredictionWriter``).
             ckpt_path: load these weights first.
             weights_only: None or True, which is always so: a file never runs code.
+            gather: with several processes, return the batches of all of them, in the data's order, on every one; else
+                each returns those it made.
 
         Returns:
             What ``predict_step`` returned, a list over batches (with several loaders a list of those), or None.
         """
-        keep = return_predictions is not False
-        self._start(Request("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, keep, weights_only))
+        keep, loaders = return_predictions is not False, {"predict": dataloaders}
+        if gather and not keep:
+            raise ValueError("Trainer.predict(return_predictions=False, gather=True): nothing is kept to be gathered.")
+        self._start(Request("predict", model, datamodule, loaders, ckpt_path, keep, gather, weights_only))
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
@@ -360,12 +366,18 @@ class Trainer(TrainerStatus):
         self.current_batch_indices: list[int] | None = None
         self._ckpt_path = self._ckpt_asked = None
         self._brought = None
+        self._log_dir = None
 
     @property
     def _start(self) -> Callable[[Request], Any]:
         """What runs a request: this process, or the strategy's launcher in all of them."""
         launcher = self.strategy.launcher
-        return self._run if launcher is None else partial(launcher, self._run)
+        return self._run if launcher is None else partial(self._run_elsewhere, launcher)
+
+    def _run_elsewhere(self, launcher: Callable[..., Any], request: Request) -> Any:
+        from .elsewhere import run_and_report, take_over
+
+        return take_over(self, request, launcher(run_and_report, self, request))
 
     def _run(self, request: Request) -> Any:
         state = self.state
@@ -383,7 +395,10 @@ class Trainer(TrainerStatus):
                     raise interruption(state.signum)
             failed = False
         except BaseException as error:
-            self._fail(error)
+            better = self.strategy.explain(error)
+            self._fail(better or error)
+            if better is not None:
+                raise better from error
             raise
         finally:
             self._teardown(request.fn, failed)
@@ -392,11 +407,13 @@ class Trainer(TrainerStatus):
     def _evaluation(self, request: Request) -> EvalLoop:
         kind: Any = request.fn
         self.state.stage = kind
-        return EvalLoop(self, kind, request.keep_predictions)
+        return EvalLoop(self, kind, request.keep_predictions, request.gather)
 
     def _fail(self, error: BaseException) -> None:
         """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
         self.state.status = "interrupted"
+        if not self.state.signum:
+            self.strategy.abandon()
         self._run_all([lambda: self._metrics.drain()])
         if self._hooks is not None:
             self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])

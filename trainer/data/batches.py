@@ -29,14 +29,28 @@ class Batches:
         lookahead: fetch (and move) a batch before the one in front of it is handed out, so that the last one is known
             as such. If fetching fails, the batch in front of it is handed out first.
         limit: where the epoch ends if the loader does not end before; ``inf`` for nowhere. Nothing is fetched past it.
+        agree: with several processes whose loaders do not say how long they are: whether all of them have a batch.
+            The epoch ends for all when it ends for one; needs ``lookahead``.
         skip: how many batches at the beginning were done already (they count towards ``limit``). A map-style
             DataLoader jumps over them without loading anything, other loaders fetch and drop them.
 
     Attributes:
         exhausted: whether the batch handed out last is known to be the final one. Stays False without ``lookahead``.
+        left_over: the epoch ended although this process had another batch.
     """
 
-    __slots__ = ("_iterator", "_limit", "_loader", "_lookahead", "_move", "_skip", "_source", "exhausted")
+    __slots__ = (
+        "_agree",
+        "_iterator",
+        "_limit",
+        "_loader",
+        "_lookahead",
+        "_move",
+        "_skip",
+        "_source",
+        "exhausted",
+        "left_over",
+    )
 
     def __init__(
         self,
@@ -45,7 +59,9 @@ class Batches:
         lookahead: bool = False,
         limit: int | float = float("inf"),
         skip: int = 0,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
+        self._agree = agree
         self._loader = loader
         self._move = move
         self._lookahead = lookahead
@@ -53,11 +69,11 @@ class Batches:
         self._skip = skip
         self._source: Iterator[Any] | None = None
         self._iterator: Iterator[Any] | None = None
-        self.exhausted = False
+        self.exhausted = self.left_over = False
 
     def __iter__(self) -> Iterator[Any]:
         self.close()
-        self.exhausted = False
+        self.exhausted = self.left_over = False
         self._iterator = self._start()
         return self._iterator
 
@@ -79,6 +95,8 @@ class Batches:
         next(islice(source, dropped, dropped), None)  # at once, so that random states can be restored after it
         if limited:
             source = islice(source, int(self._limit) - self._skip)
+        if self._agree is not None:
+            source = self._in_step(source, self._agree)
         if not self._lookahead:
             return source if self._move is None else map(self._move, source)
         side = ahead(self._move)
@@ -94,6 +112,12 @@ class Batches:
         if self._skip and _can_jump(loader):
             return _jump(loader, self._skip), 0
         return iter(loader), self._skip
+
+    def _in_step(self, source: Iterator[Any], agree: Callable[[bool], bool]) -> Iterator[Any]:
+        """The batches for as long as every process has one."""
+        while agree((batch := next(source, _END)) is not _END):
+            yield batch
+        self.left_over = batch is not _END
 
     def _one_ahead(self, batch: Any, source: Iterator[Any], ready: Callable[[], None] | None) -> Iterator[Any]:
         while batch is not _END:

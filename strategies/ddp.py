@@ -1,0 +1,218 @@
+"""Replicas: every process holds the whole model, gradients are averaged while backward runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..loggers import messages
+from .distributed import DistributedStrategy
+from .precision.base import Precision
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+T = TypeVar("T")
+
+#: Communication hooks that have a name.
+HOOKS = ("fp16", "bf16", "powersgd")
+
+
+class DDPStrategy(DistributedStrategy):
+    """``"ddp"``: DistributedDataParallel (Li et al., PyTorch Distributed, VLDB 2020).
+
+    Gradients of a window's last micro-batch are reduced in buckets while backward still runs; on the micro-batches
+    before it nothing is communicated.
+
+    Args:
+        precision: dtypes and loss scaling; the Trainer's if None.
+        find_unused_parameters: look in each step for parameters that the loss does not depend on. None: only under
+            manual optimization, where a loss rarely reaches all networks.
+        ddp_comm_hook: how a bucket is reduced: a function of torch.distributed.algorithms.ddp_comm_hooks, or
+            ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank).
+        ddp_comm_state: the hook's state; one with default settings for a hook that needs one.
+        ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``.
+        model_averaging_period: with ``post_localSGD_hook``, average the parameters over all processes every so many
+            steps (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
+        process_group_backend: None: gloo for the CPU, NCCL for CUDA.
+        timeout: how long a collective waits for the other processes.
+        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        numa: bind each process to the cores of its GPU's NUMA node.
+        **ddp_options: what DistributedDataParallel takes: ``bucket_cap_mb``, ``gradient_as_bucket_view``,
+            ``static_graph``, ``broadcast_buffers``, ...
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
+
+    def __init__(
+        self,
+        precision: Precision | None = None,
+        *,
+        find_unused_parameters: bool | None = None,
+        ddp_comm_hook: str | Callable[..., Any] | None = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        numa: bool = False,
+        **ddp_options: Any,
+    ) -> None:
+        super().__init__(
+            precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            numa=numa,
+        )
+        self.find_unused_parameters = find_unused_parameters
+        self.hook = (ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
+        self.model_averaging_period = model_averaging_period
+        self.ddp_options = _known_options(ddp_options)
+        self._wrapped: DistributedDataParallel | None = None
+        self._manual = False
+        self._averager: Any = None
+        if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
+            raise ValueError(messages.unknown("ddp_comm_hook", ddp_comm_hook, HOOKS, ", or pass a function"))
+
+    def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
+        super().place(devices, num_nodes)
+        if self.hook[0] == "bf16" and self.device.type != "cuda":
+            raise ValueError(
+                f"DDPStrategy(ddp_comm_hook='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16' "
+                "there."
+            )
+
+    # ---- module and optimizers -------------------------------------------------------------------------------------
+
+    def wrap_for_training(self, module: nn.Module) -> nn.Module:
+        """The module in DistributedDataParallel, which gives every rank rank 0's weights."""
+        self._manual = not getattr(module, "automatic_optimization", True)
+        unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module  # nothing to reduce
+        self._same_model(module)
+        on_gpu = self.device.type == "cuda"
+        self._wrapped = DistributedDataParallel(
+            _Step(module),
+            device_ids=[self.device.index] if on_gpu else None,
+            find_unused_parameters=unused,
+            **self.ddp_options,
+        )
+        hook, state, wrapper = self.hook
+        if hook is not None:
+            hook, state = _named_hook(hook, state)
+            self._wrapped.register_comm_hook(state, wrapper(hook) if wrapper else hook)
+        return self._wrapped
+
+    def _same_model(self, module: nn.Module) -> None:
+        """Raise on every rank, naming the first difference, if the ranks built different models."""
+        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+        for rank, theirs in enumerate(self.gather_objects(mine)):
+            if theirs != mine:
+                pairs = zip(mine, theirs, strict=False)
+                here, there = next(
+                    ((a, b) for a, b in pairs if a != b),
+                    (f"{len(mine)} parameters", f"{len(theirs)} parameters"),
+                )
+                raise RuntimeError(
+                    f"{type(module).__name__} differs between the ranks: rank {self.global_rank} has {here}, rank "
+                    f"{rank} has {there}. Build the same model on every rank: no layer may depend on the rank or on "
+                    "what a rank's share of the data holds."
+                )
+
+    def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
+        step = super().bind_step(step, wrapped, training)
+        if not training or self._wrapped is None:
+            return step
+        self._wrapped.module.step = step
+        return self._wrapped
+
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        if self.model_averaging_period is not None:
+            from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+            state = self.hook[1]
+            self._averager = PeriodicModelAverager(
+                period=self.model_averaging_period, warmup_steps=getattr(state, "start_localSGD_iter", 0)
+            )
+        return super().setup_optimizers(optimizers)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def sync_gradients(self, enabled: bool) -> None:
+        if self._wrapped is not None:
+            self._wrapped.require_backward_grad_sync = enabled
+
+    def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
+        wrapped = self._wrapped
+        if self._manual and wrapped is not None and wrapped.require_backward_grad_sync:
+            # Several backwards may follow one forward: each is announced with the loss that it starts from.
+            wrapped.reducer.prepare_for_backward([loss] if wrapped.find_unused_parameters else [])
+        super().backward(loss, how)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        stepped = super().optimizer_step(optimizer, closure)
+        if self._averager is not None and stepped:
+            self._averager.average_parameters(optimizer.param_groups)
+        return stepped
+
+    # ---- errors ----------------------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        text = str(error)
+        if self._wrapped is not None and "Expected to have finished reduction in the prior iteration" in text:
+            names = [name for name, p in self._wrapped.module.module.named_parameters() if p.requires_grad]
+            found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
+            unused = [names[int(i)] for i in re.findall(r"\d+", found.group(1))] if found else []
+            listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""
+            return RuntimeError(
+                f"Parameters took no part in the loss of the step before, so their gradients never came{listed}. "
+                "Write strategy='ddp_find_unused_parameters_true' if that is meant (it costs a walk over the graph "
+                "each step), freeze them (requires_grad_(False)), or use them in training_step."
+            )
+        return super().explain(error)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._wrapped = self._averager = None
+
+
+class _Step(nn.Module):
+    """What DistributedDataParallel wraps: its forward is the module's training step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.step: Callable[..., Any] = module.forward
+
+    def forward(self, *args: Any) -> Any:
+        return self.step(*args)
+
+
+def _named_hook(hook: str | Callable[..., Any], state: Any) -> tuple[Callable[..., Any], Any]:
+    if not isinstance(hook, str):
+        return hook, state
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if hook == "powersgd":
+        return powerSGD_hook.powerSGD_hook, state or powerSGD_hook.PowerSGDState(None)
+    return getattr(default_hooks, f"{hook}_compress_hook"), state
+
+
+def _known_options(options: dict[str, Any]) -> dict[str, Any]:
+    known = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name != "self"]
+    for name in options:
+        if name not in known:
+            raise TypeError(messages.unknown("argument of DDPStrategy", name, known))
+        if name in ("module", "device_ids", "output_device", "process_group"):
+            raise TypeError(f"DDPStrategy({name}=...): the strategy decides that itself. Leave it out.")
+    return options

@@ -1,0 +1,299 @@
+"""Several processes, each with its device: how they find each other, and what they say to each other."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.utils import _pytree as pytree
+
+from ..loggers import messages
+from . import launch
+from .base import ReduceOp, Strategy
+from .cluster import Cluster, find_cluster
+from .precision.base import Precision
+from .watch import Watch
+
+T = TypeVar("T")
+
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class DistributedStrategy(Strategy):
+    """One process a device, joined in a torch.distributed process group. Subclasses say how the model is spread.
+
+    The group outlives a run and is left when the process ends, so that ``fit`` then ``test`` meet only once. What the
+    strategy itself exchanges (barriers, agreements, Python objects) goes over a gloo group of its own: on a GPU nothing
+    waits for the device, and a barrier never mixes with somebody else's collective.
+
+    Args:
+        precision: dtypes and loss scaling; the Trainer's if None.
+        process_group_backend: None: gloo for the CPU, NCCL for CUDA with gloo for what is on the CPU.
+        timeout: how long a collective waits for the other processes.
+        start_method: how other processes are started when no launcher did: ``"popen"`` runs the command again,
+            ``"spawn"``, ``"fork"`` and ``"forkserver"`` run this function in new processes.
+        numa: bind each process to the cores of its GPU's NUMA node.
+    """
+
+    communicates_gradients: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        precision: Precision | None = None,
+        *,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        numa: bool = False,
+    ) -> None:
+        self.precision = precision or Precision()
+        if start_method not in START_METHODS:
+            raise ValueError(messages.unknown(f"start_method for {type(self).__name__}", start_method, START_METHODS))
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self.start_method: Literal["popen", "spawn", "fork", "forkserver"] = start_method
+        self.numa = numa
+        self.devices: list[torch.device] = []
+        self._nodes = 1
+        self._cluster: Cluster | None = None
+        self._host: Any = None
+        self._watch: Watch | None = None
+        self._abandoned = False
+
+    # ---- processes ----------------------------------------------------------------------------------------------
+
+    def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
+        """Say on which devices of how many machines to run; called by the Trainer before anything else.
+
+        Args:
+            devices: those of this machine's processes, one each.
+            num_nodes: machines.
+        """
+        self.devices, self._nodes = list(devices), num_nodes
+        self._stand(find_cluster())
+
+    def _stand(self, cluster: Cluster | None) -> None:
+        """Take the place a launcher gave this process; the first one while there is no launcher."""
+        self._cluster = cluster
+        local = cluster.local_rank if cluster else 0
+        self.device = self.devices[local if local < len(self.devices) else 0]
+        self.precision.use_on(self.device)
+        if cluster is not None:
+            messages.set_rank(cluster.rank)
+        if os.environ.get(launch.LAUNCHED):
+            launch.register_failure_hook()
+
+    @property
+    def launcher(self) -> Callable[..., Any] | None:
+        if dist.is_initialized() or find_cluster() is not None or len(self.devices) * self._nodes == 1:
+            return None
+        return self._launch
+
+    def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Start the processes: the command runs again and comes here again in each, or they call the function."""
+        kind, count = self.device.type, len(self.devices)
+        if self.start_method == "popen":
+            launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
+        return launch.start(function, args, count, self.start_method, kind, self.numa)
+
+    def setup_environment(self) -> None:
+        self._stand(find_cluster())
+        super().setup_environment()
+        join(self._cluster, self.backend, self.timeout, self.device)
+        if dist.get_world_size() != self.world_size:
+            raise RuntimeError(
+                f"A process group of {dist.get_world_size()} processes exists already, but this run has "
+                f"{self.world_size} ({len(self.devices)} devices on {self._nodes} nodes). Leave init_process_group to "
+                "Paceline, or pass the devices that group has."
+            )
+        if self._host is None:
+            self._host = dist.new_group(backend="gloo", timeout=self.timeout)
+            self._watch = Watch(self.global_rank, self.world_size)
+        self._abandoned = False
+
+    @property
+    def backend(self) -> str:
+        """The process group's backend."""
+        if self.process_group_backend is not None:
+            return self.process_group_backend
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+
+    @property
+    def world_size(self) -> int:
+        return self._cluster.world_size if self._cluster else len(self.devices) * self._nodes
+
+    @property
+    def global_rank(self) -> int:
+        return self._cluster.rank if self._cluster else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._cluster.local_rank if self._cluster else 0
+
+    @property
+    def node_rank(self) -> int:
+        return self._cluster.node_rank if self._cluster else 0
+
+    @property
+    def num_nodes(self) -> int:
+        return self._cluster.num_nodes if self._cluster else self._nodes
+
+    # ---- communication ---------------------------------------------------------------------------------------------
+
+    @property
+    def talks(self) -> bool:
+        """Whether there is somebody to talk to: others, who have been met, and no error that they may not have had."""
+        return self._host is not None and self.world_size > 1 and not self._abandoned
+
+    @contextmanager
+    def _at(self, place: str) -> Iterator[None]:
+        """Say where this rank waits; an error that comes of waiting then says where the others are."""
+        watch = self._watch
+        if watch is None:
+            yield
+            return
+        with watch.waiting(place):
+            yield
+
+    def reduce(self, tensor: Tensor, op: ReduceOp = "mean", group: Any = None) -> Tensor:
+        if op not in _OPS:
+            raise ValueError(messages.unknown("reduce operation", op, _OPS))
+        if not self.talks:
+            return tensor
+        reduced = tensor.detach().clone()
+        if op == "mean" and not reduced.is_floating_point() and not reduced.is_complex():
+            reduced = reduced.to(torch.get_default_dtype())
+        with self._at(f"reduce({op})"):
+            dist.all_reduce(reduced, _OPS[op], group=group)
+        return reduced / dist.get_world_size(group) if op == "mean" else reduced
+
+    def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
+        if not self.talks:
+            if self._abandoned:
+                raise RuntimeError("all_gather after an error: the other ranks may not come. Leave it out on errors.")
+            return data
+        with self._at("all_gather"):
+            self._same_shapes(data, group)
+            return pytree.tree_map_only(Tensor, partial(_gather, group=group, sync_grads=sync_grads), data)
+
+    def _same_shapes(self, data: Any, group: Any) -> None:
+        """Raise on every rank if the ranks' tensors differ: the collective itself would mix them up (or hang)."""
+        mine = [(tuple(t.shape), str(t.dtype)) for t in pytree.tree_leaves(data) if isinstance(t, Tensor)]
+        found = self.gather_objects(mine, group)
+        if any(other != found[0] for other in found):
+            listed = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(found))
+            raise ValueError(
+                f"all_gather needs tensors of the same shapes and dtypes on every rank, but got {listed}. Pad them to "
+                "one shape, or gather a number that each rank computes."
+            )
+
+    def gather_objects(self, obj: T, group: Any = None) -> list[T]:
+        """Every rank's object, in rank order, on every rank. Pickled over the host: for small things."""
+        if not self.talks:
+            return [obj]
+        found: list[Any] = [None] * dist.get_world_size(group)
+        with self._at("gather_objects"):
+            dist.all_gather_object(found, obj, group=group or self._host)
+        return found
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not self.talks:
+            return obj
+        box = [obj]
+        with self._at("broadcast"):
+            dist.broadcast_object_list(box, src, group=self._host, device=torch.device("cpu"))
+        return box[0]
+
+    def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
+        if not self.talks:
+            return
+        with self._at(f"barrier {name!r}"):
+            same = self._same(name, timeout or self.timeout)
+        if not same:
+            names = self.gather_objects(name)
+            listed = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(names))
+            raise RuntimeError(
+                f"The ranks met at different barriers: {listed}. Every rank must make the same calls: look for one of "
+                "them inside `if trainer.is_global_zero`."
+            )
+
+    def agree(self, flag: bool, all: bool = False) -> bool:
+        if not self.talks:
+            return flag
+        said = torch.tensor([flag], dtype=torch.int32)
+        with self._at("agree"):
+            dist.all_reduce(said, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self._host)
+        return bool(said.item())
+
+    def same(self, text: str) -> bool:
+        with self._at("same"):
+            return not self.talks or self._same(text, self.timeout)
+
+    def _same(self, text: str, timeout: timedelta) -> bool:
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        both = torch.tensor([digest, -digest])
+        work: Any = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._host, async_op=True)
+        work.wait(timeout)
+        return bool(both[0] == -both[1])
+
+    def abandon(self) -> None:
+        """From here to the end of the run this rank no longer waits for the others, who may not have failed."""
+        self._abandoned = True
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        return self._watch.explain(error) if self._watch is not None else None
+
+    def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reduce gradients that were accumulated without communication, when no backward follows that would do it."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = self.reduce(parameter.grad, "mean")
+
+    def teardown(self) -> None:
+        self._abandoned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_host": None, "_watch": None}
+
+
+def _gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+    if sync_grads:
+        from torch.distributed.nn.functional import all_gather
+
+        return torch.stack(all_gather(tensor, group=group))
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, tensor.detach().contiguous(), group=group)
+    return torch.stack(found)
+
+
+def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device) -> None:
+    """Join the process group of this process's cluster, or make one of its own; nothing if there is one."""
+    if dist.is_initialized():
+        return
+    with_device: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    if cluster is None:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
+    else:
+        cluster.export()
+        dist.init_process_group(
+            backend, rank=cluster.rank, world_size=cluster.world_size, timeout=timeout, **with_device
+        )
+    atexit.register(leave)
+
+
+def leave() -> None:
+    """Leave the process group; called when the process ends."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,134 @@
+"""Real processes for distributed tests: ``from processes import ranks``."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import io
+import os
+import pickle
+import selectors
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT_SECONDS = 120.0
+
+
+class RanksError(AssertionError):
+    """Some ranks raised; ``errors`` has their exceptions by rank (None where there was none)."""
+
+    def __init__(self, errors: list[BaseException | None], text: str) -> None:
+        super().__init__(text)
+        self.errors = errors
+
+
+def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Any]:
+    """Run ``function(*args)`` in ``count`` forked processes that ``torchrun`` might have started.
+
+    Each has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment; joining a
+    process group is the function's part (a Trainer does). Returns what each returned, by rank.
+
+    Raises:
+        RanksError: a rank raised, ended by itself, or did not end in ``limit`` seconds; the text has every traceback.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    readers, pids = [], []
+    for rank in range(count):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            _in_child(writer, rank, count, store.port, function, args)
+        os.close(writer)
+        readers.append(reader)
+        pids.append(pid)
+    try:
+        answers, waiting = _collect(readers, time.monotonic() + limit)
+        for pid in [pids[readers.index(reader)] for reader in waiting]:
+            os.kill(pid, signal.SIGUSR1)  # where it hangs, on standard error
+            time.sleep(0.2)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for reader in readers:
+            os.close(reader)
+    found = [_load(answer) for answer in answers]
+    if any(error is not None for _, error, _ in found):
+        text = "\n".join(f"rank {rank}: {story}" for rank, (_, error, story) in enumerate(found) if error is not None)
+        raise RanksError([error for _, error, _ in found], text)
+    return [value for value, _, _ in found]
+
+
+def _in_child(
+    writer: int, rank: int, count: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    status: tuple[Any, BaseException | None, str] = (None, None, "")
+    gc.freeze()  # what the parent left, such as a store whose threads are not here, must not be cleaned up
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        status = (function(*args), None, "")
+    except BaseException as error:
+        status = (None, error, traceback.format_exc())
+    try:
+        answer = _dump(status)
+    except Exception:
+        answer = _dump((None, RuntimeError("the answer cannot be pickled"), status[2] or repr(status[0])))
+    with os.fdopen(writer, "wb") as stream:
+        stream.write(answer)
+    if dist.is_initialized() and status[1] is None:
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+def _dump(status: tuple[Any, BaseException | None, str]) -> bytes:
+    value, error, story = status
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    stream = io.BytesIO()
+    torch.save((value, error, story), stream)
+    return stream.getvalue()
+
+
+def _load(answer: bytes) -> tuple[Any, BaseException | None, str]:
+    if not answer:
+        return None, RuntimeError("no answer"), "ended or hung without an answer"
+    return torch.load(io.BytesIO(answer), weights_only=False)
+
+
+def _collect(readers: list[int], deadline: float) -> tuple[list[bytes], list[int]]:
+    answers = dict.fromkeys(readers, b"")
+    with selectors.DefaultSelector() as selector:
+        for reader in readers:
+            selector.register(reader, selectors.EVENT_READ)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                data = os.read(key.fd, 1 << 20)
+                answers[key.fd] += data
+                if not data:
+                    selector.unregister(key.fd)
+        waiting = [key.fd for key in selector.get_map().values()]
+    return [answers[reader] for reader in readers], waiting
