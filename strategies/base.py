@@ -112,6 +112,13 @@ class Strategy:
         """Context in which layers are made on this strategy's device and in the precision's dtype."""
         return self.precision.init_context(self.device)
 
+    def empty_init_context(self) -> AbstractContextManager[Any]:
+        """Context in which layers are made without memory, to get it when they are set up."""
+        raise NotImplementedError(
+            f"Trainer.init_module(empty_init=True): {type(self).__name__} holds the whole module in each process and "
+            "does not leave weights uninitialized. Leave it out, or use FSDPStrategy."
+        )
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Convert the module's dtype, bring it to the device, and shard it if the strategy shards."""
         return self.precision.convert_module(module).to(self.device)

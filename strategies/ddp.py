@@ -99,7 +99,7 @@ class DDPStrategy(DistributedStrategy):
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # nothing to reduce
-        self._same_model(module)
+        self.same_model(module)
         on_gpu = self.device.type == "cuda"
         self._wrapped = DistributedDataParallel(
             _Step(module),
@@ -112,30 +112,6 @@ class DDPStrategy(DistributedStrategy):
             hook, state = _named_hook(hook, state)
             self._wrapped.register_comm_hook(state, wrapper(hook) if wrapper else hook)
         return self._wrapped
-
-    def _same_model(self, module: nn.Module) -> None:
-        """Raise on every rank, naming the first difference, if the ranks built different models."""
-        owner = type(module).__name__
-        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-        sums = {name: str(p.detach().double().sum().item()) for name, p in module.named_parameters()}
-        found = self.gather_objects((shapes, sums))
-        for rank, (theirs, _) in enumerate(found):
-            if theirs != shapes:
-                pairs = zip(shapes, theirs, strict=False)
-                counts = (f"{len(shapes)} parameters", f"{len(theirs)} parameters")
-                here, there = next(((a, b) for a, b in pairs if a != b), counts)
-                raise RuntimeError(
-                    f"{owner} differs between the ranks: rank {self.global_rank} has {here}, rank {rank} has {there}. "
-                    "Build the same model on every rank: no layer may depend on the rank or on what a rank's share of "
-                    "the data holds."
-                )
-        odd = [name for name in sums if any(other[name] != sums[name] for _, other in found)]
-        if odd:
-            messages.info_once(
-                f"The ranks built {owner} with different weights ({', '.join(odd[:5])}"
-                f"{' ...' if len(odd) > 5 else ''}); all start from rank 0's. Call seed_everything "
-                "before you build it to have the same ones each time."
-            )
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         step = super().bind_step(step, wrapped, training)

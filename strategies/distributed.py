@@ -270,6 +270,29 @@ class DistributedStrategy(Strategy):
     def explain(self, error: BaseException) -> BaseException | None:
         return self._watch.explain(error) if self._watch is not None else None
 
+    def same_model(self, module: nn.Module) -> None:
+        """Raise on every rank, naming the first difference, if the ranks built different models."""
+        owner, named = type(module).__name__, list(module.named_parameters())
+        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
+        sums = {name: str(p.detach().double().sum().item()) for name, p in named if not p.is_meta}
+        found = self.gather_objects((shapes, sums))
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != shapes:
+                pairs = zip(shapes, theirs, strict=False)
+                counts = (f"{len(shapes)} parameters", f"{len(theirs)} parameters")
+                here, there = next(((a, b) for a, b in pairs if a != b), counts)
+                raise RuntimeError(
+                    f"{owner} differs between the ranks: rank {self.global_rank} has {here}, rank {rank} has {there}. "
+                    "Build the same model on every rank: no layer may depend on the rank or on what a rank's share of "
+                    "the data holds."
+                )
+        odd = [name for name in sums if any(other.get(name) != sums[name] for _, other in found)]
+        if odd:
+            messages.info_once(
+                f"The ranks built {owner} with different weights ({', '.join(odd[:5])}{' ...' if odd[5:] else ''}); "
+                "all start from rank 0's. Call seed_everything before you build it to have the same ones each time."
+            )
+
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce gradients that were accumulated without communication, when no backward follows that would do it."""
         for group in optimizer.param_groups:
