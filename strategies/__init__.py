@@ -15,11 +15,13 @@ from .single_device import SingleDevice as SingleDevice
 if TYPE_CHECKING:
     from .ddp import DDPStrategy as DDPStrategy
     from .distributed import DistributedStrategy as DistributedStrategy
+    from .model_parallel import ModelParallelStrategy as ModelParallelStrategy
 
 __all__ = [
     "DDPStrategy",
     "DistributedStrategy",
     "MixedPrecision",
+    "ModelParallelStrategy",
     "Precision",
     "SingleDevice",
     "Strategy",
@@ -30,6 +32,7 @@ __all__ = [
 _FILE_OF = {
     "DDPStrategy": "ddp",
     "DistributedStrategy": "distributed",
+    "ModelParallelStrategy": "model_parallel",
 }
 
 
