@@ -203,10 +203,15 @@ def test_a_file_written_under_fsdp_is_that_of_one_process(tmp_path: Path) -> Non
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clipping", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}])
+@pytest.mark.parametrize(
+    "clipping", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}]
+)
 @pytest.mark.parametrize("place", ["fsdp x3", "hybrid 2x2"])
 def test_clipping_sees_whole_gradients(place: str, clipping: dict[str, Any]) -> None:
-    assert furthest(run_at("single", Transformer, **DOUBLE, **clipping), run_at(place, Transformer, **DOUBLE, **clipping)) < EXACT
+    assert (
+        furthest(run_at("single", Transformer, **DOUBLE, **clipping), run_at(place, Transformer, **DOUBLE, **clipping))
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, torch.inf])
@@ -219,7 +224,13 @@ def test_clip_by_norm_returns_the_norm_over_all_parts(norm_type: float) -> None:
                 norms.append(self.trainer.strategy.clip_by_norm(self.parameters(), 0.05, norm_type))
                 norms.append(self.trainer.strategy.clip_by_norm(self.parameters(), 0.05, norm_type))
 
-        train(Clipped(), "single_device" if "RANK" not in os.environ else FSDPStrategy(), int(os.environ.get("WORLD_SIZE", 1)), 1, precision="64-true")
+        train(
+            Clipped(),
+            "single_device" if "RANK" not in os.environ else FSDPStrategy(),
+            int(os.environ.get("WORLD_SIZE", 1)),
+            1,
+            precision="64-true",
+        )
         return norms
 
     alone, (one, other, _) = run(), ranks(3, run)
