@@ -109,6 +109,13 @@ class Strategy:
         """Context in which layers are made on this strategy's device and in the precision's dtype."""
         return self.precision.init_context(self.device)
 
+    def empty_init_context(self) -> AbstractContextManager[Any]:
+        """Context in which layers are made without memory, to get it when they are set up."""
+        raise NotImplementedError(
+            f"Trainer.init_module(empty_init=True): {type(self).__name__} holds the whole module in each process and "
+            "does not leave weights uninitialized. Leave it out, or use FSDPStrategy."
+        )
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Convert the module's dtype, bring it to the device, and shard it if the strategy shards."""
         return self.precision.convert_module(module).to(self.device)
@@ -204,6 +211,10 @@ class Strategy:
     def agree(self, flag: bool, all: bool = False) -> bool:
         """Whether any (or ``all``) of the processes says yes. Runs over the host, without waiting for the device."""
         return flag
+
+    def same(self, text: str) -> bool:
+        """Whether all processes pass the same text."""
+        return True
 
     def abandon(self) -> None:
         """An error ends the run: no longer wait for other processes, who may not have it."""

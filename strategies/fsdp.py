@@ -117,7 +117,7 @@ class FSDPStrategy(DistributedStrategy):
         self.device_mesh = device_mesh
         self.state_dict_type = state_dict_type
         self._holder: Any = None
-        self._unfilled: dict[str, str] = {}
+        self._unfilled: list[str] = []
         self._synced = True
         self._manual = self._inside = False
 
@@ -177,7 +177,7 @@ class FSDPStrategy(DistributedStrategy):
         """Shard the module in place. Rank 0's weights count; layers on the meta device get their values here."""
         self._manual = not getattr(module, "automatic_optimization", True)
         self._synced = True
-        self._unfilled = {}
+        self._unfilled = []
         self._holder = vars(module).get(_HOLDER)
         settings = self._mesh(), self.wrap, self.reshard_after_forward, self.mixed_precision, self.offload
         if self._holder is None:
@@ -246,11 +246,11 @@ class FSDPStrategy(DistributedStrategy):
 
     def _must_be_filled(self, module: nn.Module) -> None:
         if self._unfilled:
-            listed = messages.names([f"{name} (of {kind})" for name, kind in list(self._unfilled.items())[:10]], "and")
             raise RuntimeError(
-                f"{type(module).__name__} was made on the meta device, and nothing gives {listed} a value: its class "
-                "has no reset_parameters() that fills it, no module around it has _init_weights(module), and no "
-                "checkpoint was loaded. Write one of them, or make that layer outside of torch.device('meta')."
+                f"{type(module).__name__} was made on the meta device, and nothing gives "
+                f"{messages.names(self._unfilled[:10], 'and')} a value: the layer has no reset_parameters() that fills "
+                "it, no module around it has _init_weights(module), and no checkpoint was loaded. Write one of them, "
+                "or make that layer outside of torch.device('meta')."
             )
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
@@ -356,7 +356,7 @@ class FSDPStrategy(DistributedStrategy):
         own = module.state_dict(keep_vars=True)
         parts = {name: _cut_if_fits(value, own.get(name)) for name, value in state.items()}
         result = module.load_state_dict(parts, strict=strict)
-        self._unfilled = {name: kind for name, kind in self._unfilled.items() if name not in state}
+        self._unfilled = [name for name in self._unfilled if name not in state]
         return result
 
     def _reshard(self, module: nn.Module) -> None:
