@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
 
 from ..loggers import messages
-from . import shards
+from . import shards as parts
 from .distributed import DistributedStrategy
 from .fsdp import FSDPStrategy
 from .precision.base import Precision
@@ -88,7 +89,7 @@ class ModelParallelStrategy(FSDPStrategy):
         self.axis_sizes: dict[str, int] = {}
         #: All processes, dimensions named as in AXES; exists from ``setup_environment`` on.
         self.mesh: DeviceMesh | None = None
-        self.plan = plan
+        self.plan: Any = plan
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
 
@@ -163,12 +164,32 @@ class ModelParallelStrategy(FSDPStrategy):
     def _agree_on_random_numbers(self) -> None:
         """Those of rank 0, where the same data are seen; others where other data are seen."""
         on_gpu = self.device.type == "cuda"
-        states = self.broadcast((torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if on_gpu else None))
+        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if on_gpu else [])]
+        states = self.broadcast(states)
         torch.set_rng_state(states[0])
         if on_gpu:
             torch.cuda.set_rng_state(states[1], self.device)
         if self.data_rank:
             torch.manual_seed(torch.initial_seed() + self.data_rank)
+
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        optimizers = super().setup_optimizers(optimizers)
+        if self.precision.scaler is not None:
+            self.precision.scaler._unscale_grads_ = self._unscale_parts
+        return optimizers
+
+    def _unscale_parts(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """What torch's scaler does to an optimizer's gradients, for parts; an overflow is everybody's."""
+        parameters = _parameters(optimizer)
+        parts.settle(parameters)
+        grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
+        found = found_inf.clone()
+        if grads:
+            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return {found.device: found}
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         if self.spreads_data:
@@ -190,21 +211,46 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         parameters = list(parameters)
-        shards.settle(parameters)
+        parts.settle(parameters)
         return super().clip_by_norm(parameters, max_norm, norm_type)
 
     def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         parameters = list(parameters)
-        shards.settle(parameters)
+        parts.settle(parameters)
         super().clip_by_value(parameters, clip_value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        shards.settle(parameter for group in optimizer.param_groups for parameter in group["params"])
+        parts.settle(_parameters(optimizer))
         with implicit_replication():  # an optimizer's lists hold whole and split parameters together
             return super().optimizer_step(optimizer, closure)
 
+    # ---- errors ----------------------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        size, text = self.axis_sizes.get("tp", 1), str(error)
+        if size > 1 and isinstance(error, RuntimeError):
+            if "is invalid for input of size" in text or "must match the size of tensor" in text:
+                return RuntimeError(
+                    f"{text}. With tensor_parallel={size} an attention computes 1/{size} of its heads on each process, "
+                    "so q, k and v are narrower there than the module's input. Leave the width to be found: "
+                    "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
+                    "hold this process's number), y.reshape(batch, length, -1) after it; or leave the layer out "
+                    "with plan={...}."
+                )
+            if "mixed torch.Tensor and DTensor" in text:
+                return RuntimeError(
+                    "A parameter that lies in parts met a plain tensor. Call the layer it belongs to instead of "
+                    "using its weight directly (self.layer(x), not x @ self.layer.weight.T), leave that layer out "
+                    "with plan={...}, and outside of a step use trainer.strategy.model_state(module)."
+                )
+        return super().explain(error)
+
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"mesh": None}
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _known_options(options: dict[str, Any]) -> dict[str, Any]:

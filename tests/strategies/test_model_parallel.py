@@ -14,6 +14,7 @@ from processes import ranks
 from tiny import TinyModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from paceline import Trainer, TrainingModule
@@ -191,6 +192,10 @@ def on_mesh(
     return ranks(world, run)
 
 
+def local_part(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     return trainer.strategy.model_state(trainer.training_module)
 
@@ -280,6 +285,43 @@ def test_optimizers_take_whole_and_split_parameters_in_one_list(kind: str) -> No
     assert furthest(weights_on("tp x2", Grouped, data=batches(4), **DOUBLE), reference) < EXACT
 
 
+def test_one_sum_a_pair_of_layers_is_communicated_in_forward_and_one_in_backward() -> None:
+    def run() -> list[int]:
+        counts = []
+        for steps in (1, 3):
+            with CommDebugMode() as comm:
+                trained("model_parallel", Language(), batches(steps), num_sanity_val_steps=0)
+            counts.append(comm.get_total_counts())
+        return counts
+
+    pairs = 2 * 2  # two blocks, an attention and a network each
+    (one, three), _ = ranks(2, run)
+    assert (three - one) / 2 == 2 * pairs
+
+
+def test_bf16_is_near_one_process() -> None:
+    one, _ = trained("cpu", Language(), batches(4), precision="bf16-mixed")
+    two = weights_on("tp x2", data=batches(4), precision="bf16-mixed")
+    missed = torch.cat([(two[k] - v).flatten() for k, v in one.items()])
+    assert missed.norm() < 1e-2 * torch.cat([v.flatten() for v in one.values()]).norm()
+
+
+@pytest.mark.parametrize("mesh", ["tp x2", "shard 2 x tp 2"])
+def test_an_overflow_on_one_process_skips_the_step_of_all(mesh: str) -> None:
+    class Overflowing(Language):
+        def on_after_backward(self) -> None:
+            grad = self.blocks[0].network[0].weight.grad
+            if self.trainer.global_rank == 1 and self.trainer.state.batch_idx == 1:
+                local_part(grad)[0] = torch.inf
+
+    def look(trainer: Trainer) -> Any:
+        return trainer.global_step, trainer.strategy.precision.skipped_steps, whole_weights(trainer)
+
+    found = on_mesh(mesh, look, Overflowing, data=batches(3), precision="16-mixed", accumulate_grad_batches=1)
+    assert [(steps, skipped) for steps, skipped, _ in found] == [(2, 1)] * len(found)
+    assert all(value.isfinite().all() for value in found[0][2].values())
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +396,23 @@ def test_heads_that_do_not_divide_are_an_error_with_both_numbers() -> None:
 
 def test_a_model_without_layers_to_split_is_an_error_that_says_so() -> None:
     refused("auto", TinyModule, "found nothing to split in TinyModule")
+
+
+def test_an_attention_with_fixed_widths_is_an_error_that_says_what_to_write() -> None:
+    class Fixed(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.v(x).view(*x.shape[:2], self.num_heads, x.shape[-1] // self.num_heads).flatten(2))
+
+    class Model(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0].attention = Fixed(WIDTH, 4)
+
+    def run() -> None:
+        with pytest.raises(RuntimeError, match=r"computes 1/2 of its heads.*self\.num_heads, -1"):
+            trained("model_parallel", Model(), batches(1))
+
+    ranks(2, run)
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
