@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from .ddp import DDPStrategy as DDPStrategy
     from .distributed import DistributedStrategy as DistributedStrategy
     from .fsdp import FSDPStrategy as FSDPStrategy
+    from .model_parallel import ModelParallelStrategy as ModelParallelStrategy
 
 __all__ = [
     "DDPStrategy",
     "DistributedStrategy",
     "FSDPStrategy",
     "MixedPrecision",
+    "ModelParallelStrategy",
     "Precision",
     "SingleDevice",
     "Strategy",
@@ -33,6 +35,7 @@ _FILE_OF = {
     "DDPStrategy": "ddp",
     "DistributedStrategy": "distributed",
     "FSDPStrategy": "fsdp",
+    "ModelParallelStrategy": "model_parallel",
 }
 
 
