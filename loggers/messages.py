@@ -53,6 +53,11 @@ def info_anywhere(text: str) -> None:
         print(text, file=sys.stderr)
 
 
+def error(text: str) -> None:
+    """Print to standard error, always: the last words of a process that ends."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def warn(text: str) -> None:
     """Warn through :mod:`warnings` (category :class:`PacelineWarning`), on rank 0, as from the user's own line."""
     if _rank == 0:

@@ -15,11 +15,13 @@ from .single_device import SingleDevice as SingleDevice
 if TYPE_CHECKING:
     from .ddp import DDPStrategy as DDPStrategy
     from .distributed import DistributedStrategy as DistributedStrategy
+    from .fsdp import FSDPStrategy as FSDPStrategy
     from .model_parallel import ModelParallelStrategy as ModelParallelStrategy
 
 __all__ = [
     "DDPStrategy",
     "DistributedStrategy",
+    "FSDPStrategy",
     "MixedPrecision",
     "ModelParallelStrategy",
     "Precision",
@@ -32,6 +34,7 @@ __all__ = [
 _FILE_OF = {
     "DDPStrategy": "ddp",
     "DistributedStrategy": "distributed",
+    "FSDPStrategy": "fsdp",
     "ModelParallelStrategy": "model_parallel",
 }
 

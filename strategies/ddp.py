@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,7 +62,7 @@ class DDPStrategy(DistributedStrategy):
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: str = "popen",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         numa: bool = False,
         **ddp_options: Any,
     ) -> None:
@@ -82,6 +83,14 @@ class DDPStrategy(DistributedStrategy):
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
             raise ValueError(messages.unknown("ddp_comm_hook", ddp_comm_hook, HOOKS, ", or pass a function"))
 
+    def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
+        super().place(devices, num_nodes)
+        if self.hook[0] == "bf16" and self.device.type != "cuda":
+            raise ValueError(
+                f"DDPStrategy(ddp_comm_hook='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16' "
+                "there."
+            )
+
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
@@ -90,7 +99,7 @@ class DDPStrategy(DistributedStrategy):
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # nothing to reduce
-        self._same_model(module)
+        self.same_model(module)
         on_gpu = self.device.type == "cuda"
         self._wrapped = DistributedDataParallel(
             _Step(module),
@@ -103,22 +112,6 @@ class DDPStrategy(DistributedStrategy):
             hook, state = _named_hook(hook, state)
             self._wrapped.register_comm_hook(state, wrapper(hook) if wrapper else hook)
         return self._wrapped
-
-    def _same_model(self, module: nn.Module) -> None:
-        """Raise on every rank, naming the first difference, if the ranks built different models."""
-        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-        for rank, theirs in enumerate(self.gather_objects(mine)):
-            if theirs != mine:
-                pairs = zip(mine, theirs, strict=False)
-                here, there = next(
-                    ((a, b) for a, b in pairs if a != b),
-                    (f"{len(mine)} parameters", f"{len(theirs)} parameters"),
-                )
-                raise RuntimeError(
-                    f"{type(module).__name__} differs between the ranks: rank {self.global_rank} has {here}, rank "
-                    f"{rank} has {there}. Build the same model on every rank: no layer may depend on the rank or on "
-                    "what a rank's share of the data holds."
-                )
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         step = super().bind_step(step, wrapped, training)

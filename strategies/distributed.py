@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from ..loggers import messages
@@ -53,7 +54,7 @@ class DistributedStrategy(Strategy):
         *,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: str = "popen",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         numa: bool = False,
     ) -> None:
         self.precision = precision or Precision()
@@ -61,7 +62,7 @@ class DistributedStrategy(Strategy):
             raise ValueError(messages.unknown(f"start_method for {type(self).__name__}", start_method, START_METHODS))
         self.process_group_backend = process_group_backend
         self.timeout = timeout
-        self.start_method = start_method
+        self.start_method: Literal["popen", "spawn", "fork", "forkserver"] = start_method
         self.numa = numa
         self.devices: list[torch.device] = []
         self._nodes = 1
@@ -90,21 +91,21 @@ class DistributedStrategy(Strategy):
         self.precision.use_on(self.device)
         if cluster is not None:
             messages.set_rank(cluster.rank)
+        if os.environ.get(launch.LAUNCHED):
+            launch.register_failure_hook()
 
     @property
     def launcher(self) -> Callable[..., Any] | None:
         if dist.is_initialized() or find_cluster() is not None or len(self.devices) * self._nodes == 1:
             return None
-        kind = self.device.type
-        if self.start_method == "popen":
-            return partial(self._rerun, kind)
-        return lambda function, *args: launch.start(
-            function, args, len(self.devices), self.start_method, kind, numa=self.numa
-        )
+        return self._launch
 
-    def _rerun(self, kind: str, function: Callable[..., Any], *args: Any) -> Any:
-        """The command runs again, once a process, and comes here again in each; this process only waits for them."""
-        launch.rerun(len(self.devices), self._nodes, devices_kind=kind, numa=self.numa)
+    def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Start the processes: the command runs again and comes here again in each, or they call the function."""
+        kind, count = self.device.type, len(self.devices)
+        if self.start_method == "popen":
+            launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
+        return launch.start(function, args, count, self.start_method, kind, self.numa)
 
     def setup_environment(self) -> None:
         self._stand(find_cluster())
@@ -220,7 +221,7 @@ class DistributedStrategy(Strategy):
         digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         with self._at(f"barrier {name!r}"):
             both = torch.tensor([digest, -digest])
-            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._host, async_op=True)
+            work: Any = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._host, async_op=True)
             work.wait(timeout or self.timeout)
         if both[0] != -both[1]:
             names = self.gather_objects(name)
@@ -244,6 +245,22 @@ class DistributedStrategy(Strategy):
 
     def explain(self, error: BaseException) -> BaseException | None:
         return self._watch.explain(error) if self._watch is not None else None
+
+    def same_model(self, module: nn.Module) -> None:
+        """Raise on every rank, naming the first difference, if the ranks built different models."""
+        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+        for rank, theirs in enumerate(self.gather_objects(mine)):
+            if theirs != mine:
+                pairs = zip(mine, theirs, strict=False)
+                here, there = next(
+                    ((a, b) for a, b in pairs if a != b),
+                    (f"{len(mine)} parameters", f"{len(theirs)} parameters"),
+                )
+                raise RuntimeError(
+                    f"{type(module).__name__} differs between the ranks: rank {self.global_rank} has {here}, rank "
+                    f"{rank} has {there}. Build the same model on every rank: no layer may depend on the rank or on "
+                    "what a rank's share of the data holds."
+                )
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce gradients that were accumulated without communication, when no backward follows that would do it."""
@@ -273,13 +290,11 @@ def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torc
     """Join the process group of this process's cluster, or make one of its own; nothing if there is one."""
     if dist.is_initialized():
         return
-    with_device = {"device_id": device} if device.type == "cuda" else {}
+    with_device: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if cluster is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
-        if os.environ.get(launch.LAUNCHED):
-            launch.register_failure_hook()
         dist.init_process_group(
             backend, rank=cluster.rank, world_size=cluster.world_size, timeout=timeout, **with_device
         )

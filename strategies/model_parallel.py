@@ -1,26 +1,30 @@
-"""One model spread over processes: tensor-parallel layers, pipeline stages, sharded and replicated data, one mesh."""
+"""One model spread over processes: split layers, pipeline stages, sharded and replicated parameters, one mesh."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
 
-from . import dtensors
-from .base import move_optimizer_state
+from ..loggers import messages
+from . import shards
 from .distributed import DistributedStrategy
+from .fsdp import FSDPStrategy
 from .precision.base import Precision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
+
+    from .tensor_parallel import Splitter
+
+T = TypeVar("T")
 
 #: The mesh's dimensions, outermost first: ranks of one tensor-parallel group are neighbors, on one machine.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -32,55 +36,47 @@ ARGUMENTS = {
     "cp": "context_parallel",
     "tp": "tensor_parallel",
 }
+#: Options of FSDPStrategy that mean something only where parameters are sharded.
+_SHARDING_ONLY = ("mixed_precision", "cpu_offload")
 
 
-class ModelParallelStrategy(DistributedStrategy):
+class ModelParallelStrategy(FSDPStrategy):
     """``"model_parallel"``: the processes form a mesh, whose dimensions share the work in different ways.
 
     The product of the sizes is the number of processes. The ranks of one tensor-, context- and pipeline-parallel group
-    see the same data.
+    see the same data, and draw the same random numbers: dropout drops the same elements of what each of them has whole.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
-        data_parallel_replicate: replicas of the (sharded) model.
-        data_parallel_shard: over how many processes parameters are sharded (FSDP2); ``"auto"``: what is left.
+        data_parallel_replicate: number of copies of the (sharded) model.
+        data_parallel_shard: over how many processes each parameter is sharded, as by FSDPStrategy; ``"auto"``: over
+            those that the other sizes leave.
         tensor_parallel: over how many processes each layer is split; ``"auto"``: those of one machine.
         pipeline_parallel: number of groups that hold successive layers.
         context_parallel: over how many processes a sequence is split.
-        plan: how layers are split for tensor parallelism: pattern of layer names (``"net.blocks.*.attn.q"``) ->
-            ``"colwise"``, ``"rowwise"`` or a ``ParallelStyle`` of torch.distributed.tensor.parallel. ``"auto"``: attentions
-            with separate q, k, v and pairs of linear layers are found by their names and shapes.
-        process_group_backend: None: gloo for the CPU, NCCL for CUDA.
-        timeout: how long a collective waits for the other processes.
-        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-        numa: bind each process to the cores of its GPU's NUMA node.
+        plan: how layers are split: pattern of layer names (``"net.blocks.*.attn.q"``) -> ``"colwise"``, ``"rowwise"``
+            or a ``ParallelStyle`` of torch.distributed.tensor.parallel. ``"auto"``: attentions with separate q, k, v
+            and pairs of linear layers are found by their names and shapes. An attention then computes some of its heads
+            on each process: an attribute such as ``num_heads`` is divided, and ``forward`` must leave the width to be
+            found, as in ``q.view(batch, length, self.num_heads, -1)``.
+        **options: what FSDPStrategy takes: ``wrap``, ``mixed_precision``, ``activation_checkpointing``, ...
     """
 
     names: ClassVar[tuple[str, ...]] = ("model_parallel",)
-    communicates_forward: ClassVar[bool] = True
 
     def __init__(
         self,
         precision: Precision | None = None,
         *,
         data_parallel_replicate: int = 1,
-        data_parallel_shard: int | str = "auto",
-        tensor_parallel: int | str = 1,
+        data_parallel_shard: int | Literal["auto"] = "auto",
+        tensor_parallel: int | Literal["auto"] = 1,
         pipeline_parallel: int = 1,
         context_parallel: int = 1,
-        plan: Mapping[str, Any] | Literal["auto"] | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: str = "popen",
-        numa: bool = False,
+        plan: Mapping[str, Any] | Literal["auto"] = "auto",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            numa=numa,
-        )
+        super().__init__(precision, **_known_options(options))
         self.asked: dict[str, int | str] = {
             "pp": _size("pp", pipeline_parallel, auto=False),
             "dp_replicate": _size("dp_replicate", data_parallel_replicate, auto=False),
@@ -88,111 +84,136 @@ class ModelParallelStrategy(DistributedStrategy):
             "cp": _size("cp", context_parallel, auto=False),
             "tp": _size("tp", tensor_parallel),
         }
-        self.plan: Mapping[str, Any] | str = "auto" if plan is None else plan
         #: The size of each mesh dimension, once the number of processes is known.
-        self.sizes: dict[str, int] = {}
+        self.axis_sizes: dict[str, int] = {}
         #: All processes, dimensions named as in AXES; exists from ``setup_environment`` on.
         self.mesh: DeviceMesh | None = None
+        self.plan = plan
+        self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
+        self._splitter: Splitter | None = None
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
-    def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
-        super().place(devices, num_nodes)
-        self.sizes = find_sizes(self.asked, self.world_size, self.world_size // self.num_nodes)
+    def _mesh_shape(self) -> tuple[int, ...]:
+        self.axis_sizes = find_sizes(self.asked, self.world_size, self.world_size // self.num_nodes)
+        shape = self.axis_sizes["dp_replicate"], self.axis_sizes["dp_shard"]
+        return shape if shape[0] > 1 else shape[1:]
 
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.mesh is None:
-            from torch.distributed.device_mesh import init_device_mesh
+            self._mesh_shape()
+            sizes = tuple(self.axis_sizes[axis] for axis in AXES)
+            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=AXES)
 
-            self.sizes = find_sizes(self.asked, self.world_size, self.world_size // self.num_nodes)
-            self.mesh = init_device_mesh(self.device.type, tuple(self.sizes[a] for a in AXES), mesh_dim_names=AXES)
+    def _mesh(self) -> DeviceMesh:
+        """Of the processes over which parameters are sharded."""
+        if self.mesh is None:
+            raise RuntimeError("The mesh of ModelParallelStrategy exists once setup_environment() was called.")
+        return self.mesh["dp_replicate", "dp_shard"] if self.axis_sizes["dp_replicate"] > 1 else self.mesh["dp_shard"]
 
-    def place_in(self, axis: str) -> int:
+    def place_on(self, axis: str) -> int:
         """This process's coordinate along a mesh dimension, 0-based."""
-        inner = math.prod(self.sizes[a] for a in AXES[AXES.index(axis) + 1 :])
-        return self.global_rank // inner % self.sizes[axis]
+        inner = math.prod(self.axis_sizes[a] for a in AXES[AXES.index(axis) + 1 :])
+        return self.global_rank // inner % self.axis_sizes[axis]
 
     @property
     def data_rank(self) -> int:
-        return self.place_in("dp_replicate") * self.sizes["dp_shard"] + self.place_in("dp_shard")
+        return self.place_on("dp_replicate") * self.axis_sizes["dp_shard"] + self.place_on("dp_shard")
 
     @property
     def num_data_ranks(self) -> int:
-        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
+        return self.axis_sizes["dp_replicate"] * self.axis_sizes["dp_shard"]
+
+    @property
+    def spreads_data(self) -> bool:
+        """Whether parameters are sharded or replicated over processes that see different data."""
+        return self.num_data_ranks > 1 or self._needs_sharding
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        module = self.precision.convert_module(module)
-        self._agree_on_weights(module)
-        if self.sizes["tp"] > 1 and self.mesh is not None and not self._is_split(module):
-            from .tensor_parallel import split
+    def _shard(self, module: nn.Module) -> None:
+        if self.axis_sizes["tp"] > 1 and self.mesh is not None:
+            from .tensor_parallel import Splitter
 
-            split(module, self.mesh["tp"], None if self.plan == "auto" else self.plan)
-        return module.to(self.device)
+            self._splitter = Splitter(module, self.mesh["tp"], None if self.plan == "auto" else self.plan)
+        super()._shard(module)
+        if self._splitter is not None:
+            self._splitter.finish()
+            self._splitter = None
 
-    @staticmethod
-    def _is_split(module: nn.Module) -> bool:
-        return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
+        return super()._blocks(module) if self.spreads_data or self.activation_checkpointing else {}
 
-    def _agree_on_weights(self, module: nn.Module) -> None:
-        """Every process begins with rank 0's values."""
-        if self._is_split(module):
-            return
-        for tensor in (*module.parameters(), *module.buffers()):
-            value = tensor.detach().to(self.device)
-            dist.broadcast(value, 0)
-            tensor.data.copy_(value)
+    def _prepare(self, name: str, part: nn.Module) -> None:
+        if self._splitter is not None and name in self._splitter.styles:
+            self._give_rank_zeros_values(part)
+            self._splitter.split(name)
+
+    def _shard_group(self, part: nn.Module, reshard: bool | int | None) -> None:
+        if self.spreads_data:
+            super()._shard_group(part, reshard)
+        else:
+            self._give_rank_zeros_values(part)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         self._agree_on_random_numbers()
         return super().wrap_for_training(module)
 
     def _agree_on_random_numbers(self) -> None:
-        """Processes that see the same data draw the same numbers (dropout), those that see others draw others."""
-        state = self.broadcast(torch.get_rng_state())
-        torch.set_rng_state(state)
+        """Those of rank 0, where the same data are seen; others where other data are seen."""
+        on_gpu = self.device.type == "cuda"
+        states = self.broadcast((torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if on_gpu else None))
+        torch.set_rng_state(states[0])
+        if on_gpu:
+            torch.cuda.set_rng_state(states[1], self.device)
         if self.data_rank:
             torch.manual_seed(torch.initial_seed() + self.data_rank)
 
+    def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
+        if self.spreads_data:
+            return super().bind_step(step, wrapped, training)
+        self._must_be_filled(wrapped)
+        return DistributedStrategy.bind_step(self, step, wrapped, training)
+
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
-        dtensors.scale_gradients(_parameters(optimizer), factor)
+    def complete_gradients(self, optimizer: Optimizer) -> None:
+        if self.spreads_data:
+            super().complete_gradients(optimizer)
+
+    def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
+        if self.spreads_data:
+            super().backward(loss, how)
+        else:
+            DistributedStrategy.backward(self, loss, how)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return dtensors.clip_by_norm(parameters, max_norm, norm_type)
+        parameters = list(parameters)
+        shards.settle(parameters)
+        return super().clip_by_norm(parameters, max_norm, norm_type)
 
     def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        dtensors.clip_by_value(parameters, clip_value)
+        parameters = list(parameters)
+        shards.settle(parameters)
+        super().clip_by_value(parameters, clip_value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        dtensors.settle(_parameters(optimizer))
-        with implicit_replication():  # an optimizer's lists hold whole and split parameters
+        shards.settle(parameter for group in optimizer.param_groups for parameter in group["params"])
+        with implicit_replication():  # an optimizer's lists hold whole and split parameters together
             return super().optimizer_step(optimizer, closure)
-
-    # ---- state -----------------------------------------------------------------------------------------------------
-
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
-        return dtensors.whole_model_state(module, self.is_global_zero)
-
-    def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
-        return dtensors.load_model_state(module, state, strict)
-
-    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        return dtensors.whole_optimizer_state(optimizer, self.is_global_zero)
-
-    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        dtensors.load_optimizer_state(optimizer, state)
-        move_optimizer_state(optimizer, self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"mesh": None}
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _known_options(options: dict[str, Any]) -> dict[str, Any]:
+    own = ("self", "precision", "sharding", "data_parallel_replicate", "data_parallel_shard", "device_mesh")
+    known = [name for name in inspect.signature(FSDPStrategy.__init__).parameters if name not in own]
+    for name in options:
+        if name not in known:
+            raise TypeError(messages.unknown("argument of ModelParallelStrategy", name, [*ARGUMENTS.values(), *known]))
+    return options
 
 
 def _size(axis: str, value: Any, auto: bool = True) -> int | str:
@@ -206,7 +227,7 @@ def _size(axis: str, value: Any, auto: bool = True) -> int | str:
     return value
 
 
-def find_sizes(asked: dict[str, int | str], world_size: int, per_node: int) -> dict[str, int]:
+def find_sizes(asked: Mapping[str, int | str], world_size: int, per_node: int) -> dict[str, int]:
     """The size of each mesh dimension.
 
     Args:
@@ -220,9 +241,8 @@ def find_sizes(asked: dict[str, int | str], world_size: int, per_node: int) -> d
     sizes = {axis: per_node if axis == "tp" and size == "auto" else size for axis, size in asked.items()}
     others = math.prod(size for size in sizes.values() if isinstance(size, int))
     found = {axis: world_size // others if size == "auto" else int(size) for axis, size in sizes.items()}
-    product = math.prod(found.values())
-    if product != world_size:
-        factors = " x ".join(f"{ARGUMENTS[axis]}={size}" for axis, size in sizes.items() if size != 1)
+    if math.prod(found.values()) != world_size:
+        factors = " x ".join(f"{ARGUMENTS[axis]}={size}" for axis, size in sizes.items() if size not in (1, "auto"))
         what = f"is {others}, which does not divide" if "auto" in sizes.values() else f"is {others}, not"
         raise ValueError(
             f"ModelParallelStrategy: {factors} {what} the number of processes, {world_size}. Change one of the sizes, "

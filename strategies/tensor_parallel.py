@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 STYLES = ("colwise", "rowwise")
 
 
-def split(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any] | None) -> None:
-    """Split the module's layers over the processes of ``mesh``, in place.
+class Splitter:
+    """Splits the layers of a module over the processes of a mesh, one at a time and in place.
 
     Args:
         module: the same on every process.
@@ -36,16 +36,42 @@ def split(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any] | None) -
         plan: pattern of layer names (``"blocks.*.attn.q"``) -> ``"colwise"``, ``"rowwise"`` or a ``ParallelStyle``;
             None: find linear layers that can be split.
 
+    Attributes:
+        styles: how each layer is split, by its name.
+
     Raises:
         ValueError: a pattern matches no layer, nothing was found, or heads do not divide by the number of processes.
     """
-    found = find(module, mesh.size(), strict=plan is None)
-    styles = _from_found(module, found, mesh.size()) if plan is None else _from_plan(module, plan)
-    fewer = _share_heads(module, found, styles, mesh.size())
-    parallelize_module(module, mesh, styles)
-    if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in module.modules()):
-        torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights past the layers' own forward
-    _tell(styles, found, fewer, mesh.size(), plan is None)
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any] | None) -> None:
+        size = mesh.size()
+        self.module, self.mesh, self.automatic = module, mesh, plan is None
+        self.found = find(module, size, strict=plan is None)
+        self.styles = _from_found(module, self.found, size) if plan is None else _from_plan(module, plan)
+        self.attentions = [
+            attention
+            for attention in self.found.attentions
+            if all(_gives_local(self.styles.get(name)) for name in attention.projections)
+        ]
+        for attention in self.attentions:
+            attention.check(size, type(module.get_submodule(attention.name)).__name__)
+
+    def split(self, name: str) -> None:
+        """Split one layer, whose weights are rank 0's."""
+        parallelize_module(self.module.get_submodule(name), self.mesh, self.styles[name])
+
+    def finish(self) -> None:
+        """Tell each split attention how many heads it computes here, and the user what was done."""
+        changed: dict[str, str] = {}
+        for attention in self.attentions:
+            owner = self.module.get_submodule(attention.name)
+            for attribute in attention.counts:
+                whole = getattr(owner, attribute)
+                setattr(owner, attribute, whole // self.mesh.size())
+                changed[f"{type(owner).__name__}.{attribute}"] = f"{whole} -> {whole // self.mesh.size()}"
+        if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in self.module.modules()):
+            torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights past the layers' own forward
+        _tell(self.styles, self.found, changed, self.mesh.size(), self.automatic)
 
 
 def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, ParallelStyle]:
@@ -56,7 +82,7 @@ def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, Paralle
             "Pass plan={'name of a layer': 'colwise' or 'rowwise', ...}, or use data_parallel_shard instead (strategy="
             "'fsdp'), which splits any model."
         )
-    return {name: Columns() for name in found.columns} | {name: Rows() for name in found.rows}
+    return {name: Columns() if name in found.columns else Rows() for name in (*found.columns, *found.rows)}
 
 
 def _from_plan(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelStyle]:
@@ -105,25 +131,7 @@ def _listed(names: list[str], limit: int = 12) -> str:
     return ", ".join(names[:limit]) + more
 
 
-# ---- attention heads -------------------------------------------------------------------------------------------------
-
-
-def _share_heads(module: nn.Module, found: Found, styles: dict[str, ParallelStyle], size: int) -> dict[str, str]:
-    """Tell each split attention how many heads it computes here; returns what was changed, to be said."""
-    changed: dict[str, str] = {}
-    for attention in found.attentions:
-        if not all(name in styles and _gives_local(styles[name]) for name in attention.projections):
-            continue
-        owner = module.get_submodule(attention.name)
-        attention.check(size, type(owner).__name__)
-        for attribute in attention.counts:
-            whole = getattr(owner, attribute)
-            setattr(owner, attribute, whole // size)
-            changed[f"{type(owner).__name__}.{attribute}"] = f"{whole} -> {whole // size}"
-    return changed
-
-
-def _gives_local(style: ParallelStyle) -> bool:
+def _gives_local(style: ParallelStyle | None) -> bool:
     """Whether a layer's output is a plain tensor with this process's features."""
     if isinstance(style, ColwiseParallel):
         return style.use_local_output and all(p.is_shard() for p in style.output_layouts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from torch import nn
+from torch import Tensor, nn
 
 _Q = (
     "q",
@@ -145,11 +145,15 @@ def _linear(layer: nn.Module) -> bool:
 
 
 def _inputs(layer: nn.Module) -> int:
-    return layer.weight.shape[0 if is_transposed(layer) else 1]
+    return _weight(layer).shape[0 if is_transposed(layer) else 1]
 
 
 def _outputs(layer: nn.Module) -> int:
-    return layer.weight.shape[1 if is_transposed(layer) else 0]
+    return _weight(layer).shape[1 if is_transposed(layer) else 0]
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    return layer.get_parameter("weight")
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..loggers import messages
 
@@ -25,7 +26,10 @@ NOTICE_SECONDS = 60.0
 _POLL_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_THE_USERS = tuple(os.path.join(_OURS, room, "") for room in ("trainer", "callbacks", "strategies", "loggers")) + (
+_ROOMS = ("trainer", "callbacks", "strategies", "loggers")
+#: Folders whose lines say nothing to the user: ours, torch's, Python's own.
+_NOT_THE_USERS = (
+    *(os.path.join(_OURS, room, "") for room in _ROOMS),
     os.path.dirname(os.path.abspath(torch.__file__)),
     os.path.dirname(os.path.abspath(threading.__file__)),
 )
@@ -50,8 +54,8 @@ class Watch:
         self._main = threading.main_thread().ident or 0
         self._thread: threading.Thread | None = None
         if world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore("paceline/where", store.clone())
+            store: Any = distributed_c10d._get_default_store()
+            self._store: Any = distributed_c10d.PrefixStore("paceline/where", store.clone())
             self._thread = threading.Thread(target=self._listen, name="paceline-watch", daemon=True)
             self._thread.start()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import io
 import os
 import pickle
 import selectors
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -18,7 +21,7 @@ import torch.distributed as dist
 LIMIT_SECONDS = 120.0
 
 
-class RanksFailed(AssertionError):
+class RanksError(AssertionError):
     """Some ranks raised; ``errors`` has their exceptions by rank (None where there was none)."""
 
     def __init__(self, errors: list[BaseException | None], text: str) -> None:
@@ -33,7 +36,7 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
     process group is the function's part (a Trainer does). Returns what each returned, by rank.
 
     Raises:
-        RanksFailed: a rank raised, ended by itself, or did not end in ``limit`` seconds; the text has every traceback.
+        RanksError: a rank raised, ended by itself, or did not end in ``limit`` seconds; the text has every traceback.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     readers, pids = [], []
@@ -47,20 +50,21 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
         readers.append(reader)
         pids.append(pid)
     try:
-        answers = _collect(readers, time.monotonic() + limit)
+        answers, waiting = _collect(readers, time.monotonic() + limit)
+        for pid in [pids[readers.index(reader)] for reader in waiting]:
+            os.kill(pid, signal.SIGUSR1)  # where it hangs, on standard error
+            time.sleep(0.2)
     finally:
         for pid in pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             os.waitpid(pid, 0)
         for reader in readers:
             os.close(reader)
     found = [_load(answer) for answer in answers]
     if any(error is not None for _, error, _ in found):
         text = "\n".join(f"rank {rank}: {story}" for rank, (_, error, story) in enumerate(found) if error is not None)
-        raise RanksFailed([error for _, error, _ in found], text)
+        raise RanksError([error for _, error, _ in found], text)
     return [value for value, _, _ in found]
 
 
@@ -68,6 +72,7 @@ def _in_child(
     writer: int, rank: int, count: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     status: tuple[Any, BaseException | None, str] = (None, None, "")
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
@@ -112,7 +117,7 @@ def _load(answer: bytes) -> tuple[Any, BaseException | None, str]:
     return torch.load(io.BytesIO(answer), weights_only=False)
 
 
-def _collect(readers: list[int], deadline: float) -> list[bytes]:
+def _collect(readers: list[int], deadline: float) -> tuple[list[bytes], list[int]]:
     answers = dict.fromkeys(readers, b"")
     with selectors.DefaultSelector() as selector:
         for reader in readers:
@@ -123,4 +128,5 @@ def _collect(readers: list[int], deadline: float) -> list[bytes]:
                 answers[key.fd] += data
                 if not data:
                     selector.unregister(key.fd)
-    return [answers[reader] for reader in readers]
+        waiting = [key.fd for key in selector.get_map().values()]
+    return [answers[reader] for reader in readers], waiting

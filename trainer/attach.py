@@ -37,6 +37,9 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
     path = asked_path(trainer, request, reused)
     trainer.strategy.setup_environment()
     messages.set_rank(trainer.global_rank)
+    if trainer.world_size > 1:
+        trainer._log_dir = None
+        trainer._log_dir = trainer.strategy.broadcast(trainer.log_dir)
     connect(trainer, request, module)
     prepare_data(trainer)
     trainer._metrics.enter(SETUP)
@@ -94,7 +97,7 @@ def _restore_model(trainer: Trainer, checkpoint: dict[str, Any], callbacks: bool
 
 def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, bool]:
     """The module to run, and whether it is that of the run before (none was passed)."""
-    module = uncompiled(request.module)
+    module = _unwrapped(uncompiled(request.module))
     if module is None:
         if trainer._module is None or request.fn == "fit":
             raise TypeError(f"Trainer.{request.fn}() needs a module. Pass it as the first argument.")
@@ -116,6 +119,17 @@ def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, boo
             f"{type(module).__name__}.__init__ did not call super().__init__(), so it is no module yet. Call it first."
         )
     return module, False
+
+
+def _unwrapped(module: Any) -> Any:
+    """The module inside DataParallel or DistributedDataParallel, which would wrap (and reduce) twice."""
+    if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return module
+    messages.warn_once(
+        f"The module was given inside {type(module).__name__}; it is taken out, since the strategy wraps it itself. "
+        "Pass the module as it is and choose Trainer(strategy='ddp', devices=...)."
+    )
+    return module.module
 
 
 def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils import _pytree as pytree
 
 from . import phases
 from .binding import bind_mover, bind_step
 from .data.batches import Batches
+from .data.sharding import surplus
 from .hooks import check_signature, method_of, overridden
 from .signals import interruption
 
@@ -30,13 +32,15 @@ class EvalLoop:
         trainer: attached, with its module set up.
         kind: ``"validate"``, ``"test"`` or ``"predict"``.
         keep_predictions: collect what ``predict_step`` returns; otherwise nothing outlives its batch.
+        gather: collect it from all ranks.
     """
 
-    def __init__(self, trainer: Trainer, kind: Kind, keep_predictions: bool = False) -> None:
+    def __init__(self, trainer: Trainer, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
         self.trainer = trainer
         self.kind = kind
         self.word = WORDS[kind]
         self.keep = keep_predictions
+        self.gather = gather
         self.metrics = trainer._metrics
         self.predictions: list[list[Any]] = []
 
@@ -83,7 +87,7 @@ class EvalLoop:
         for idx, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
             self.run_loader(step, loader, limit, idx if len(loaders) > 1 else None)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_EPOCH_END)
-        metrics.epoch_ended = True
+        metrics.end_epoch()
         if self.kind == "predict":
             trainer.predictions = self.predictions if len(loaders) > 1 else self.predictions[0]
         for hook in self.hooks("epoch_end"):
@@ -118,12 +122,17 @@ class EvalLoop:
         )
         kept: list[Any] = []
         taken: list[list[int]] = []
+        counted = limit - 1 if surplus(loader) and limit == known else limit
         indices = source.track_indices(loader) if self.kind == "predict" and self.writes() else None
         batch_idx = -1
         with closing(batches):
-            for batch in batches:
+            for batch, is_mine in self.in_step(batches, known):
                 batch_idx += 1
                 metrics.batch = batch
+                if batch_idx >= counted or not is_mine:
+                    with metrics.muted(trainer.training_module):
+                        step(batch, batch_idx, *extra)
+                    continue
                 if indices is not None:
                     trainer.current_batch_indices = indices()
                     taken.append(trainer.current_batch_indices)
@@ -143,8 +152,36 @@ class EvalLoop:
                 f"The {self.word} dataloader has a length of {known} batches, but yielded {batch_idx + 1} where "
                 f"{limit} were expected. Correct __len__, or remove it."
             )
-        self.predictions.append(kept)
+        self.predictions.append(self.of_all_ranks(kept) if self.gather else kept)
         trainer.predict_batch_indices.append(taken)
+
+    def of_all_ranks(self, kept: list[Any]) -> list[Any]:
+        """Every rank's outputs in the data's order: a round of one batch a rank after the other, in rank order."""
+        strategy = self.trainer.strategy
+        outputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), kept)
+        shares = strategy.gather_objects(outputs if strategy.holds_output else [])
+        rounds = range(max(len(share) for share in shares))
+        return [share[number] for number in rounds for share in shares if number < len(share)]
+
+    def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
+        """The batches, each with whether it counts.
+
+        Where a forward pass takes all ranks and nobody knows how many batches they have, a rank that is done repeats
+        its last one, which counts for nothing, until all are.
+        """
+        strategy = self.trainer.strategy
+        if not strategy.communicates_forward or strategy.world_size == 1 or known != float("inf"):
+            yield from ((batch, True) for batch in batches)
+            return
+        iterator, end, last = iter(batches), object(), None
+        while strategy.agree((batch := next(iterator, end)) is not end):
+            if batch is end and last is None:
+                raise RuntimeError(
+                    f"Rank {strategy.global_rank} got no {self.word} batch while others did. Give every rank at least "
+                    "one: fewer processes, or more data."
+                )
+            last = last if batch is end else batch
+            yield last, batch is not end
 
     def writes(self) -> bool:
         """Whether somebody looks at the indices of the samples in a predicted batch."""

@@ -15,7 +15,7 @@ from .data.loaders import load_loader_state, seed_shuffling
 from .loss import LossReader
 from .schedules import Schedules
 from .signals import interruption
-from .step import IteratorStep, ManualStep, choose_step, detached
+from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class FitLoop:
                     complete = state.is_last_batch
                     break
             else:
-                self.check_length(batch_idx + 1)
+                self.check_length(batch_idx + 1, batches)
                 complete = True
         self.end_epoch(schedules, complete)
 
@@ -125,6 +125,8 @@ class FitLoop:
     def step(self) -> ManualStep:
         """The step, bound to what callbacks left of optimizers and accumulation."""
         step = choose_step(self.trainer, self.forward, self.losses)
+        if self.trainer._source.last_share == 0.0:
+            step = EmptyLastStep(step)
         return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
@@ -137,7 +139,8 @@ class FitLoop:
             loader, self.resumed.get("paceline", {}).get("loader"), mid_epoch=start_batch > 0
         )
         skip = 0 if knows_position else start_batch
-        found = Batches(loader, bind_mover(trainer, 0), lookahead, source.cut() - (start_batch - skip), skip)
+        cut, mover = source.cut() - (start_batch - skip), bind_mover(trainer, 0)
+        found = Batches(loader, mover, lookahead, cut, skip, source.keeps_step())
         return HandOver(found, start_batch, self.metrics) if self.takes_iterator else found
 
     def started(self, batches: Any, start_batch: int) -> Any:
@@ -158,14 +161,14 @@ class FitLoop:
         state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done = complete
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
-        metrics.epoch_ended = True
+        metrics.end_epoch()
         for hook in hooks.on_train_epoch_end:
             hook()
         results = metrics.finish_epoch()
         if schedules.epoch_plateaus:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
-        metrics.epoch_ended = True
+        metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
         metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # what the monitors logged themselves
@@ -222,8 +225,13 @@ class FitLoop:
             f"max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}"
         )
 
-    def check_length(self, seen: int) -> None:
-        """Raise if the loader ended too early, or gave nothing at all."""
+    def check_length(self, seen: int, batches: Any) -> None:
+        """Raise if the loader ended too early, or gave nothing at all; say what other ranks' shorter ones cost."""
+        if getattr(batches, "left_over", False):
+            messages.info_anywhere(
+                f"Rank {self.trainer.global_rank} had batches left when another rank's train_dataloader ended after "
+                f"{seen} in epoch {self.state.epoch}: they are left out, so that no rank waits."
+            )
         if seen == 0:
             raise RuntimeError(
                 f"The train_dataloader yielded no batch in epoch {self.state.epoch}. A generator can be read only "

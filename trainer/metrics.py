@@ -7,16 +7,18 @@ per flush, and on an accelerator without waiting for it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..loggers import messages
 from .data.batches import batch_size_of, conflicting_sizes
 from .phases import EVAL_BATCH, SETUP, Moment
-from .records import Options, Record, as_tensor, make_record
+from .records import REDUCTIONS, Options, Record, as_tensor, make_record
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
@@ -139,6 +141,32 @@ class MetricStore:
         self._sized = (batch, size)
         return size
 
+    @contextmanager
+    def muted(self, module: nn.Module) -> Iterator[None]:
+        """What is logged while the context is open counts for nothing, nor what torchmetrics of ``module`` see.
+
+        For a batch that a process runs only to keep step with the others. Names it logs for the first time are known
+        from then on, so that every process shares the same ones.
+        """
+        table, steps = self.records, self.steps_in_evaluation
+        before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
+        metrics = sys.modules.get("torchmetrics")
+        kept: list[Any] = [m for m in module.modules() if isinstance(m, metrics.Metric)] if metrics is not None else []
+        states = [(metric, metric._copy_state_dict(), metric._update_count) for metric in kept]
+        yield
+        for name, record in table.items():
+            record.reset()
+            record.seen = True
+            if name in before:
+                state, record.value, record.fresh, record.seen = before[name]
+                record.load(state)
+        for metric, state, updates in states:
+            metric.reset()
+            for attribute, value in state.items():
+                setattr(metric, attribute, value)
+            metric._update_count = updates
+        self.steps_in_evaluation = steps
+
     def _hook(self) -> str:
         return self._moment.name.format(stage=self._stage_word())
 
@@ -149,11 +177,14 @@ class MetricStore:
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def _stage_records(self, stage: str | None) -> Iterator[tuple[int | None, Record]]:
-        for (name, _, dataloader_idx), table in self._tables.items():
-            if name == stage:
+    def _records_of(self, stage: str | None) -> Iterator[tuple[tuple[str, str, int | None], Record]]:
+        for place, table in self._tables.items():
+            if place[0] == stage:
                 for record in table.values():
-                    yield dataloader_idx, record
+                    yield place, record
+
+    def _stage_records(self, stage: str | None) -> Iterator[tuple[int | None, Record]]:
+        return ((place[2], record) for place, record in self._records_of(stage))
 
     def _all_records(self) -> Iterator[tuple[bool, Record]]:
         """Every record of the run, and whether its stage is the one under way."""
@@ -170,7 +201,7 @@ class MetricStore:
             if record.on_step and (value := record.step_value()) is not None:
                 found[record.step_key] = found[record.key] = as_tensor(value, record.dtype)
             if record.on_epoch and current and self.epoch_ended:
-                value = record.compute(self.strategy)
+                value = record.result(self.strategy)
                 found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
         return found
 
@@ -185,12 +216,19 @@ class MetricStore:
     def flush_step(self, stage_step: int, epoch: int) -> None:
         """Send the step values that are new since the last flush to the loggers."""
         fresh: dict[str, Any] = {}
+        shared: dict[tuple[Any, Any], list[str]] = {}
         for record in self.records.values():
             if record.fresh and record.on_step and record.logger:
                 record.fresh = False
                 value = record.step_value()
                 if value is not None:
                     fresh[record.step_key] = value
+                    if record.options.sync_dist and self.strategy.world_size > 1:
+                        op = record.reduction if record.reduction in REDUCTIONS else "mean"
+                        shared.setdefault((op, record.options.sync_dist_group), []).append(record.step_key)
+        for (op, group), keys in shared.items():
+            values = _stacked(torch.as_tensor(fresh[key], device=self.strategy.device) for key in keys)
+            fresh.update(zip(keys, self.strategy.reduce(values, op, group).unbind(), strict=True))
         self.drain(wait=False)
         if fresh:
             self._copies.append(_HostCopy(fresh, stage_step, epoch))
@@ -222,8 +260,35 @@ class MetricStore:
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
+    def end_epoch(self) -> None:
+        """The epoch's batches are done: its values can be computed.
+
+        Those that processes share are computed at once: from then on one process may read them alone.
+        """
+        self.epoch_ended = True
+        self._share()
+
+    def _share(self) -> None:
+        """Reduce over all processes what was logged since the last time; it takes all of them, whatever they logged."""
+        if self.strategy.world_size == 1:
+            return
+        records = {f"{stage}|{moment}|{r.key}": r for (stage, moment, _), r in self._records_of(self.state.stage)}
+        pending = {name: r for name, r in records.items() if r.seen and r.on_epoch and r.is_shared and r.shared is None}
+        known = [set(names) for names in self.strategy.gather_objects(list(pending))]
+        common = set.intersection(*known)
+        for name in sorted(pending):
+            pending[name].alone = name not in common
+            pending[name].result(self.strategy)
+        odd = sorted({records[name].key for name in pending if name not in common})
+        if odd:
+            messages.warn_once(
+                f"{messages.names(odd, 'and')} {'was' if len(odd) == 1 else 'were'} not logged on every rank, so "
+                "the epoch's value is this rank's own. Log on every rank, or say self.log(..., rank_zero_only=True)."
+            )
+
     def finish_epoch(self) -> list[Result]:
         """Compute the stage's epoch values and start over. Returns (loader, record, value) of each."""
+        self._share()
         self.progress_bar_metrics()  # the bar's last look at step values, which are forgotten next
         results: list[Result] = []
         for dataloader_idx, record in self._stage_records(self.state.stage):
@@ -232,7 +297,7 @@ class MetricStore:
             if record.on_step and (value := record.step_value()) is not None:
                 self._keep(record, record.step_key, value)
             if record.on_epoch:
-                value = record.compute(self.strategy)
+                value = record.result(self.strategy)
                 results.append((dataloader_idx, record, value))
                 self._keep(record, record.epoch_key, value)
         for _, record in self._stage_records(self.state.stage):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class Options(NamedTuple):
     on_epoch: bool | None
     reduce_fx: str | Callable[..., Any]
     enable_graph: bool
-    sync_dist: bool
+    sync_dist: bool | None
     sync_dist_group: Any
     add_dataloader_idx: bool
     metric_attribute: str | None
@@ -44,6 +45,8 @@ class Record:
     Attributes:
         fresh: updated since the loggers last saw it.
         seen: updated since the epoch began.
+        shared: the epoch's value, over all processes if they share it, if it was computed since the last update.
+        alone: this process has the name and others have not, or it is not meant to be shared.
         dtype: of the tensors that numbers become for whoever monitors them.
     """
 
@@ -63,6 +66,8 @@ class Record:
         self.dtype = torch.get_default_dtype()
         self.fresh = self.seen = False
         self.value: Any = None
+        self.shared: Tensor | float | None = None
+        self.alone = not self.is_shared
 
     def update(self, value: Any, batch_size: int | None) -> None:
         """Take in one call of ``self.log``."""
@@ -73,18 +78,30 @@ class Record:
         else:
             self.value = taken(self.key, value)
         self.fresh = self.seen = True
+        self.shared = None
 
     def step_value(self) -> Tensor | float | None:
         """The last value: a number, or a scalar tensor on its device; None before the first."""
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        """The epoch's value: a number, or a scalar tensor on its device."""
+        """The epoch's value: a number, or a scalar tensor on its device. Every process must call, if they share it."""
         raise NotImplementedError
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the epoch's value is reduced over all processes, so that computing it takes all of them."""
+        return self.options.sync_dist is not False and not self.options.rank_zero_only
+
+    def result(self, strategy: Strategy) -> Tensor | float:
+        """The epoch's value, computed now unless it was computed since the last update."""
+        if self.shared is None:
+            self.shared = self.compute(strategy)
+        return self.shared
 
     def reset(self) -> None:
         """Start a new epoch."""
-        self.value = None
+        self.value = self.shared = None
         self.fresh = self.seen = False
 
     def dump(self) -> dict[str, Any]:
@@ -121,6 +138,7 @@ class SumRecord(Record):
         self.weight += weight
         self.value = value if self.graph else kept
         self.fresh = self.seen = True
+        self.shared = None
 
     def _add(self, value: Tensor, weight: int) -> Tensor | None:
         """Add a value on its device; return the copy to show as the step's value."""
@@ -133,7 +151,7 @@ class SumRecord(Record):
 
     def _sums(self, strategy: Strategy) -> tuple[Tensor | float, Tensor | float]:
         total = self.rest if self.total is None else self.total + self.rest
-        if not self.options.sync_dist or strategy.world_size == 1:
+        if self.alone or strategy.world_size == 1:
             return total, self.weight
         total = torch.as_tensor(total, dtype=torch.float64).to(strategy.device)
         both = torch.stack([total, torch.full_like(total, self.weight)])
@@ -192,11 +210,10 @@ class ExtremeRecord(Record):
         return min(a, b) if self.reduction == "min" else max(a, b)
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        if self.extreme is None:
-            raise RuntimeError(f"{self.key!r} has no value in this epoch. Log it at least once before it is computed.")
-        if not self.options.sync_dist or strategy.world_size == 1:
-            return self.extreme
-        value = torch.as_tensor(self.extreme, dtype=self.dtype).to(strategy.device)
+        if self.alone or strategy.world_size == 1:
+            return math.nan if self.extreme is None else self.extreme
+        none = math.inf if self.reduction == "min" else -math.inf  # a process without a batch has no say
+        value = torch.as_tensor(none if self.extreme is None else self.extreme, dtype=self.dtype).to(strategy.device)
         return strategy.reduce(value, "min" if self.reduction == "min" else "max", self.options.sync_dist_group)
 
     def reset(self) -> None:
@@ -226,6 +243,11 @@ class MetricRecord(Record):
                 "lost. Create the metric once in __init__ and log that object."
             )
         self.fresh = self.seen = True
+        self.shared = None
+
+    @property
+    def is_shared(self) -> bool:
+        return not self.options.rank_zero_only
 
     def step_value(self) -> Tensor | float | None:
         if not self.seen:
@@ -234,7 +256,8 @@ class MetricRecord(Record):
         return scalar(self.key, (self.metric.compute() if value is None else value).detach())
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        value = self.metric.compute()
+        with _not_synced(self.metric) if self.alone else nullcontext():
+            value = self.metric.compute()
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not one "
@@ -246,6 +269,15 @@ class MetricRecord(Record):
         super().reset()
         with torch.inference_mode(False):  # states made in inference mode could not be updated outside of it
             self.metric.reset()
+
+
+@contextmanager
+def _not_synced(metric: Any) -> Iterator[None]:
+    before, metric._to_sync = metric._to_sync, False
+    try:
+        yield
+    finally:
+        metric._to_sync = before
 
 
 def make_record(

@@ -144,3 +144,43 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         yield
     finally:
         set_random_states(states)
+
+
+class PrivateRandomness:
+    """Random states apart from everybody else's (python, numpy, torch on the CPU), in force inside ``with``.
+
+    It may be entered many times and goes on where it was left: what is drawn inside depends on the seed and on what
+    was drawn inside before, on nothing else, and leaves no trace outside.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._own: tuple[Any, ...] | None = None
+        self._outer: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._outer = _host_states()
+        if self._own is not None:
+            _set_host_states(self._own)
+            return
+        random.seed(self._seed)
+        torch.default_generator.manual_seed(self._seed)  # torch.manual_seed would seed the devices too
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed(self._seed % 2**32)
+
+    def __exit__(self, *exception: object) -> None:
+        self._own = _host_states()
+        _set_host_states(self._outer)
+
+
+def _host_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.get_state()
+
+
+def _set_host_states(states: tuple[Any, ...]) -> None:
+    python, host, numpy = states
+    random.setstate(python)
+    torch.set_rng_state(host)
+    if numpy is not None:
+        sys.modules["numpy.random"].set_state(numpy)

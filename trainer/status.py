@@ -55,6 +55,8 @@ class TrainerStatus:
     _optimizers: list[Optimizer]
     _ckpt_path: Any
     _ckpt_asked: Any
+    #: The run's folder as rank 0 has it; None outside of a run of several processes.
+    _log_dir: str | None
     #: The module that brought callbacks, the trainer's own that they replaced, and the ones it brought.
     _brought: tuple[TrainingModule, list[Callback], list[Callback]] | None
 
@@ -369,9 +371,10 @@ class TrainerStatus:
     @property
     def log_dir(self) -> str | None:
         """The folder of this run, the same on every rank."""
-        found = self.loggers[0].log_dir if self.loggers else self.default_root_dir
-        found = None if found is None else os.fspath(found)
-        return self.strategy.broadcast(found)
+        if self._log_dir is None:
+            found = self.loggers[0].log_dir if self.loggers else self.default_root_dir
+            return None if found is None else os.fspath(found)
+        return self._log_dir
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:

@@ -67,6 +67,7 @@ class TrainStep(ManualStep):
 
         self.optimizer: Optimizer = trainer.optimizers[0]
         self.accumulate = trainer.accumulate_grad_batches
+        self.share = trainer._source.last_share
         self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
         self.before_step, self.before_zero = hooks.on_before_optimizer_step, hooks.on_before_zero_grad
         self.sync = strategy.sync_gradients if strategy.communicates_gradients and self.accumulate > 1 else None
@@ -111,8 +112,11 @@ class TrainStep(ManualStep):
 
     def differentiate(self, loss: Tensor) -> None:
         """Backward of one micro-batch."""
-        if self.accumulate > 1 and not self.losses.by_items:
-            loss = loss / self.accumulate
+        if not self.losses.by_items:
+            if self.accumulate > 1:
+                loss = loss / self.accumulate
+            if self.share != 1.0 and self.state.is_last_batch:
+                loss = loss * self.share
         for hook in self.before_backward:
             hook(loss)
         try:
@@ -225,6 +229,33 @@ class ClosureStep(TrainStep):
             if self.sync is not None:
                 self.trainer.strategy.complete_gradients(self.optimizer)
             self.step_through_module(self.complete)
+
+
+class EmptyLastStep(ManualStep):
+    """For a rank that has no sample in the epoch's last batch: it takes part with one that counts for nothing."""
+
+    def __init__(self, step: ManualStep) -> None:
+        self.step = step
+        self.state, self.metrics = step.state, step.trainer._metrics
+        self.module = step.trainer.training_module
+
+    def __call__(self, batch: Any, batch_idx: int) -> Outputs:
+        if not self.state.is_last_batch:
+            return self.step(batch, batch_idx)
+        forward = self.step.forward
+        self.step.forward = lambda batch, batch_idx: _without_items(forward(batch, batch_idx))
+        try:
+            with self.metrics.muted(self.module):
+                return self.step(batch, batch_idx)
+        finally:
+            self.step.forward = forward
+
+    def finish_window(self) -> None:
+        self.step.finish_window()
+
+
+def _without_items(output: Any) -> Any:
+    return output | {"num_items": 0} if isinstance(output, dict) and "num_items" in output else output
 
 
 class IteratorStep(ManualStep):

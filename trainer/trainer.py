@@ -43,6 +43,7 @@ class Request:
     loaders: dict[str, Any] = field(default_factory=dict)
     ckpt_path: Any = None
     keep_predictions: bool = False
+    gather: bool = False
     weights_only: bool | None = None
 
 
@@ -272,6 +273,7 @@ class Trainer(TrainerStatus):
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
+        gather: bool = False,
     ) -> Any:
         """Run ``predict_step`` over the data to predict from.
 
@@ -282,12 +284,16 @@ class Trainer(TrainerStatus):
             return_predictions: False keeps nothing: callbacks see each batch as it comes (``BasePredictionWriter``).
             ckpt_path: load these weights first.
             weights_only: None or True, which is always so: a file never runs code.
+            gather: with several processes, return the batches of all of them, in the data's order, on every one; else
+                each returns those it made.
 
         Returns:
             What ``predict_step`` returned, a list over batches (with several loaders a list of those), or None.
         """
-        keep = return_predictions is not False
-        self._start(Request("predict", model, datamodule, {"predict": dataloaders}, ckpt_path, keep, weights_only))
+        keep, loaders = return_predictions is not False, {"predict": dataloaders}
+        if gather and not keep:
+            raise ValueError("Trainer.predict(return_predictions=False, gather=True): nothing is kept to be gathered.")
+        self._start(Request("predict", model, datamodule, loaders, ckpt_path, keep, gather, weights_only))
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
@@ -360,6 +366,7 @@ class Trainer(TrainerStatus):
         self.current_batch_indices: list[int] | None = None
         self._ckpt_path = self._ckpt_asked = None
         self._brought = None
+        self._log_dir = None
 
     @property
     def _start(self) -> Callable[[Request], Any]:
@@ -400,7 +407,7 @@ class Trainer(TrainerStatus):
     def _evaluation(self, request: Request) -> EvalLoop:
         kind: Any = request.fn
         self.state.stage = kind
-        return EvalLoop(self, kind, request.keep_predictions)
+        return EvalLoop(self, kind, request.keep_predictions, request.gather)
 
     def _fail(self, error: BaseException) -> None:
         """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""

@@ -120,7 +120,7 @@ def test_a_wrapper_routes_the_step_through_itself() -> None:
         def setup_module(self, module: nn.Module) -> nn.Module:
             return Wrapper(super().setup_module(module))
 
-        def bind_step(self, step: Any, wrapped: nn.Module) -> Any:
+        def bind_step(self, step: Any, wrapped: nn.Module, training: bool = False) -> Any:
             return lambda *args: wrapped(step, *args)
 
     module, plain = TinyModule(), TinyModule()

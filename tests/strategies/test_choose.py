@@ -11,7 +11,15 @@ import torch
 from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer
-from paceline.strategies import MixedPrecision, SingleDevice, Strategy, TruePrecision, choose, choose_strategy
+from paceline.strategies import (
+    DDPStrategy,
+    MixedPrecision,
+    SingleDevice,
+    Strategy,
+    TruePrecision,
+    choose,
+    choose_strategy,
+)
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 COUNT = itertools.count()
@@ -33,9 +41,9 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], pac
     return package
 
 
-def test_a_package_may_bring_a_strategy_for_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, ["ddp"])
-    trainer = Trainer(**QUIET, strategy="ddp", accelerator="cpu", precision="bf16-true", max_epochs=1)
+def test_a_package_may_bring_a_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, ["theirs"])
+    trainer = Trainer(**QUIET, strategy="theirs", accelerator="cpu", precision="bf16-true", max_epochs=1)
     assert type(trainer.strategy).__name__ == "Brought"
     assert trainer.precision == "bf16-true"
     module = TinyModule()
@@ -46,7 +54,7 @@ def test_a_package_may_bring_a_strategy_for_several_processes(tmp_path: Path, mo
 def test_our_own_names_stay_ours_and_are_found_without_a_look_at_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path, monkeypatch, ["cpu", "auto"])
+    install(tmp_path, monkeypatch, ["cpu", "auto", "ddp"])
 
     def looks(**kwargs: Any) -> Any:
         raise AssertionError("looked at the installed packages")
@@ -54,6 +62,7 @@ def test_our_own_names_stay_ours_and_are_found_without_a_look_at_packages(
     monkeypatch.setattr(choose, "entry_points", looks)
     for name in ("auto", "cpu", "single_device"):
         assert type(choose_strategy(name, "cpu")) is SingleDevice
+    assert type(choose_strategy("ddp", "cpu")) is DDPStrategy
 
 
 def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,11 +74,11 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("arguments", [{"devices": 2}, {"num_nodes": 2}])
-def test_a_packages_strategy_cannot_have_more_than_this_version_starts(
+def test_a_packages_strategy_of_one_process_is_refused_several(
     arguments: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, ["mine"])
-    with pytest.raises(NotImplementedError, match="needs several processes"):
+    with pytest.raises(ValueError, match=r"has one process\. Derive it from paceline\.strategies.DistributedStrategy"):
         Trainer(**QUIET, strategy="mine", accelerator="cpu", **arguments)
 
 

@@ -29,14 +29,28 @@ class Batches:
         lookahead: fetch (and move) a batch before the one in front of it is handed out, so that the last one is known
             as such. If fetching fails, the batch in front of it is handed out first.
         limit: where the epoch ends if the loader does not end before; ``inf`` for nowhere. Nothing is fetched past it.
+        agree: with several processes whose loaders do not say how long they are: whether all of them have a batch.
+            The epoch ends for all when it ends for one; needs ``lookahead``.
         skip: how many batches at the beginning were done already (they count towards ``limit``). A map-style
             DataLoader jumps over them without loading anything, other loaders fetch and drop them.
 
     Attributes:
         exhausted: whether the batch handed out last is known to be the final one. Stays False without ``lookahead``.
+        left_over: the epoch ended although this process had another batch.
     """
 
-    __slots__ = ("_iterator", "_limit", "_loader", "_lookahead", "_move", "_skip", "_source", "exhausted")
+    __slots__ = (
+        "_agree",
+        "_iterator",
+        "_limit",
+        "_loader",
+        "_lookahead",
+        "_move",
+        "_skip",
+        "_source",
+        "exhausted",
+        "left_over",
+    )
 
     def __init__(
         self,
@@ -45,7 +59,9 @@ class Batches:
         lookahead: bool = False,
         limit: int | float = float("inf"),
         skip: int = 0,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
+        self._agree = agree
         self._loader = loader
         self._move = move
         self._lookahead = lookahead
@@ -53,11 +69,11 @@ class Batches:
         self._skip = skip
         self._source: Iterator[Any] | None = None
         self._iterator: Iterator[Any] | None = None
-        self.exhausted = False
+        self.exhausted = self.left_over = False
 
     def __iter__(self) -> Iterator[Any]:
         self.close()
-        self.exhausted = False
+        self.exhausted = self.left_over = False
         self._iterator = self._start()
         return self._iterator
 
@@ -84,7 +100,7 @@ class Batches:
         side = ahead(self._move)
         move = side or self._move
         source = source if move is None else map(move, source)
-        return self._one_ahead(next(source, _END), source, side.ready if side else None)
+        return self._one_ahead(self._with_all(next(source, _END)), source, side.ready if side else None)
 
     def _open(self) -> tuple[Iterator[Any], int]:
         """The loader's iterator, and how many of its batches remain to be dropped."""
@@ -95,12 +111,19 @@ class Batches:
             return _jump(loader, self._skip), 0
         return iter(loader), self._skip
 
+    def _with_all(self, batch: Any) -> Any:
+        """A batch, or the end if another process is at its end."""
+        if self._agree is None or self._agree(batch is not _END):
+            return batch
+        self.left_over = batch is not _END
+        return _END
+
     def _one_ahead(self, batch: Any, source: Iterator[Any], ready: Callable[[], None] | None) -> Iterator[Any]:
         while batch is not _END:
             if ready is not None:
                 ready()
             try:
-                following = next(source, _END)
+                following = self._with_all(next(source, _END))
             except Exception:
                 yield batch
                 raise

@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...loggers import messages
 from .combined import CombinedLoader, holds_loaders, length_of
+from .rounds import Shard
 
 _MISSING = object()
 
@@ -100,18 +101,22 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
 
     Samplers that draw from torch's global generator get a generator of their own, as does the loader for the seeds of
     its workers; both are seeded anew each time. A generator that the user gave is left alone. ``set_epoch`` is called
-    wherever the loader, its samplers or its data set have one.
+    wherever the loader, its samplers or its data set have one. What a process's part of a loader is cut out of is drawn
+    alike on all processes, the seeds of workers that augment samples differ.
     """
     for index, leaf in enumerate(_leaves(loader)):
         for generator in _generators(leaf):
             _at_epoch_start[generator] = generator.get_state()
-        samplers = _samplers(leaf)
+        samplers, shard = samplers_of(leaf), shard_of(leaf)
+        if shard is not None:
+            shard.order_seed = _mixed(seed, epoch, index)
         owners = [*samplers, leaf] if isinstance(leaf, DataLoader) else samplers
         for place, owner in enumerate(owners):
             if getattr(owner, "generator", _MISSING) is None:
                 owner.generator = _EpochGenerator()
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
-                owner.generator.manual_seed(_mixed(seed, epoch, index, place))
+                apart = () if shard is None or shard.alike or owner is not leaf else (shard.division.rank,)
+                owner.generator.manual_seed(_mixed(seed, epoch, index, place, *apart))
         for owner in (leaf, *samplers, getattr(leaf, "dataset", None)):
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
@@ -121,7 +126,7 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
 def release_shuffling(loader: Any) -> None:
     """Take back the generators that :func:`seed_shuffling` gave, so that the loader is as the user made it."""
     for leaf in _leaves(loader):
-        for owner in (leaf, *_samplers(leaf)):
+        for owner in (leaf, *samplers_of(leaf)):
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
                 owner.generator = None
 
@@ -189,11 +194,42 @@ def advise(loader: Any, what: str) -> None:
     """Say once what about a loader works but is probably not meant: shuffling where nothing is trained."""
     if what.startswith("train"):
         return
-    if any(isinstance(sampler, RandomSampler) for leaf in _leaves(loader) for sampler in _samplers(leaf)):
+    if any(isinstance(sampler, RandomSampler) for leaf in _leaves(loader) for sampler in samplers_of(leaf)):
         messages.warn_once(
             f"{what} shuffles (shuffle=True or a RandomSampler). The order does not change the metrics, but outputs "
             "come in another order every time. Use shuffle=False."
         )
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """The user's samplers in a loader: its batch sampler, its sampler, and those inside of them."""
+    loader = whole_of(loader)
+    found: list[Any] = []
+    pending = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    while pending:
+        sampler = pending.pop()
+        if sampler is not None and all(sampler is not other for other in found):
+            found.append(sampler)
+            pending.append(getattr(sampler, "sampler", None))
+    return found
+
+
+def whole_of(loader: Any) -> Any:
+    """The loader as the user gave it, if this one yields one process's part of it."""
+    return getattr(loader, "paceline_whole", loader)
+
+
+def shard_of(loader: Any) -> Any:
+    """What in a loader decides on one process's part of it; None where it yields everything."""
+    places = [loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))]
+    return next((place for place in places if isinstance(place, Shard)), None)
+
+
+def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """A copy of a loader with some attributes replaced, those included that a loader refuses to have set."""
+    clone = copy.copy(loader)
+    clone.__dict__.update(attributes, _iterator=None)  # no running iterator in common
+    return clone
 
 
 class _EpochGenerator(torch.Generator):
@@ -250,8 +286,10 @@ def _is_empty(loader: Any, what: str, argument: str) -> str:
     samples = length_of(getattr(loader, "dataset", None))
     batch_size = getattr(loader, "batch_size", None)
     if samples and batch_size and getattr(loader, "drop_last", False):
+        shard = shard_of(loader)
+        each = "" if shard is None or shard.division.evaluation else f" on each of {shard.division.world} processes"
         return (
-            f"{what} has no batch: its {samples} samples do not fill one of batch_size={batch_size}, and "
+            f"{what} has no batch: its {samples} samples do not fill one of batch_size={batch_size}{each}, and "
             "drop_last=True drops the rest. Use a smaller batch_size or drop_last=False."
         )
     return (
@@ -269,18 +307,6 @@ def _leaves(loader: Any) -> Iterator[Any]:
         yield loader
 
 
-def _samplers(loader: Any) -> list[Any]:
-    """The loader's samplers: its batch sampler, its sampler, and those inside of them."""
-    found: list[Any] = []
-    pending = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    while pending:
-        sampler = pending.pop()
-        if sampler is not None and all(sampler is not other for other in found):
-            found.append(sampler)
-            pending.append(getattr(sampler, "sampler", None))
-    return found
-
-
 def _mixed(*numbers: int) -> int:
     """One 64-bit seed out of several numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
@@ -294,7 +320,7 @@ def _is_stateful(loader: Any) -> bool:
 def _generators(loader: Any) -> list[torch.Generator]:
     """The generators that the user gave to a loader or its samplers."""
     found: list[torch.Generator] = []
-    for owner in (loader, *_samplers(loader)):
+    for owner in (loader, *samplers_of(loader)):
         generator = getattr(owner, "generator", None)
         ours = isinstance(generator, _EpochGenerator)
         if isinstance(generator, torch.Generator) and not ours and all(generator is not other for other in found):
@@ -350,11 +376,9 @@ def _in_order(sampler: Any, dataset: Any) -> Any:
 
 def _with_samplers(loader: DataLoader[Any], sampler: Any, inner: Any) -> DataLoader[Any]:
     """A copy of a loader with other samplers; ``inner`` goes into a copy of its batch sampler."""
-    clone = copy.copy(loader)
-    replaced: dict[str, Any] = {"sampler": sampler, "_iterator": None}
+    changes: dict[str, Any] = {"sampler": sampler}
     if inner is not None:
         batches: Any = copy.copy(loader.batch_sampler)
         batches.sampler = inner
-        replaced["batch_sampler"] = batches
-    clone.__dict__.update(replaced)  # a loader refuses plain assignments of these; the copy has no iterator yet
-    return clone
+        changes["batch_sampler"] = batches
+    return replaced(loader, **changes)

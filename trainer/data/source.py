@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from ...loggers import messages
 from ..hooks import overridden
+from .combined import length_of
 from .datamodule import DataModule
 from .loaders import (
     advise,
@@ -19,6 +21,7 @@ from .loaders import (
     train_loader,
     without_shuffling,
 )
+from .sharding import last_share, shard_evaluation, shard_training
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -50,6 +53,9 @@ class DataSource:
         self.num_training_batches: int | float = INF
         self.eval: dict[str, tuple[list[Any], list[int | float]]] = {}
         self._loaded_at = 0
+        self._agreed_on: Any = None
+        #: What the last training batch's loss counts for on this rank, where ranks have different numbers of samples.
+        self.last_share = 1.0
 
     # ---- finding ---------------------------------------------------------------------------------------------------
 
@@ -99,10 +105,43 @@ class DataSource:
             loader = train_loader(self._load("train"))
             if self.trainer.overfit_batches:
                 loader = without_shuffling(loader)
+            loader = self._mine(loader, shard_training)
             self.num_training_batches = count_batches(loader, self.limit("train"), "train_dataloader")
             self.train_loader = loader
+            self.last_share = last_share(loader) if self.num_training_batches == length_of(loader) else 1.0
             self._loaded_at = self.trainer.state.epoch
         return self.train_loader
+
+    def _mine(self, loader: Any, shard: Callable[[Any, int, int], Any]) -> Any:
+        """This rank's part of a loader."""
+        strategy = self.trainer.strategy
+        if strategy.num_data_ranks == 1 or not self.trainer.use_distributed_sampler:
+            return loader
+        return shard(loader, strategy.data_rank, strategy.num_data_ranks)
+
+    def agree_on_length(self) -> None:
+        """Let all ranks make as many training batches as the one with the fewest; said once, with the numbers."""
+        strategy = self.trainer.strategy
+        if strategy.world_size == 1 or self._agreed_on is self.train_loader:
+            return
+        self._agreed_on = self.train_loader
+        found = strategy.gather_objects(self.num_training_batches)
+        if INF in found:
+            self.num_training_batches = INF
+        elif len(set(found)) > 1:
+            self.num_training_batches = min(found)
+            messages.warn(
+                f"The ranks' train_dataloaders have {', '.join(map(str, found))} batches; an epoch has "
+                f"{min(found)} on each, the rest is left out. Give every rank as many, or leave the sharding to "
+                "Trainer(use_distributed_sampler=True)."
+            )
+
+    def keeps_step(self) -> Callable[[bool], bool] | None:
+        """What asks, batch by batch, whether every rank has one; None where the number is known beforehand."""
+        strategy = self.trainer.strategy
+        if strategy.world_size == 1 or self.num_training_batches != INF:
+            return None
+        return partial(strategy.agree, all=True)
 
     def reload_if_due(self) -> None:
         """Call the loader hooks again, every ``reload_dataloaders_every_n_epochs``."""
@@ -111,6 +150,7 @@ class DataSource:
             self.train_loader = None
             self.eval.pop("validate", None)
         self.train()
+        self.agree_on_length()
 
     def val_check_batch(self) -> int | float:
         """After how many batches to validate; inf: after the epoch's last."""
@@ -170,6 +210,7 @@ class DataSource:
             loaders = eval_loaders(self._load(kind))
             if trainer.overfit_batches and kind == "validate":
                 loaders = [without_shuffling(loader) for loader in loaders]
+            loaders = [self._mine(loader, shard_evaluation) for loader in loaders]
             limits = [count_batches(one, self.limit(kind), HOOK[kind]) for one in loaders]
             for loader in loaders:
                 advise(loader, HOOK[kind])
@@ -205,4 +246,5 @@ class DataSource:
 
     def looks_ahead(self, loader: Any) -> bool:
         """Whether batches are fetched one ahead: to overlap copies to a device, or to know the last one."""
-        return self.trainer.strategy.device.type == "cuda" or self.length(loader) == INF
+        unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
+        return self.trainer.strategy.device.type == "cuda" or unknown

@@ -1,0 +1,197 @@
+"""Which of several processes failed first, and with what words.
+
+A process that fails takes the others with it: they lose their connection a moment later and fail too. So each writes
+its exception with the time into a file instead of printing it, and whoever started them shows the one that came first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+#: Set in the processes that Paceline started: the process id of the one that waits for them.
+LAUNCHED = "PACELINE_LAUNCHED"
+#: Where a started process writes its failure. Torch elastic sets it.
+_FILE = "TORCHELASTIC_ERROR_FILE"
+_STAMP = "_paceline_failed_at"
+
+#: What the libraries say in a process whose peer is gone.
+_PEER_LOST = re.compile(
+    r"closed by peer|reset by peer|closed by remote|remote (process|peer)|broken pipe|recvValue failed|sendBytes failed"
+    r"|connectFullMesh|socket.{0,20}(closed|timed? ?out)|connection (was )?(closed|refused|lost|aborted)"
+    r"|^torch\.distributed\.Dist(Network|Store|Backend)Error|ncclRemoteError|ncclSystemError",
+    re.IGNORECASE,
+)
+_ENDED = (signal.SIGTERM, signal.SIGINT)
+
+
+def register_failure_hook() -> None:
+    """Called in a started process: its uncaught exception goes to the one that waits, which prints one for all.
+
+    It also ties the process to that one: when it is killed, this process gets SIGTERM (where the system can do that:
+    Linux; elsewhere it ends at the next communication). Does nothing in a process that Paceline did not start.
+    """
+    agent = os.environ.get(LAUNCHED, "")
+    if not agent.isdigit() or not os.environ.get(_FILE):
+        return
+    if os.getppid() != int(agent):
+        if not _is_alive(int(agent)):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return
+    if sys.excepthook is not _write_uncaught:
+        sys.excepthook = _write_uncaught
+        _end_with_parent()
+
+
+def note_failure(error: BaseException) -> None:
+    """Write down now that ``error`` ended the run, before the tidying up that makes the others fail too."""
+    if sys.excepthook is _write_uncaught:
+        write_failure(error, Path(os.environ[_FILE]))
+
+
+def write_failure(error: BaseException, file: Path) -> None:
+    """Write an exception, its traceback and the moment it was first seen. The layout is torch elastic's."""
+    moment = _moment(error)
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    details = {"py_callstack": "".join(lines), "timestamp": str(moment // 10**9), "time_ns": moment}
+    summary = traceback.format_exception_only(type(error), error)[-1].strip()
+    interrupted = isinstance(error, KeyboardInterrupt)
+    data = {"message": {"message": summary, "interrupted": interrupted, "extraInfo": details}, "rank": _rank()}
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(data), encoding="utf-8")
+    part.replace(file)
+
+
+def _write_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    try:
+        write_failure(error.with_traceback(trace), Path(os.environ[_FILE]))
+    except OSError:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _moment(error: BaseException) -> int:
+    """When this exception, or the one it came from, was first seen, in nanoseconds."""
+    now = time.time_ns()
+    first, at, seen = now, error, set[int]()
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        first = min(first, getattr(at, _STAMP, now))
+        at = at.__cause__ or at.__context__
+    setattr(error, _STAMP, first)
+    return first
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _end_with_parent() -> None:
+    import torch.multiprocessing as multiprocessing
+
+    ask = getattr(multiprocessing, "_prctl_pr_set_pdeathsig", None)
+    if ask is not None:
+        ask(signal.SIGTERM)
+
+
+# ---- the side that waits -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one process ended.
+
+    Args:
+        rank: which.
+        exit_code: its status; the negative number of the signal that killed it; None if not known.
+        moment: nanoseconds since the epoch.
+        text: its traceback; empty if it left none.
+        summary: the traceback's last line.
+        interrupted: whether it was Ctrl-C.
+    """
+
+    rank: int
+    exit_code: int | None
+    moment: int
+    text: str = ""
+    summary: str = ""
+    interrupted: bool = False
+
+    @property
+    def status(self) -> int:
+        """The exit status that a shell would show."""
+        if self.text:
+            return self.exit_code if self.exit_code is not None and self.exit_code > 0 else 1
+        code = 1 if self.exit_code is None else self.exit_code
+        return 128 - code if code < 0 else code
+
+    def describe(self, world_size: int) -> str:
+        """One line, followed by the traceback if there is one."""
+        who = f"Rank {self.rank} of {world_size}"
+        if self.text:
+            return f"{who} failed (exit status {self.status}):\n{self.text.rstrip()}"
+        if self.exit_code is None or self.exit_code >= 0:
+            return f"{who} failed (exit status {self.status}) without an exception; what it printed is above."
+        return f"{who} was killed by signal {-self.exit_code} ({_signal_name(-self.exit_code)}){_why(-self.exit_code)}."
+
+    def order(self) -> tuple[int, int]:
+        """Smaller is more to blame: what a process did by itself, what it suffered, what it was told; then time."""
+        code = self.exit_code or 0
+        if self.interrupted or (not self.text and code in (*(-s for s in _ENDED), *(128 + s for s in _ENDED))):
+            return 2, self.moment
+        return int(_PEER_LOST.search(self.summary) is not None), self.moment
+
+
+def first_failure(exits: dict[int, Any], files: list[Path]) -> Failure | None:
+    """The failure that the others followed from; None when there is none.
+
+    Args:
+        exits: torch elastic's ``ProcessFailure`` by rank, of the processes whose end it saw.
+        files: what the processes wrote.
+    """
+    found: dict[int, Failure] = {}
+    for rank, seen in exits.items():
+        # The second in which it was noticed: taken early for a signal, which nothing else explains, late for a status.
+        found[rank] = Failure(rank, seen.exitcode, (seen.timestamp + (seen.exitcode > 0)) * 10**9)
+    for file in files:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        message, rank = data["message"], data["rank"]
+        code = found[rank].exit_code if rank in found else None
+        details = message["extraInfo"]
+        found[rank] = Failure(
+            rank, code, details["time_ns"], details["py_callstack"], message["message"], message["interrupted"]
+        )
+    return min(found.values(), key=Failure.order, default=None)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _why(number: int) -> str:
+    if number == getattr(signal, "SIGKILL", 9):
+        return ", probably by the system because memory ran out: see its log, and take smaller batches or fewer workers"
+    if number in (signal.SIGSEGV, signal.SIGABRT, getattr(signal, "SIGBUS", 7)):
+        return ", a crash in compiled code: PYTHONFAULTHANDLER=1 shows where"
+    return ""

@@ -1,0 +1,171 @@
+"""What ranks say to each other, and where they stand."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import RanksError, ranks
+from torch import Tensor
+
+from paceline.strategies import DDPStrategy, DistributedStrategy
+
+CPU = torch.device("cpu")
+
+
+def joined(**arguments: Any) -> DistributedStrategy:
+    strategy = DistributedStrategy(**arguments)
+    strategy.place([CPU] * 2)
+    strategy.setup_environment()
+    return strategy
+
+
+def test_collectives_give_every_rank_the_same() -> None:
+    def talk() -> Any:
+        strategy = joined()
+        rank = strategy.global_rank
+        mine = torch.tensor([1.0 + rank, 4.0])
+        found = {
+            "mean": strategy.reduce(mine),
+            "sum": strategy.reduce(mine, "sum"),
+            "min": strategy.reduce(mine, "min"),
+            "max": strategy.reduce(mine, "max"),
+            "of ints": strategy.reduce(torch.tensor(rank)),
+            "gathered": strategy.all_gather({"a": mine, "b": [torch.tensor(rank)]}),
+            "broadcast": strategy.broadcast(f"from {rank}", src=1),
+            "objects": strategy.gather_objects(rank * 10),
+            "any": strategy.agree(rank == 1),
+            "all": strategy.agree(rank == 1, all=True),
+        }
+        strategy.barrier("here")
+        assert mine.tolist() == [1.0 + rank, 4.0]
+        return found
+
+    for found in ranks(2, talk):
+        assert found["mean"].tolist() == [1.5, 4.0]
+        assert found["sum"].tolist() == [3.0, 8.0]
+        assert found["min"].tolist() == [1.0, 4.0]
+        assert found["max"].tolist() == [2.0, 4.0]
+        assert found["of ints"].item() == 0.5
+        assert found["gathered"]["a"].tolist() == [[1.0, 4.0], [2.0, 4.0]]
+        assert found["gathered"]["b"][0].tolist() == [0, 1]
+        assert found["broadcast"] == "from 1"
+        assert found["objects"] == [0, 10]
+        assert found["any"]
+        assert not found["all"]
+
+
+def test_gradients_flow_through_a_gather_that_keeps_them() -> None:
+    def talk() -> Tensor:
+        strategy = joined()
+        mine = torch.tensor([1.0 + strategy.global_rank], requires_grad=True)
+        strategy.all_gather(mine, sync_grads=True).pow(2).sum().backward()
+        assert mine.grad is not None
+        return mine.grad
+
+    assert [grad.item() for grad in ranks(2, talk)] == [4.0, 8.0]
+
+
+def test_a_gather_of_different_shapes_names_them_on_every_rank() -> None:
+    def talk() -> None:
+        strategy = joined()
+        strategy.all_gather(torch.ones(2 + strategy.global_rank))
+
+    with pytest.raises(RanksError) as caught:
+        ranks(2, talk)
+    for error in caught.value.errors:
+        assert isinstance(error, ValueError)
+        assert "rank 0: [((2,), 'torch.float32')]; rank 1: [((3,), 'torch.float32')]" in str(error)
+        assert "Pad them to one shape" in str(error)
+
+
+def test_ranks_that_meet_at_different_barriers_are_told_so() -> None:
+    def talk() -> None:
+        strategy = joined()
+        strategy.barrier("left" if strategy.global_rank == 0 else "right")
+
+    with pytest.raises(RanksError, match=r"different barriers: rank 0 at 'left', rank 1 at 'right'"):
+        ranks(2, talk)
+
+
+def test_a_rank_that_waits_in_vain_says_where_it_and_the_others_are() -> None:
+    def talk() -> str:
+        strategy = joined(timeout=timedelta(seconds=3))
+        other = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+        if strategy.global_rank == 0:
+            try:
+                strategy.barrier("only rank 0 comes here")
+            except RuntimeError as error:
+                dist.all_reduce(torch.zeros(1), group=other)
+                return str(error)
+        dist.all_reduce(torch.zeros(1), group=other)  # rank 1 is here all the while
+        return ""
+
+    said, _ = ranks(2, talk)
+    assert "Rank 0 waited in vain for another rank at" in said
+    assert "(barrier 'only rank 0 comes here')" in said
+    assert "Rank 1 is at" in said
+    assert said.count("test_distributed.py") == 2
+    assert "in talk" in said
+    assert "if trainer.is_global_zero" in said
+
+
+def test_a_rank_whose_partner_ended_says_so() -> None:
+    def talk() -> None:
+        strategy = joined()
+        if strategy.global_rank == 1:
+            raise ValueError("the cause")
+        strategy.barrier("never")
+
+    with pytest.raises(RanksError) as caught:
+        ranks(2, talk)
+    lost, cause = caught.value.errors
+    assert "Rank 0 lost the connection to another rank, which has ended" in str(lost)
+    assert isinstance(cause, ValueError)
+
+
+def test_after_an_error_nobody_is_waited_for() -> None:
+    def talk() -> Any:
+        strategy = joined(timeout=timedelta(seconds=5))
+        if strategy.global_rank == 1:
+            return None
+        strategy.abandon()
+        strategy.barrier("alone")
+        found = strategy.broadcast("mine", src=1), strategy.agree(False), strategy.reduce(torch.ones(1))
+        with pytest.raises(RuntimeError, match="all_gather after an error"):
+            strategy.all_gather(torch.ones(1))
+        return found
+
+    assert ranks(2, talk)[0] == ("mine", False, torch.ones(1))
+
+
+def test_one_process_makes_a_group_of_its_own() -> None:
+    def alone() -> Any:
+        import os
+
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        strategy = DDPStrategy()
+        strategy.place([CPU])
+        assert strategy.launcher is None
+        strategy.setup_environment()
+        return strategy.world_size, dist.get_world_size(), strategy.reduce(torch.ones(1)).item()
+
+    assert ranks(1, alone) == [(1, 1, 1.0)]
+
+
+def test_a_group_of_another_size_is_refused() -> None:
+    def talk() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        joined()
+
+    with pytest.raises(RanksError, match="A process group of 1 processes exists already, but this run has 2"):
+        ranks(2, talk)
+
+
+def test_an_unknown_start_method_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"start_method for DDPStrategy 'spwan'\. Did you mean 'spawn'"):
+        DDPStrategy(start_method="spwan")
