@@ -41,6 +41,9 @@ class Strategy:
     #: Whether gradients are communicated, so that accumulating micro-batches should say when.
     communicates_gradients: ClassVar[bool] = False
 
+    #: Whether a step runs on micro-batches, pieces of a batch, one after the other.
+    splits_batches: ClassVar[bool] = False
+
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         self.device = torch.device(device)
         self.precision = precision or Precision()

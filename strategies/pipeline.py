@@ -103,12 +103,27 @@ class Pipeline:
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
+    def knows(self, module: nn.Module) -> bool:
+        """Whether a module has been split already."""
+        return self.stages is not None and self.stages.module is module
+
     def split(self, module: nn.Module) -> None:
-        """Find the stages of a module and leave out the weights of other processes' stages; once for a module."""
-        if self.stages is None or self.stages.module is not module:
-            self._plans.clear()
-            self.stages = Stages(module, self.size * self.virtual, self.split_points)
-            self.weights = Weights(self, self.stages)
+        """Find the stages of a module and leave out the weights of other processes' stages."""
+        self._plans.clear()
+        self.stages = Stages(module, self.size * self.virtual, self.split_points)
+        self.weights = Weights(self, self.stages)
+
+    def rest(self) -> None:
+        """Give the buffers back at the end of a run."""
+        self._plans.clear()
+        self._leaf = None
+
+    @property
+    def held(self) -> Weights:
+        """The weights, once there is a module."""
+        if self.weights is None:
+            raise RuntimeError("The pipeline has no module yet: call setup_module first.")
+        return self.weights
 
     def to_device(self, module: nn.Module) -> nn.Module:
         """Bring what this process holds to its device."""
@@ -132,8 +147,7 @@ class Pipeline:
                     "LBFGS needs all weights in one process, but a pipeline spreads them. Use another optimizer, or "
                     "pipeline_parallel=1."
                 )
-        if self.weights is not None:
-            self.weights.optimizers = optimizers
+        self.held.optimizers = optimizers
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -150,9 +164,7 @@ class Pipeline:
         return lambda batch, *more: self._run(step, logs, batch, more, training)
 
     def _run(self, step: Callable[..., Any], logs: Any, batch: Any, more: tuple[Any, ...], training: bool) -> Any:
-        weights = self.weights
-        if weights is None:
-            raise RuntimeError("The module was not set up for the pipeline. Call setup_module first.")
+        weights = self.held
         batches, sizes = micro.cut(batch, self.microbatches or 1)
         scale = self._scale() if training else None
         call = Call(step, more, batches, sizes, self._draw_seed(), scale, training, self._unit)
@@ -203,8 +215,8 @@ class Pipeline:
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None) -> None:
         """Finish the gradients of the last batch: they are there but for the factor that its loss has been given."""
-        leaf, weights = self._leaf, self.weights
-        if leaf is None or weights is None:
+        leaf, weights = self._leaf, self.held
+        if leaf is None:
             raise RuntimeError(
                 "In a pipeline the trainer's backward belongs to the loss that training_step returned. Run other "
                 "losses' backward with pipeline_parallel=1."
@@ -310,4 +322,6 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
             "schedule='interleaved_1f1b', or leave virtual_stages out."
         )
     if schedule == "interleaved_1f1b" and virtual_stages == 1:
-        raise ValueError("schedule='interleaved_1f1b' with virtual_stages=1 is '1f1b'. Write that, or virtual_stages=2.")
+        raise ValueError(
+            "schedule='interleaved_1f1b' with virtual_stages=1 is '1f1b'. Write that, or virtual_stages=2."
+        )

@@ -167,7 +167,8 @@ class Plan:
             seed(call.seed, index, stage)
 
         seed(call.seed, index, 0)
-        run = Run(self.stages, stage, self.passages[stage], received, stop_at_entry, enter)
+        seen = self.pipeline.held.seen if self.training else None
+        run = Run(self.stages, stage, self.passages[stage], received, stop_at_entry, enter, seen)
         try:
             with run:
                 output = call.step(call.batches[index], *call.more)

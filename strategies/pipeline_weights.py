@@ -154,6 +154,13 @@ class Weights:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
+    def agree_on_overflow(self, scaler: Any, optimizer: Optimizer) -> None:
+        """An overflow on one stage is one on all: the step is made by all or by none."""
+        if scaler is None or not scaler.is_enabled():
+            return
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.pipeline.group)
+
     def _counts(self, name: str | None) -> bool:
         """Whether a gradient is counted here: on the first of the processes that use the weight."""
         if name is None:
@@ -188,7 +195,7 @@ class Weights:
         self._outside = {name: self.module.get_buffer(name).clone() for name in self._outside}
         return result
 
-    def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """The whole optimizer state, by parameter index, on the pipeline's first process; elsewhere its own part."""
         if self.pipeline.rank:
             self._send_to_first(state["state"])

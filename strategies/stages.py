@@ -108,7 +108,10 @@ class Stages:
                 inside.setdefault(id(tensor), set()).add(self.stage_of(index))
         prefixes = tuple(f"{name}." for name in self.names)
         everywhere = set(range(self.count))
-        named = [*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False)]
+        named = [
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ]
         outside = {id(tensor) for name, tensor in named if not name.startswith(prefixes)}
         found: dict[str, set[int]] = {}
         seen: set[int] = set()
@@ -136,6 +139,7 @@ class Run:
         received: what the stage before has sent, in the order of ``passage.wanted``.
         stop_at_entry: end the run there (to learn what the stage wants).
         on_entry: called when the stage's own blocks begin.
+        seen: filled with the ids of the parameters that the stage itself uses; None: nobody asks.
     """
 
     def __init__(
@@ -146,11 +150,12 @@ class Run:
         received: tuple[Tensor, ...] = (),
         stop_at_entry: bool = False,
         on_entry: Callable[[], None] | None = None,
+        seen: set[int] | None = None,
     ) -> None:
         self.stages, self.index, self.passage, self.received = stages, index, passage, received
-        self.stop_at_entry, self.on_entry = stop_at_entry, on_entry
+        self.stop_at_entry, self.on_entry, self.seen = stop_at_entry, on_entry, seen
         self.entered = index == 0
-        self.mode: _Upstream | None = None
+        self.mode: _Mode | None = None
         self._before: dict[int, Any] = {}
         self._arrived: dict[int, Tensor] = {}
 
@@ -163,7 +168,8 @@ class Run:
             carried = self.passage.carried
             for block in range(first + 1, after) if carried is None else carried:
                 self._answer(block, partial(self._carry, block))
-            self.mode = _Upstream(self.stages)
+        if self.index or self.seen is not None:
+            self.mode = _Mode(self.stages, self.seen, on=self.index > 0)
             self.mode.__enter__()
         if after < len(self.stages.blocks):
             self._answer(after, self._leave)
@@ -220,7 +226,10 @@ class Run:
 
     def _enter(self, *args: Any, **kwargs: Any) -> Any:
         call = self._restore(self.stages.range(self.index).start)
-        self._leave_mode()
+        if self.mode is not None:
+            self.mode.on = False
+        if self.seen is None:
+            self._leave_mode()
         leaves, spec = flatten((args, kwargs))
         for position, tensor in zip(self.passage.wanted, self.received, strict=True):
             self._arrived[id(leaves[position])] = tensor
@@ -258,19 +267,27 @@ class Left(BaseException):
         self.count, self.leaves = count, leaves
 
 
-class _Upstream(TorchFunctionMode):
-    """What a step does before a stage's entry: by shape alone whatever comes of a weight, as written everything else."""
+class _Mode(TorchFunctionMode):
+    """What a step does before a stage's entry: by shape alone whatever comes of a weight, as written everything else.
 
-    def __init__(self, stages: Stages) -> None:
+    Args:
+        stages: all stages.
+        seen: filled with the ids of the parameters that are used while it is not ``on``.
+        on: before the entry.
+    """
+
+    def __init__(self, stages: Stages, seen: set[int] | None, on: bool) -> None:
         super().__init__()
-        self.stages = stages
-        self.on = True
+        self.stages, self.seen, self.on = stages, seen, on
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.on:
+        if not self.on and self.seen is None:
             return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not self.on:
+            self.seen |= {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)}  # type: ignore[operator]
+            return func(*args, **kwargs)
         if not any(isinstance(leaf, Tensor) and (leaf.is_meta or isinstance(leaf, nn.Parameter)) for leaf in leaves):
             return func(*args, **kwargs)
         self._refuse_writing(func, leaves)
