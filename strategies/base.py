@@ -43,6 +43,8 @@ class Strategy:
 
     #: What the run is doing just now, in words; set by whoever runs it.
     progress: Callable[[], str] = str
+    #: Whether a step runs on micro-batches, pieces of a batch, one after the other.
+    splits_batches: ClassVar[bool] = False
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         self.device = torch.device(device)
