@@ -14,10 +14,12 @@ from .single_device import SingleDevice as SingleDevice
 
 if TYPE_CHECKING:
     from .ddp import DDPStrategy as DDPStrategy
+    from .deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from .distributed import DistributedStrategy as DistributedStrategy
 
 __all__ = [
     "DDPStrategy",
+    "DeepSpeedStrategy",
     "DistributedStrategy",
     "MixedPrecision",
     "Precision",
@@ -29,6 +31,7 @@ __all__ = [
 
 _FILE_OF = {
     "DDPStrategy": "ddp",
+    "DeepSpeedStrategy": "deepspeed",
     "DistributedStrategy": "distributed",
 }
 
