@@ -31,7 +31,7 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Watches a logged metric and stops the training when it has not improved for ``patience`` checks.
 
-    On several processes all stop as soon as one wants to; log the metric with ``sync_dist=True`` so that they agree.
+    On several processes all stop as soon as one wants to.
 
     Args:
         monitor: name of the metric, as given to ``self.log``.

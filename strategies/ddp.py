@@ -87,7 +87,8 @@ class DDPStrategy(DistributedStrategy):
         super().place(devices, num_nodes)
         if self.hook[0] == "bf16" and self.device.type != "cuda":
             raise ValueError(
-                f"DDPStrategy(ddp_comm_hook='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16' there."
+                f"DDPStrategy(ddp_comm_hook='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16' "
+                "there."
             )
 
     # ---- module and optimizers -------------------------------------------------------------------------------------

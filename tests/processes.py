@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import io
 import os
 import pickle
 import selectors
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -48,7 +51,10 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
         readers.append(reader)
         pids.append(pid)
     try:
-        answers = _collect(readers, time.monotonic() + limit)
+        answers, waiting = _collect(readers, time.monotonic() + limit)
+        for pid in [pids[readers.index(reader)] for reader in waiting]:
+            os.kill(pid, signal.SIGUSR1)  # where it hangs, on standard error
+            time.sleep(0.2)
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -67,6 +73,8 @@ def _in_child(
     writer: int, rank: int, count: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     status: tuple[Any, BaseException | None, str] = (None, None, "")
+    gc.freeze()  # what the parent left, such as a store whose threads are not here, must not be cleaned up
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
@@ -111,7 +119,7 @@ def _load(answer: bytes) -> tuple[Any, BaseException | None, str]:
     return torch.load(io.BytesIO(answer), weights_only=False)
 
 
-def _collect(readers: list[int], deadline: float) -> list[bytes]:
+def _collect(readers: list[int], deadline: float) -> tuple[list[bytes], list[int]]:
     answers = dict.fromkeys(readers, b"")
     with selectors.DefaultSelector() as selector:
         for reader in readers:
@@ -122,4 +130,5 @@ def _collect(readers: list[int], deadline: float) -> list[bytes]:
                 answers[key.fd] += data
                 if not data:
                     selector.unregister(key.fd)
-    return [answers[reader] for reader in readers]
+        waiting = [key.fd for key in selector.get_map().values()]
+    return [answers[reader] for reader in readers], waiting

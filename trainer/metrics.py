@@ -177,11 +177,14 @@ class MetricStore:
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def _stage_records(self, stage: str | None) -> Iterator[tuple[int | None, Record]]:
-        for (name, _, dataloader_idx), table in self._tables.items():
-            if name == stage:
+    def _records_of(self, stage: str | None) -> Iterator[tuple[tuple[str, str, int | None], Record]]:
+        for place, table in self._tables.items():
+            if place[0] == stage:
                 for record in table.values():
-                    yield dataloader_idx, record
+                    yield place, record
+
+    def _stage_records(self, stage: str | None) -> Iterator[tuple[int | None, Record]]:
+        return ((place[2], record) for place, record in self._records_of(stage))
 
     def _all_records(self) -> Iterator[tuple[bool, Record]]:
         """Every record of the run, and whether its stage is the one under way."""
@@ -258,18 +261,35 @@ class MetricStore:
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """The epoch's batches are done: its values can be computed, those that all processes share at once.
+        """The epoch's batches are done: its values can be computed.
 
-        From then on one process may read them alone.
+        Those that processes share are computed at once: from then on one process may read them alone.
         """
         self.epoch_ended = True
-        if self.strategy.world_size > 1:
-            for _, record in self._stage_records(self.state.stage):
-                if record.seen and record.on_epoch and record.is_shared:
-                    record.result(self.strategy)
+        self._share()
+
+    def _share(self) -> None:
+        """Reduce over all processes what was logged since the last time; it takes all of them, whatever they logged."""
+        if self.strategy.world_size == 1:
+            return
+        records = {f"{stage}|{moment}|{r.key}": r for (stage, moment, _), r in self._records_of(self.state.stage)}
+        pending = {name: r for name, r in records.items() if r.seen and r.on_epoch and r.is_shared and r.shared is None}
+        common = set(pending)
+        if not self.strategy.same("|".join(sorted(pending))):
+            common.intersection_update(*self.strategy.gather_objects(list(pending)))
+        for name in sorted(pending):
+            pending[name].alone = name not in common
+            pending[name].result(self.strategy)
+        odd = sorted({records[name].key for name in pending if name not in common})
+        if odd:
+            messages.warn_once(
+                f"{messages.names(odd, 'and')} {'was' if len(odd) == 1 else 'were'} not logged on every rank, so "
+                "the epoch's value is this rank's own. Log on every rank, or say self.log(..., rank_zero_only=True)."
+            )
 
     def finish_epoch(self) -> list[Result]:
         """Compute the stage's epoch values and start over. Returns (loader, record, value) of each."""
+        self._share()
         self.progress_bar_metrics()  # the bar's last look at step values, which are forgotten next
         results: list[Result] = []
         for dataloader_idx, record in self._stage_records(self.state.stage):

@@ -98,7 +98,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         on_epoch: bool | None = None,
         reduce_fx: str | Callable[..., Any] = "mean",
         enable_graph: bool = False,
-        sync_dist: bool = False,
+        sync_dist: bool | None = None,
         sync_dist_group: Any = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
@@ -119,7 +119,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             on_epoch: reduce over the epoch. None: False in training steps, else True.
             reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             enable_graph: keep the autograd graph of the last value.
-            sync_dist: reduce epoch values over all processes.
+            sync_dist: reduce over all processes. None: epoch values, which then are those of one process; True: step
+                values as well, which costs a collective each time they are logged; False: neither.
             sync_dist_group: the process group to reduce over.
             add_dataloader_idx: with several loaders, add ``/dataloader_idx_N`` to the name.
             batch_size: weight of this value in an epoch mean. None: found in the batch.

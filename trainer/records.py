@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class Options(NamedTuple):
     on_epoch: bool | None
     reduce_fx: str | Callable[..., Any]
     enable_graph: bool
-    sync_dist: bool
+    sync_dist: bool | None
     sync_dist_group: Any
     add_dataloader_idx: bool
     metric_attribute: str | None
@@ -44,7 +45,8 @@ class Record:
     Attributes:
         fresh: updated since the loggers last saw it.
         seen: updated since the epoch began.
-        shared: the epoch's value over all processes, if it was computed since the last update.
+        shared: the epoch's value, over all processes if they share it, if it was computed since the last update.
+        alone: this process has the name and others have not, or it is not meant to be shared.
         dtype: of the tensors that numbers become for whoever monitors them.
     """
 
@@ -65,6 +67,7 @@ class Record:
         self.fresh = self.seen = False
         self.value: Any = None
         self.shared: Tensor | float | None = None
+        self.alone = not self.is_shared
 
     def update(self, value: Any, batch_size: int | None) -> None:
         """Take in one call of ``self.log``."""
@@ -87,8 +90,8 @@ class Record:
 
     @property
     def is_shared(self) -> bool:
-        """Whether computing the epoch's value takes all processes."""
-        return self.options.sync_dist
+        """Whether the epoch's value is reduced over all processes, so that computing it takes all of them."""
+        return self.options.sync_dist is not False and not self.options.rank_zero_only
 
     def result(self, strategy: Strategy) -> Tensor | float:
         """The epoch's value, computed now unless it was computed since the last update."""
@@ -148,7 +151,7 @@ class SumRecord(Record):
 
     def _sums(self, strategy: Strategy) -> tuple[Tensor | float, Tensor | float]:
         total = self.rest if self.total is None else self.total + self.rest
-        if not self.options.sync_dist or strategy.world_size == 1:
+        if self.alone or strategy.world_size == 1:
             return total, self.weight
         total = torch.as_tensor(total, dtype=torch.float64).to(strategy.device)
         both = torch.stack([total, torch.full_like(total, self.weight)])
@@ -207,8 +210,7 @@ class ExtremeRecord(Record):
         return min(a, b) if self.reduction == "min" else max(a, b)
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        shared = self.options.sync_dist and strategy.world_size > 1
-        if not shared:
+        if self.alone or strategy.world_size == 1:
             return math.nan if self.extreme is None else self.extreme
         none = math.inf if self.reduction == "min" else -math.inf  # a process without a batch has no say
         value = torch.as_tensor(none if self.extreme is None else self.extreme, dtype=self.dtype).to(strategy.device)
@@ -245,7 +247,7 @@ class MetricRecord(Record):
 
     @property
     def is_shared(self) -> bool:
-        return True
+        return not self.options.rank_zero_only
 
     def step_value(self) -> Tensor | float | None:
         if not self.seen:
@@ -254,7 +256,8 @@ class MetricRecord(Record):
         return scalar(self.key, (self.metric.compute() if value is None else value).detach())
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        value = self.metric.compute()
+        with _not_synced(self.metric) if self.alone else nullcontext():
+            value = self.metric.compute()
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not one "
@@ -266,6 +269,15 @@ class MetricRecord(Record):
         super().reset()
         with torch.inference_mode(False):  # states made in inference mode could not be updated outside of it
             self.metric.reset()
+
+
+@contextmanager
+def _not_synced(metric: Any) -> Iterator[None]:
+    before, metric._to_sync = metric._to_sync, False
+    try:
+        yield
+    finally:
+        metric._to_sync = before
 
 
 def make_record(
