@@ -404,7 +404,9 @@ class _Root(nn.Module):
 def _double(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """An optimizer of the same class and settings with groups of its own, for ZeRO to put its partitions into."""
     double = object.__new__(type(optimizer))
-    vars(double).update((key, value) for key, value in vars(optimizer).items() if key != "step")  # a scheduler's wrapper
+    vars(double).update(
+        (key, value) for key, value in vars(optimizer).items() if key != "step"
+    )  # a scheduler's wrapper
     double.param_groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     double.state = defaultdict(dict)
     return double
@@ -431,7 +433,9 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
 
 def _require_deepspeed(stage: int) -> None:
     if importlib.util.find_spec("deepspeed") is None:
-        instead = "'fsdp', which is what its stage 3 does" if stage == 3 else "'ddp' (as stage 0) or 'fsdp' (as stage 3)"
+        instead = (
+            "'fsdp', which is what its stage 3 does" if stage == 3 else "'ddp' (as stage 0) or 'fsdp' (as stage 3)"
+        )
         raise ModuleNotFoundError(
             f"DeepSpeedStrategy needs the package deepspeed, which is not installed: pip install 'deepspeed>=0.19'. "
             f"Without it, write strategy={instead}.",

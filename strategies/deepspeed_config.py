@@ -69,7 +69,7 @@ def _refuse_nvme(config: Mapping[str, Any], name: str) -> None:
         if zero.get(key, {}).get("device") == "nvme":
             raise ValueError(
                 f"{name} asks for {key} to 'nvme'. Paceline clips, scales and saves what lies in memory: write "
-                "\"device\": \"cpu\"."
+                '"device": "cpu".'
             )
 
 
@@ -188,12 +188,12 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
             raise ValueError(
                 f"The DeepSpeed configuration says {key}={config[key]}, but the train loader has batch_size={micro}"
                 f"{'' if real == micro else f', which makes {real} on {world_size} ranks'}. The loader decides: leave "
-                f"{key} out, or write \"auto\"."
+                f'{key} out, or write "auto".'
             )
 
 
 def _two(key: str, asked: Any, argument: str, value: Any) -> str:
     return (
         f"The DeepSpeed configuration says {key}={asked!r}, but Trainer({argument}={value!r}). The Trainer decides: "
-        f"leave {key} out of the configuration (or write \"auto\"), or give the Trainer the same value."
+        f'leave {key} out of the configuration (or write "auto"), or give the Trainer the same value.'
     )

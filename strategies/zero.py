@@ -183,7 +183,7 @@ def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
         module: its parameters keep as much as they had.
         keep: whether this rank wants the result; the others only take part.
     """
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     state = module.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
@@ -204,7 +204,7 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
     Raises:
         ValueError: what is missing, unexpected or of another shape.
     """
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
     from torch.nn.modules.module import _IncompatibleKeys
 
     missing: list[str] = []
