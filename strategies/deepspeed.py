@@ -294,9 +294,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine = self._engine
         self._pass_settings(optimizer)
         self.unscale_gradients(optimizer)
+        lasting = zero.lasting_gradients(engine.optimizer)
         engine.step()
         optimizer._opt_called = True  # type: ignore[reportAttributeAccessIssue]  # what schedulers look at
         stepped = engine.was_step_applied()
+        if not stepped:
+            for grad in lasting:  # what is not finite would stay in the padding, which backward does not write
+                grad.zero_()
         if self._overflow is not None:
             self.precision.settle(optimizer, self._overflow)
             self._overflow = None
@@ -395,7 +399,10 @@ class _Root(nn.Module):
         def through_root(*args: Any) -> T:
             results: list[T] = []
             self._calls.append(lambda: results.append(step(*args)))
-            self()
+            enabled = torch.is_grad_enabled()
+            # Weights put together in inference mode could not be trained on afterwards.
+            with torch.inference_mode(False), torch.set_grad_enabled(enabled):
+                self()
             return results[0]
 
         return through_root
@@ -462,9 +469,15 @@ def _use_device(kind: str) -> None:
             f"DeepSpeed was imported for {chosen!r} before the Trainer, which runs on {kind!r}. Make the Trainer first, "
             f"or set DS_ACCELERATOR={kind} in the environment."
         )
+    # Paceline counts steps that fp16 leaves out, and says what it makes of others.
+    logging.getLogger("DeepSpeed").addFilter(_no_overflow)
     if kind == "cpu":
         # It would compile a shared-memory collective for inference at start: a minute, and an error without a compiler.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+
+def _no_overflow(record: logging.LogRecord) -> bool:
+    return "OVERFLOW!" not in str(record.msg)
 
 
 @contextmanager

@@ -49,8 +49,7 @@ def pieces(zero: Any) -> dict[int, Piece]:
     Args:
         zero: DeepSpeed's optimizer of stage 1, 2 or 3.
     """
-    split = hasattr(zero, "fp16_groups")
-    return dict(_pieces_of_split(zero) if split else _pieces_of_whole(zero))
+    return dict(_pieces_of_split(zero) if splits(zero) else _pieces_of_whole(zero))
 
 
 def _pieces_of_whole(zero: Any) -> Iterator[tuple[int, Piece]]:
@@ -76,11 +75,25 @@ def _pieces_of_split(zero: Any) -> Iterator[tuple[int, Piece]]:
 
 def gradients(zero: Any) -> list[Tensor]:
     """The reduced gradients of what this rank updates, padding included (which is 0)."""
-    split = hasattr(zero, "fp16_groups")
-    flats = zero.fp32_partitioned_groups_flat if split else zero.single_partition_of_fp32_groups
-    if zero.offload_optimizer if split else zero.cpu_offload:
+    if offloads(zero):
+        flats = zero.fp32_partitioned_groups_flat if splits(zero) else zero.single_partition_of_fp32_groups
         return [flat.grad for flat in flats if flat.grad is not None]
     return [grad for found in zero.averaged_gradients.values() for grad in found or () if grad is not None]
+
+
+def lasting_gradients(zero: Any) -> list[Tensor]:
+    """Those of :func:`gradients` whose memory is used again in the next step."""
+    return gradients(zero) if splits(zero) or offloads(zero) else []
+
+
+def splits(zero: Any) -> bool:
+    """Whether it is the optimizer of stage 3."""
+    return hasattr(zero, "fp16_groups")
+
+
+def offloads(zero: Any) -> bool:
+    """Whether it keeps states and gradients on the host."""
+    return zero.offload_optimizer if splits(zero) else zero.cpu_offload
 
 
 # ---- whole tensors ---------------------------------------------------------------------------------------------------
