@@ -37,7 +37,7 @@ class Strategy:
     #: The names a user can write for this strategy.
     names: ClassVar[tuple[str, ...]] = ()
     #: Whether a forward pass communicates, so that every rank must make as many of them, in evaluation too.
-    communicates_forward: ClassVar[bool] = False
+    communicates_forward: bool = False
     #: Whether gradients are communicated, so that accumulating micro-batches should say when.
     communicates_gradients: ClassVar[bool] = False
 
