@@ -195,7 +195,7 @@ class FSDPStrategy(DistributedStrategy):
         return module
 
     def _shard(self, module: nn.Module) -> None:
-        blocks = choose_blocks(module, self.wrap)
+        blocks = self._blocks(module)
         checkpoint_activations(module, self.activation_checkpointing, blocks)
         _check_shapes(module)
         self.same_model(module)
@@ -203,10 +203,18 @@ class FSDPStrategy(DistributedStrategy):
         chosen = {id(block) for block in blocks.values()}
         for name, part in bottom_up(module):
             materializer.fill(name, part)
+            self._prepare(name, part)
             if id(part) in chosen:
                 self._shard_group(part, self.reshard_after_forward)
         self._shard_group(self._holder, self._reshard_root)
         self._unfilled = materializer.unfilled
+
+    def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
+        """The modules that are groups of their own."""
+        return choose_blocks(module, self.wrap)
+
+    def _prepare(self, name: str, part: nn.Module) -> None:
+        """Change a part of the module that has its initial values, children first, before it is sharded."""
 
     @property
     def _reshard_root(self) -> bool | None:
@@ -216,14 +224,7 @@ class FSDPStrategy(DistributedStrategy):
         return False if self.reshard_after_forward is False else None
 
     def _shard_group(self, part: nn.Module, reshard: bool | int | None) -> None:
-        """Give every rank rank 0's values of what is not sharded yet in ``part``, then shard it."""
-        if self.talks:
-            tensors = [*part.parameters(), *part.buffers()]
-            for tensor in tensors:
-                if not isinstance(tensor, DTensor) and tensor.device != self.device:
-                    tensor.data = tensor.data.to(self.device)
-            with self._at("giving every rank rank 0's weights"):
-                _broadcast([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
+        self._give_rank_zeros_values(part)
         fully_shard(
             part,
             mesh=self._mesh(),
@@ -231,6 +232,16 @@ class FSDPStrategy(DistributedStrategy):
             mp_policy=self.mixed_precision or MixedPrecisionPolicy(cast_forward_inputs=False),
             offload_policy=self.offload,
         )
+
+    def _give_rank_zeros_values(self, part: nn.Module) -> None:
+        """What is not sharded yet goes to the device and gets rank 0's values."""
+        tensors = [tensor for tensor in (*part.parameters(), *part.buffers()) if not isinstance(tensor, DTensor)]
+        for tensor in tensors:
+            if tensor.device != self.device:
+                tensor.data = tensor.data.to(self.device)
+        if self.talks:
+            with self._at("giving every rank rank 0's weights"):
+                _broadcast(tensors)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         self._must_be_filled(module)
@@ -406,12 +417,21 @@ class FSDPStrategy(DistributedStrategy):
 
 
 class _Holder(nn.Module):
-    """The root that is sharded: its forward is a step of the user's module, whose class stays as it is."""
+    """The root that is sharded: its forward is a step of the user's module, whose class stays as it is.
+
+    Until it is sharded, and if it never is, there is nothing to gather.
+    """
 
     def __init__(self, module: nn.Module, settings: tuple[Any, ...]) -> None:
         super().__init__()
         self.module = module
         self.settings = settings
+
+    def set_requires_gradient_sync(self, enabled: bool) -> None: ...
+
+    def reshard(self) -> None: ...
+
+    def unshard(self) -> None: ...
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         return step(*args)

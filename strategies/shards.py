@@ -49,6 +49,14 @@ def replicate(full: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(full, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
+def settle(parameters: Iterable[Tensor]) -> None:
+    """Give every gradient its parameter's layout: some layers leave a sum over processes for whoever reads it."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """What of each tensor lies in this process."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
@@ -69,7 +77,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         if layout is not None:
             mesh, placements = layout
             for axis, placement in enumerate(placements):
-                if placement.is_shard():
+                if not placement.is_replicate():
                     op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
                     dist.all_reduce(total, op, group=mesh.get_group(axis))
         totals.append(total)

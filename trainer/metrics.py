@@ -40,6 +40,7 @@ class MetricStore:
         epoch_ended: the epoch's values can be computed (true in ``on_*_epoch_end``).
         steps_in_evaluation: an evaluation step logs with ``on_step=True``, so each of its batches is flushed.
         sent: the values last sent to the loggers.
+        listener: while a step runs on a micro-batch, who gets what it logs.
     """
 
     def __init__(self, state: RunState, strategy: Strategy, send: Send | None) -> None:
@@ -51,6 +52,7 @@ class MetricStore:
         self.epoch_ended = False
         self.sent: dict[str, float] = {}
         self.steps_in_evaluation = False
+        self.listener: Callable[[str, Any, Options], Any] | None = None
         self._moment: Moment = SETUP
         self._dataloader_idx: int | None = None
         self._tables: dict[tuple[str, str, int | None], Table] = {}
@@ -77,6 +79,8 @@ class MetricStore:
 
     def define(self, name: str, value: Any, options: Options) -> Record:
         """First sight of ``name`` in this moment: check the call, make its record."""
+        if self.listener is not None:
+            return self.listener(name, value, options)
         known = self.records.get(name)
         if known is not None:
             changed = ", ".join(
@@ -274,8 +278,9 @@ class MetricStore:
             return
         records = {f"{stage}|{moment}|{r.key}": r for (stage, moment, _), r in self._records_of(self.state.stage)}
         pending = {name: r for name, r in records.items() if r.seen and r.on_epoch and r.is_shared and r.shared is None}
-        known = [set(names) for names in self.strategy.gather_objects(list(pending))]
-        common = set.intersection(*known)
+        common = set(pending)
+        if not self.strategy.same("|".join(sorted(pending))):
+            common.intersection_update(*self.strategy.gather_objects(list(pending)))
         for name in sorted(pending):
             pending[name].alone = name not in common
             pending[name].result(self.strategy)

@@ -1,0 +1,460 @@
+"""One mesh of processes: layers split over some, replicas and shards over others; the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import ranks
+from tiny import TinyModule
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from paceline import Trainer, TrainingModule
+from paceline.strategies import ModelParallelStrategy, Strategy
+from paceline.strategies.cluster import Cluster
+from paceline.strategies.model_parallel import find_sizes
+
+WORDS, WIDTH, LENGTH, BATCH = 13, 16, 6, 4
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "use_distributed_sampler": False,
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (f(x).view(batch, length, self.num_heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.network = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.before(x)))
+        return x + self.dropout(self.network(self.between(x)))
+
+
+class Language(TrainingModule):
+    """Predicts the next word; embedding and head have one weight."""
+
+    def __init__(self, heads: int = 4, dropout: float = 0.0, seed: int = 3, eps: float = 1e-8) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList(Block(WIDTH, heads, dropout) for _ in range(2))
+        self.eps = eps
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1, eps=self.eps)
+
+
+class Pretrained(TrainingModule):
+    """A model of the transformers library."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        import transformers
+
+        torch.manual_seed(3)
+        if kind == "llama":
+            config = transformers.LlamaConfig(
+                vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, bos_token_id=0, eos_token_id=1,
+            )  # fmt: skip
+            self.net = transformers.LlamaForCausalLM(config)
+        else:
+            config = transformers.GPT2Config(
+                vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_positions=8, bos_token_id=0, eos_token_id=1,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            )  # fmt: skip
+            self.net = transformers.GPT2LMHeadModel(config)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
+
+
+class Encoder(TrainingModule):
+    """torch's own encoder: its attention joins q, k and v in one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.net = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self(batch) - batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", (self(batch) - batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches(count: int = 10, size: int = BATCH) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.randint(WORDS, (count, size, LENGTH + 1), generator=generator))
+
+
+def trained(
+    strategy: str | Strategy, module: TrainingModule, data: list[Any], **more: Any
+) -> tuple[dict[str, Tensor], Trainer]:
+    """The weights after one pass over this rank's share of the data, whole; on rank 0."""
+    torch.set_num_threads(1)
+    path, val = more.pop("ckpt_path", None), more.pop("val", None)
+    trainer = Trainer(strategy=strategy, **{**QUIET, "max_epochs": 1, **more})
+    shares, place = trainer.strategy.num_data_ranks, trainer.strategy.data_rank
+    trainer.fit(module, [batch.chunk(shares)[place] for batch in data], val, ckpt_path=path)
+    return trainer.strategy.model_state(module), trainer
+
+
+def furthest(state: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """The largest difference of a weight, relative to the largest value of its tensor."""
+    assert list(state) == list(reference)
+    return max(float((state[k] - r).abs().max() / r.abs().max()) for k, r in reference.items())
+
+
+#: What float64 leaves of another order of summation after ten steps.
+EXACT = 1e-11
+DOUBLE: dict[str, Any] = {"precision": "64-true"}
+#: By name: processes and sizes of the mesh.
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp x2": (2, {"tensor_parallel": 2}),
+    "tp x4": (4, {"tensor_parallel": 4}),
+    "shard 2 x tp 2": (4, {"tensor_parallel": 2}),
+    "replicate 2 x tp 2": (4, {"tensor_parallel": 2, "data_parallel_replicate": 2}),
+    "shard x2": (2, {}),
+}
+
+
+def on_mesh(
+    mesh: str,
+    look: Callable[[Trainer], Any],
+    make: Callable[[], TrainingModule] = Language,
+    plan: Any = "auto",
+    data: Any = None,
+    **more: Any,
+) -> list[Any]:
+    """What ``look`` finds in the Trainer of each rank, after a fit on the processes of one of ``MESHES``."""
+    world, sizes = MESHES[mesh]
+
+    def run() -> Any:
+        return look(trained(ModelParallelStrategy(plan=plan, **sizes), make(), data or batches(), **more)[1])
+
+    return ranks(world, run)
+
+
+def local_part(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
+    return trainer.strategy.model_state(trainer.training_module)
+
+
+def weights_on(mesh: str, make: Callable[[], TrainingModule] = Language, **more: Any) -> dict[str, Tensor]:
+    return on_mesh(mesh, whole_weights, make, **more)[0]
+
+
+# ---- the numbers of one process --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulate"), [("tp x2", 1), ("tp x2", 3), ("shard 2 x tp 2", 3), ("replicate 2 x tp 2", 1)]
+)
+def test_ten_steps_equal_one_process_with_the_global_batch(mesh: str, accumulate: int) -> None:
+    how = {**DOUBLE, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.3}
+    assert furthest(weights_on(mesh, **how), trained("cpu", Language(), batches(), **how)[0]) < EXACT
+
+
+def test_ten_steps_in_float32_stay_near_float64() -> None:
+    exact, _ = trained("cpu", Language(), batches(), **DOUBLE)
+    found = weights_on("tp x2")
+    missed = torch.cat([(found[k] - v).flatten() for k, v in exact.items()])
+    assert missed.norm() < 1e-6 * torch.cat([v.flatten() for v in exact.values()]).norm()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_models_of_transformers_are_split(kind: str) -> None:
+    make = partial(Pretrained, kind)
+    reference, _ = trained("cpu", make(), batches(4), **DOUBLE)
+    assert furthest(weights_on("tp x2", make, data=batches(4), **DOUBLE), reference) < 1e-10
+
+
+def test_torchs_encoder_trains_and_validates_with_its_attention_whole() -> None:
+    data = [torch.randn(4, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    state, reference = trained("cpu", Encoder(), data, val=data[:1], **DOUBLE)
+    expected = reference.callback_metrics["val_loss"]
+
+    def look(trainer: Trainer) -> Any:
+        split = [name for name, p in trainer.training_module.named_parameters() if isinstance(p, DTensor)]
+        return whole_weights(trainer), trainer.callback_metrics["val_loss"], split
+
+    (found, loss, split), _ = on_mesh("tp x2", look, Encoder, data=data, val=data[:1], **DOUBLE)
+    assert furthest(found, state) < EXACT
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in split} == {"linear1", "linear2"}
+
+
+def test_every_process_of_a_group_has_the_same_gradients_of_whole_parameters_and_logs_the_same() -> None:
+    class Watching(Language):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            whole = {name: p.grad for name, p in self.named_parameters() if not isinstance(p, DTensor)}
+            assert {"embed.weight", "blocks.0.before.weight"} <= set(whole)
+            assert not any("network" in name for name in whole)
+            self.seen = {name: grad.clone() for name, grad in whole.items() if grad is not None}
+
+    def look(trainer: Trainer) -> Any:
+        return trainer.training_module.seen, trainer.callback_metrics["loss"]
+
+    (grads, loss), (others, other_loss) = on_mesh("tp x2", look, partial(Watching, dropout=0.3), data=batches(3))
+    assert all(torch.equal(grad, others[name]) for name, grad in grads.items())
+    assert torch.equal(loss, other_loss)
+
+
+def test_dropout_is_one_process_s_in_a_group_and_another_where_other_data_are_seen() -> None:
+    class Dropping(Language):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.dropped = F.dropout(torch.ones(64))
+            return super().training_step(batch, batch_idx)
+
+    make = partial(Dropping, dropout=0.3)
+    dropped = on_mesh("shard 2 x tp 2", lambda trainer: trainer.training_module.dropped, make, data=batches(2))
+    assert torch.equal(dropped[0], dropped[1])
+    assert torch.equal(dropped[2], dropped[3])
+    assert not torch.equal(dropped[0], dropped[2])
+    reference, _ = trained("cpu", make(), batches(4), **DOUBLE)
+    assert furthest(weights_on("tp x2", make, data=batches(4), **DOUBLE), reference) < EXACT
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_optimizers_take_whole_and_split_parameters_in_one_list(kind: str) -> None:
+    class Grouped(Language):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, **{kind: True})
+
+    reference, _ = trained("cpu", Grouped(), batches(4), **DOUBLE)
+    assert furthest(weights_on("tp x2", Grouped, data=batches(4), **DOUBLE), reference) < EXACT
+
+
+def test_one_sum_a_pair_of_layers_is_communicated_in_forward_and_one_in_backward() -> None:
+    def run() -> list[int]:
+        counts = []
+        for steps in (1, 3):
+            with CommDebugMode() as comm:
+                trained("model_parallel", Language(), batches(steps), num_sanity_val_steps=0)
+            counts.append(comm.get_total_counts())
+        return counts
+
+    pairs = 2 * 2  # two blocks, an attention and a network each
+    (one, three), _ = ranks(2, run)
+    assert (three - one) / 2 == 2 * pairs
+
+
+def test_bf16_is_near_one_process() -> None:
+    one, _ = trained("cpu", Language(), batches(4), precision="bf16-mixed")
+    two = weights_on("tp x2", data=batches(4), precision="bf16-mixed")
+    missed = torch.cat([(two[k] - v).flatten() for k, v in one.items()])
+    assert missed.norm() < 1e-2 * torch.cat([v.flatten() for v in one.values()]).norm()
+
+
+@pytest.mark.parametrize("mesh", ["tp x2", "shard 2 x tp 2"])
+def test_an_overflow_on_one_process_skips_the_step_of_all(mesh: str) -> None:
+    class Overflowing(Language):
+        def on_after_backward(self) -> None:
+            grad = self.blocks[0].network[0].weight.grad
+            if self.trainer.global_rank == 1 and self.trainer.state.batch_idx == 1:
+                local_part(grad)[0] = torch.inf
+
+    def look(trainer: Trainer) -> Any:
+        return trainer.global_step, trainer.strategy.precision.skipped_steps, whole_weights(trainer)
+
+    found = on_mesh(mesh, look, Overflowing, data=batches(3), precision="16-mixed", accumulate_grad_batches=1)
+    assert [(steps, skipped) for steps, skipped, _ in found] == [(2, 1)] * len(found)
+    assert all(value.isfinite().all() for value in found[0][2].values())
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "then"), [("tp x2", "cpu"), ("cpu", "tp x2"), ("shard 2 x tp 2", "tp x2")])
+def test_a_run_goes_on_under_another_strategy_as_if_it_had_not_stopped(first: str, then: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    whole, _ = trained("cpu", Language(), batches(4), max_epochs=2, **DOUBLE)
+
+    def save(trainer: Trainer) -> None:
+        trainer.save_checkpoint(path)
+
+    how = {**DOUBLE, "data": batches(4)}
+    if first == "cpu":
+        save(trained("cpu", Language(), **how)[1])
+    else:
+        on_mesh(first, save, **how)
+    more = {**how, "ckpt_path": path, "max_epochs": 2}
+    other = partial(Language, seed=4)
+    went_on = trained("cpu", other(), **more)[0] if then == "cpu" else weights_on(then, other, **more)
+    assert furthest(went_on, whole) < EXACT
+    saved = torch.load(path, weights_only=True)
+    assert all(type(value) is Tensor for value in saved["state_dict"].values())
+    moments = [state["exp_avg"] for state in saved["optimizer_states"][0]["state"].values()]
+    assert {type(moment) for moment in moments} == {Tensor}
+    assert [moment.shape for moment in moments] == [p.shape for p in Language().parameters()]
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_of_the_users_is_followed() -> None:
+    plan = {
+        "blocks.*.attention.[qkv]": "colwise",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.0.network.0": ColwiseParallel(),
+        "blocks.0.network.2": RowwiseParallel(),
+    }
+
+    def look(trainer: Trainer) -> Any:
+        kinds = {name for name, p in trainer.training_module.named_parameters() if isinstance(p, DTensor)}
+        return whole_weights(trainer), kinds, trainer.training_module.blocks[1].attention.num_heads
+
+    (state, split, heads), _ = on_mesh("tp x2", look, plan=plan, data=batches(4), **DOUBLE)
+    reference, _ = trained("cpu", Language(), batches(4), **DOUBLE)
+    assert furthest(state, reference) < EXACT
+    assert "blocks.0.network.0.weight" in split
+    assert "blocks.1.network.0.weight" not in split
+    assert heads == 2
+
+
+def refused(plan: Any, make: Callable[[], TrainingModule], error: str) -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match=error):
+            trained(ModelParallelStrategy(tensor_parallel=2, plan=plan), make(), batches(1))
+
+    ranks(2, run)
+
+
+def test_a_pattern_that_matches_no_layer_is_an_error_with_the_nearest_name() -> None:
+    refused(
+        {"blocks.*.attention.q": "colwise", "blocks.0.attn.out": "rowwise"},
+        Language,
+        r"'blocks\.0\.attn\.out' matches no layer of Language\. Did you mean 'blocks\.0\.attention\.out'\?",
+    )
+    refused({"blocks.*.attention.q": "column"}, Language, "Unknown style .*'column'.*'colwise' or 'rowwise'")
+    refused({"embed": "colwise"}, Language, "'embed' is a Embedding")
+
+
+def test_heads_that_do_not_divide_are_an_error_with_both_numbers() -> None:
+    refused("auto", partial(Language, heads=1), r"Attention \(blocks\.0\.attention\) has 1 heads.*tensor_parallel=2")
+
+
+def test_a_model_without_layers_to_split_is_an_error_that_says_so() -> None:
+    refused("auto", TinyModule, "found nothing to split in TinyModule")
+
+
+def test_an_attention_with_fixed_widths_is_an_error_that_says_what_to_write() -> None:
+    class Fixed(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.v(x).view(*x.shape[:2], self.num_heads, x.shape[-1] // self.num_heads).flatten(2))
+
+    class Model(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0].attention = Fixed(WIDTH, 4)
+
+    def run() -> None:
+        with pytest.raises(RuntimeError, match=r"computes 1/2 of its heads.*self\.num_heads, -1"):
+            trained("model_parallel", Model(), batches(1))
+
+    ranks(2, run)
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def asked(**sizes: Any) -> dict[str, int | str]:
+    return ModelParallelStrategy(**sizes).asked
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        ({}, {"dp_shard": 8}),
+        ({"tensor_parallel": 2}, {"dp_shard": 4, "tp": 2}),
+        ({"tensor_parallel": "auto"}, {"dp_shard": 2, "tp": 4}),
+        ({"pipeline_parallel": 2, "data_parallel_replicate": 2}, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}),
+        ({"data_parallel_shard": 1, "context_parallel": 8}, {"cp": 8}),
+    ],
+)
+def test_sizes_left_open_take_what_is_left(sizes: dict[str, Any], found: dict[str, int]) -> None:
+    assert {a: n for a, n in find_sizes(asked(**sizes), 8, 4).items() if n > 1} == found
+
+
+def test_sizes_that_do_not_fit_the_processes_are_an_error_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel=3 is 3, which does not divide the number of processes, 8"):
+        find_sizes(asked(tensor_parallel=3), 8, 8)
+    with pytest.raises(ValueError, match=r"data_parallel_shard=2 x tensor_parallel=2 is 4, not the number .*, 8"):
+        find_sizes(asked(tensor_parallel=2, data_parallel_shard=2), 8, 8)
+    with pytest.raises(ValueError, match=r"tensor_parallel=0\) is not a number of processes.*'auto'"):
+        ModelParallelStrategy(tensor_parallel=0)
+    with pytest.raises(ValueError, match=r"tensor_parallel=3 is 3, which does not divide the number of processes, 2"):
+        Trainer(strategy=ModelParallelStrategy(tensor_parallel=3), devices=2, **QUIET)
+    with pytest.raises(TypeError, match=r"'tensor_paralel'\. Did you mean 'tensor_parallel'"):
+        ModelParallelStrategy(tensor_paralel=2)
+
+
+def test_ranks_of_one_group_see_the_same_data() -> None:
+    strategy = ModelParallelStrategy(tensor_parallel=2, data_parallel_replicate=2, pipeline_parallel=2)
+    strategy.place([torch.device("cpu")] * 16)
+    seen = []
+    for rank in range(16):
+        strategy._cluster = Cluster("test", rank, rank, 16, 16, 0, 1, "", 0)
+        seen.append(strategy.data_rank)
+    assert strategy.num_data_ranks == 4
+    assert seen == [0, 0, 1, 1, 2, 2, 3, 3] * 2
