@@ -289,7 +289,7 @@ def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, 
     if path is None:
         return None
     messages.info(f"Loading {path}")
-    return read(path)
+    return read(path, strategy=trainer.strategy)
 
 
 def setup_optimizers(trainer: Trainer) -> None:
