@@ -26,6 +26,7 @@ from .watch import Watch
 
 T = TypeVar("T")
 
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -54,7 +55,7 @@ class DistributedStrategy(Strategy):
         *,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         numa: bool = False,
     ) -> None:
         self.precision = precision or Precision()
@@ -62,7 +63,7 @@ class DistributedStrategy(Strategy):
             raise ValueError(messages.unknown(f"start_method for {type(self).__name__}", start_method, START_METHODS))
         self.process_group_backend = process_group_backend
         self.timeout = timeout
-        self.start_method: Literal["popen", "spawn", "fork", "forkserver"] = start_method
+        self.start_method: StartMethod = start_method
         self.numa = numa
         self.devices: list[torch.device] = []
         self._nodes = 1

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import RanksError, ranks
 import torch.distributed as dist
+from processes import RanksError, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
