@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from processes import ranks
 from tiny import TinyModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline import Trainer, TrainingModule
 from paceline.strategies import ModelParallelStrategy, Strategy
 from paceline.strategies.cluster import Cluster
+from paceline.strategies.context_parallel import SplitSequences
 from paceline.strategies.model_parallel import find_sizes
 
 WORDS, WIDTH, LENGTH, BATCH = 13, 16, 6, 4
@@ -359,6 +362,82 @@ def test_a_run_goes_on_under_another_strategy_as_if_it_had_not_stopped(first: st
     moments = [state["exp_avg"] for state in saved["optimizer_states"][0]["state"].values()]
     assert {type(moment) for moment in moments} == {Tensor}
     assert [moment.shape for moment in moments] == [p.shape for p in Language().parameters()]
+
+
+# ---- sequences split over processes ----------------------------------------------------------------------------------
+
+
+class Placed(Language):
+    """Its batch holds words, positions and following words; a word of 0 does not count."""
+
+    def __init__(self, by_items: bool = False) -> None:
+        super().__init__()
+        self.position = nn.Embedding(LENGTH, WIDTH)
+        self.by_items = by_items
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.embed(batch["words"]) + self.position(batch["positions"])
+        for block in self.blocks:
+            x = block(x)
+        y = batch["following"].flatten()
+        if not self.by_items:
+            return F.cross_entropy(self.head(x).flatten(0, 1), y)
+        count = (y != 0).sum()
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), y, ignore_index=0), "num_items": count}
+
+
+def placed(count: int) -> list[dict[str, Tensor]]:
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    return [{"words": b[:, :-1], "positions": positions, "following": b[:, 1:]} for b in batches(count)]
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "by_items"),
+    [(2, {}, False), (2, {}, True), (4, {"tensor_parallel": 2}, False), (4, {"data_parallel_shard": 2}, False)],
+)
+def test_split_sequences_train_like_whole_ones(world: int, sizes: dict[str, int], by_items: bool) -> None:
+    data = placed(4)
+
+    def run() -> Any:
+        torch.set_num_threads(1)
+        strategy = ModelParallelStrategy(context_parallel=2, context_parallel_dims=1, **sizes)
+        trainer = Trainer(strategy=strategy, max_epochs=1, **QUIET, **DOUBLE)
+        shares, place, module = strategy.num_data_ranks, strategy.data_rank, Placed(by_items)
+        trainer.fit(module, [{key: value.chunk(shares)[place] for key, value in batch.items()} for batch in data])
+        return whole_weights(trainer)
+
+    trainer = Trainer(strategy="cpu", max_epochs=1, **QUIET, **DOUBLE)
+    trainer.fit(Placed(by_items), data)
+    assert furthest(ranks(world, run)[0], whole_weights(trainer)) < EXACT
+
+
+def test_a_sequence_that_cannot_be_split_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"context_parallel=2\) splits sequences, but .* Pass context_parallel_dims"):
+        ModelParallelStrategy(context_parallel=2)
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        split = SplitSequences(mesh, {"x": 1})
+        with pytest.raises(ValueError, match=r"5 elements \('x', dimension 1\).*context_parallel=2"):
+            split.cut({"x": torch.zeros(2, 5)})
+        with pytest.raises(ValueError, match=r"names 'x', but the batch has the keys \['y'\]"):
+            split.cut({"y": torch.zeros(2, 4)})
+        with pytest.raises(ValueError, match=r"dimension 1 as the sequence of 'x', whose shape is \(4,\)"):
+            split.cut({"x": torch.zeros(4)})
+        x = torch.arange(8).reshape(2, 4)
+        assert torch.equal(split.cut({"x": x, "y": x})["x"], x[:, 2 * dist.get_rank() :][:, :2])
+        assert torch.equal(SplitSequences(mesh, {1: 0}).cut((x, x))[1], x[dist.get_rank()][None])
+        q = torch.zeros(1, 1, 2, 4)
+        step = SplitSequences(mesh, 1).bind(lambda b: F.scaled_dot_product_attention(q, q, q, torch.ones(2, 2) > 0))
+        with pytest.raises(NotImplementedError, match=r"attn_mask.*context_parallel=2"):
+            step(x)
+
+    ranks(2, partial(_with_group, run))
+
+
+def _with_group(run: Callable[[], None]) -> None:
+    dist.init_process_group("gloo")
+    run()
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
