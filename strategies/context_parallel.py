@@ -115,8 +115,8 @@ class _Attention(TorchFunctionMode):
         if attn_mask is not None:
             raise NotImplementedError(
                 f"scaled_dot_product_attention(attn_mask=...) with context_parallel={self.mesh.size()}: a mask of "
-                f"shape {tuple(attn_mask.shape)} is that of one part of the sequence. Use is_causal=True or no mask; for "
-                "padding, let the loss ignore what was padded."
+                f"shape {tuple(attn_mask.shape)} is that of one part of the sequence. Use is_causal=True or no mask; "
+                "for padding, let the loss ignore what was padded."
             )
         length = query.shape[-2]
         if is_causal and key.shape[-2] != length:
