@@ -37,9 +37,14 @@ class Strategy:
     #: The names a user can write for this strategy.
     names: ClassVar[tuple[str, ...]] = ()
     #: Whether a forward pass communicates, so that every rank must make as many of them, in evaluation too.
-    communicates_forward: ClassVar[bool] = False
+    communicates_forward: bool = False
     #: Whether gradients are communicated, so that accumulating micro-batches should say when.
     communicates_gradients: ClassVar[bool] = False
+
+    #: What the run is doing just now, in words; set by whoever runs it.
+    progress: Callable[[], str] = str
+    #: Whether a step runs on micro-batches, pieces of a batch, one after the other.
+    splits_batches: ClassVar[bool] = False
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         self.device = torch.device(device)
@@ -119,6 +124,9 @@ class Strategy:
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Convert the module's dtype, bring it to the device, and shard it if the strategy shards."""
         return self.precision.convert_module(module).to(self.device)
+
+    def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
+        """Let batch norms see the batches of all processes, if ``synchronize``. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """Wrap a module that is set up, for a strategy whose training step goes through a wrapper."""

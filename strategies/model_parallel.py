@@ -70,6 +70,15 @@ class ModelParallelStrategy(FSDPStrategy):
 
     names: ClassVar[tuple[str, ...]] = ("model_parallel",)
 
+    def __new__(cls, *args: Any, **options: Any) -> ModelParallelStrategy:
+        """With ``pipeline_parallel`` above 1 it is the class that runs pipelines."""
+        stages = options.get("pipeline_parallel", 1)
+        if cls is ModelParallelStrategy and isinstance(stages, int) and stages > 1:
+            from .pipeline_strategy import PipelineParallelStrategy
+
+            cls = PipelineParallelStrategy
+        return super().__new__(cls)
+
     def __init__(
         self,
         precision: Precision | None = None,

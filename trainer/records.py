@@ -310,7 +310,7 @@ def make_record(
     if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
         return MetricRecord(*common, metric=value)
     check_value(name, value)
-    reduction = _reduction(name, options.reduce_fx)
+    reduction = reduction_of(name, options.reduce_fx)
     record: Record
     if not on_epoch:
         record = Record(*common)
@@ -338,7 +338,8 @@ def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bo
     return on_step, on_epoch
 
 
-def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:
+def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
+    """The name of a reduction, or an error for one that there is not."""
     functions = {
         torch.mean: "mean",
         torch.sum: "sum",
