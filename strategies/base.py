@@ -161,6 +161,9 @@ class Strategy:
     def sync_gradients(self, enabled: bool) -> None:
         """Say whether the next backward communicates gradients. Off for all micro-batches of a window but the last."""
 
+    def requires_grad_changed(self) -> None:
+        """Parameters were frozen or thawed while a step runs."""
+
     def complete_gradients(self, optimizer: Optimizer) -> None:
         """Communicate gradients that were accumulated without, when no backward follows that would do it."""
 

@@ -32,6 +32,7 @@ T = TypeVar("T")
 SHARDING = ("full", "grad_op", "hybrid")
 STATE_KINDS = ("full", "sharded")
 _HOLDER = "_paceline_fsdp"
+_NO_SUCH_OP = ("Sharding propagation failed", "does not have a sharding strategy registered")
 
 
 class FSDPStrategy(DistributedStrategy):
@@ -217,7 +218,9 @@ class FSDPStrategy(DistributedStrategy):
 
     @property
     def _reshard_root(self) -> bool | None:
-        """The root is needed again as soon as backward begins; None is torch's word for keeping it until then."""
+        """None: the root stays whole until backward, which needs it first. By hand, a step comes in between."""
+        if self._manual:
+            return True
         return False if self.reshard_after_forward is False else None
 
     def _shard_group(self, part: nn.Module, reshard: bool | int | None) -> None:
@@ -326,10 +329,17 @@ class FSDPStrategy(DistributedStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         stepped = super().optimizer_step(optimizer, closure)
-        if self._inside:  # the step may go on: with the new weights
+        self._gather_again()
+        return stepped
+
+    def requires_grad_changed(self) -> None:
+        self._gather_again()
+
+    def _gather_again(self) -> None:
+        """A step by hand goes on, with parameters of the root that have changed."""
+        if self._inside:
             self._holder.reshard()
             self._holder.unshard()
-        return stepped
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         grads = gradients(optimizer)
@@ -386,6 +396,13 @@ class FSDPStrategy(DistributedStrategy):
                 "are whole only while that module's forward runs: do not use them from outside of it (such as "
                 "self.block.weight), leave the module out of wrap=..., and outside of a step use trainer.predict or "
                 "trainer.strategy.model_state(module)."
+            )
+        if isinstance(error, (RuntimeError, NotImplementedError)) and any(sign in str(error) for sign in _NO_SUCH_OP):
+            return RuntimeError(
+                f"torch cannot run an operation on a tensor that lies in parts: {str(error).splitlines()[0]} Under "
+                "FSDPStrategy parameters, gradients and optimizer state are such tensors outside of a step. If it is "
+                "the optimizer, use another one (SGD, AdamW and most others work); in a hook of your own, take the "
+                "part of this process, parameter.to_local(). Or use strategy='ddp'."
             )
         return super().explain(error)
 

@@ -537,3 +537,163 @@ def test_init_weights_of_a_module_around_it_comes_after_a_layers_own() -> None:
     found = ranks(2, lambda: weights(train(Constant(), FSDPStrategy(), 2, 1, limit_train_batches=0)))[0]
     assert (found["head.weight"] == 0.25).all()
     assert (found["blocks.2.mlp.0.weight"] == 0.25).all()
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, foreach=True),
+        partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, fused=True),
+        partial(torch.optim.RMSprop, lr=1e-3, eps=1e-2, momentum=0.5, foreach=True),
+    ],
+    ids=["foreach", "fused", "rmsprop"],
+)
+def test_optimizers_go_on_from_a_file(optimizer: Any, tmp_path: Path) -> None:
+    make = partial(Transformer, False, optimizer)
+    run_at("fsdp x2", make, tmp_path / "it.ckpt", **DOUBLE)
+    went_on = run_at("fsdp x3", make, ckpt_path=tmp_path / "it.ckpt", max_epochs=2, **DOUBLE)
+    assert furthest(weights(train(make(), max_epochs=2, **DOUBLE)), went_on) < 1e-9
+
+
+def test_an_optimizer_made_before_the_parameters_were_sharded_is_refused() -> None:
+    class Early(Transformer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def configure_optimizers(self) -> Any:
+            return self.early
+
+    with pytest.raises(
+        RanksError, match="of SGD are not those of the sharded module.*Build it in configure_optimizers"
+    ):
+        ranks(2, lambda: train(Early(), FSDPStrategy(), 2, 1))
+
+
+def test_an_optimizer_that_torch_cannot_run_on_parts_is_named() -> None:
+    class Unusual(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.linalg.det(next(p.grad for group in self.param_groups for p in group["params"] if p.dim() == 2))
+
+    make = partial(Transformer, False, partial(Unusual, lr=0.1))
+    with pytest.raises(RanksError, match="torch cannot run an operation on a tensor that lies in parts.*det"):
+        ranks(2, lambda: train(make(), FSDPStrategy(), 2, 1))
+
+
+def test_lbfgs_is_refused_with_the_reason() -> None:
+    make = partial(Transformer, False, torch.optim.LBFGS)
+    with pytest.raises(RanksError, match="LBFGS under FSDPStrategy: it joins all parameters"):
+        ranks(2, lambda: train(make(), FSDPStrategy(), 2, 1))
+
+
+class Adversaries(TrainingModule):
+    """Two networks that step in turn, by hand; the second has its parameters used directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+        self.judge = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        x = batch[:, :4].double()
+        with self.toggled_optimizer(first):
+            loss = nn.functional.linear(self.maker(x), self.judge.weight).square().mean()
+            self.manual_backward(loss)
+            first.step()
+            first.zero_grad()
+        for target in (1.0, 0.0):
+            self.manual_backward((self.judge(self.maker(x).detach()) - target).square().mean())
+        self.manual_backward(self.judge.weight.square().sum() * 0.01)
+        second.step()
+        second.zero_grad()
+        if batch_idx:
+            with torch.no_grad():
+                self.log("judged", self.judge(self.maker(x)).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.maker.parameters(), lr=0.1), torch.optim.SGD(self.judge.parameters(), lr=0.01)
+
+
+def test_several_backwards_and_steps_by_hand_equal_one_process() -> None:
+    def make() -> Adversaries:
+        torch.manual_seed(4)
+        return Adversaries()
+
+    how = {"precision": "64-true", "batches": 4}
+    alone = run_at("single", make, **how)
+    assert furthest(alone, run_at("fsdp x2", make, **how)) < EXACT
+    assert furthest(alone, on_ranks(2, make, partial(FSDPStrategy, wrap=None), **how)) < EXACT
+    assert furthest(alone, make().double().state_dict()) > 1e-3
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_before_between_and_after_training_sees_whole_weights() -> None:
+    def run() -> Any:
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        strategy = FSDPStrategy() if world > 1 else "single_device"
+        module, data = Transformer(), loader(rank, world, 3)
+        found = []
+        trainer = Trainer(strategy=strategy, max_epochs=2, precision="64-true", **QUIET)
+        found.append(trainer.validate(module, data, verbose=False)[0]["val_loss"])
+        trainer.fit(module, data, data)
+        found.append(float(trainer.callback_metrics["val_loss"]))
+        found.append(trainer.validate(module, data, verbose=False)[0]["val_loss"])
+        trainer = Trainer(
+            strategy=FSDPStrategy() if world > 1 else "single_device", max_epochs=1, precision="64-true", **QUIET
+        )
+        trainer.fit(module, data, data)
+        return found, weights(trainer)
+
+    found, expected = run()
+    for values, state in ranks(2, run):
+        assert values == pytest.approx(found, rel=1e-9)
+        if not next(iter(state.values())).is_meta:
+            assert furthest(expected, state) < EXACT
+
+
+def test_predictions_are_those_of_one_process() -> None:
+    def run() -> Any:
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+        class Predicting(Transformer):
+            def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                return self(batch)
+
+        trainer = Trainer(strategy=FSDPStrategy() if world > 1 else "single_device", **QUIET)
+        return torch.cat(trainer.predict(Predicting(), loader(rank, world, 2)))
+
+    one, two = ranks(2, run)
+    torch.testing.assert_close(torch.cat([one[:6], two[:6], one[6:], two[6:]]), run(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sharded_module_is_not_sharded_again_with_other_arguments() -> None:
+    def run() -> None:
+        module = Transformer()
+        train(module, FSDPStrategy(), 2, 1)
+        train(module, FSDPStrategy(wrap=None), 2, 1)
+
+    with pytest.raises(
+        RanksError, match="This Transformer is sharded already, by an FSDPStrategy with other arguments"
+    ):
+        ranks(2, run)
+
+
+def test_a_wrapped_blocks_weight_used_from_outside_has_an_error_that_says_so() -> None:
+    class Outside(Transformer):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + (torch.ones(WIDTH) * self.blocks[0].norm.weight).sum()
+
+    with pytest.raises(RanksError, match="are whole only while that module's forward runs"):
+        ranks(2, lambda: train(Outside(), FSDPStrategy(), 2, 1))
+
+
+def test_one_process_alone_can_run_it() -> None:
+    how = {"precision": "64-true", "batches": 2}
+    assert furthest(run_at("single", Transformer, **how), on_ranks(1, Transformer, FSDPStrategy, **how)) < EXACT

@@ -77,7 +77,9 @@ def test_policies_name_modules(policy: Any, found: list[str]) -> None:
 
 
 def test_a_policy_that_matches_nothing_names_the_classes_there_are() -> None:
-    with pytest.raises(ValueError, match=r"wrap=Conv2d\) matches no module.*Linear \(10\), Sequential \(4\), Layer \(3\)"):
+    with pytest.raises(
+        ValueError, match=r"wrap=Conv2d\) matches no module.*Linear \(10\), Sequential \(4\), Layer \(3\)"
+    ):
         names(nn.Conv2d)
     with pytest.raises(ValueError, match=r"wrap=100000\) matches no module"):
         names(100_000)
