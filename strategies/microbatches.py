@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
         )
     count = max(min(count, size), 1)
     ends = [size // count * index + min(index, size % count) for index in range(count + 1)]
-    sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    sizes = [end - start for start, end in pairwise(ends)]
     if count == 1:
         return [batch], sizes
-    pieces = [_piece(batch, size, slice(start, end)) for start, end in zip(ends, ends[1:], strict=False)]
+    pieces = [_piece(batch, size, slice(start, end)) for start, end in pairwise(ends)]
     return pieces, sizes
 
 

@@ -169,6 +169,7 @@ class Plan:
         seed(call.seed, index, 0)
         seen = self.pipeline.held.seen if self.training else None
         run = Run(self.stages, stage, self.passages[stage], received, stop_at_entry, enter, seen)
+        output = None
         try:
             with run:
                 output = call.step(call.batches[index], *call.more)
@@ -276,7 +277,7 @@ class Plan:
             group=self.pipeline.group,
         )
 
-    def _schedule(self, stages: list[PipelineStage]) -> Any:
+    def _schedule(self, stages: list[Any]) -> Any:
         count, processes = self.count, self.pipeline.size
         given: dict[str, Any] = {"loss_fn": _loss if self.training else None, "scale_grads": False}
         if self.pipeline.virtual > 1:

@@ -323,7 +323,7 @@ def _shape_only(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-# ---- where to cut ------------------------------------------------------------------------------------------------------
+# ---- where to cut ----------------------------------------------------------------------------------------------------
 
 
 def _size(module: nn.Module) -> int:
@@ -340,7 +340,7 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
     """Names and sizes of the blocks: the children of the list that divides most of the parameters."""
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):
-        sizes = [_size(child) for child in container]
+        sizes = [_size(child) for child in container.children()]
         score = sum(sizes) - max(sizes)
         enough = sum(size > 0 for size in sizes) >= count
         if score > best[0] and (enough or sum(size > 0 for size in best[2]) < count):
