@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 
 def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
@@ -95,8 +94,13 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def form_of(batch: Any) -> tuple[Any, ...]:
     """What decides the shapes of everything that a step makes of a batch: the forms of its tensors."""
-    leaves = pytree.tree_leaves(batch) if not isinstance(batch, Mapping) else pytree.tree_leaves(dict(batch))
-    return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves)
+    return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves(batch))
+
+
+def leaves(value: Any) -> list[Any]:
+    """The values in nested containers."""
+    parts = _parts(value)
+    return [leaf for part in parts for leaf in leaves(part)] if parts else [value]
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
