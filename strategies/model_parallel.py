@@ -76,7 +76,7 @@ class ModelParallelStrategy(FSDPStrategy):
         if cls is ModelParallelStrategy and isinstance(stages, int) and stages > 1:
             from .pipeline_strategy import PipelineParallelStrategy
 
-            cls = PipelineParallelStrategy
+            return super().__new__(PipelineParallelStrategy)  # type: ignore[reportArgumentType]
         return super().__new__(cls)
 
     def __init__(
