@@ -110,7 +110,7 @@ class Pipeline:
     def split(self, module: nn.Module) -> None:
         """Find the stages of a module and leave out the weights of other processes' stages."""
         self._plans.clear()
-        self.stages = Stages(module, self.size * self.virtual, self.split_points)
+        self.stages = Stages(module, self.size * self.virtual, self.strategy.device, self.split_points)
         self.weights = Weights(self, self.stages)
 
     def rest(self) -> None:
