@@ -208,6 +208,10 @@ class Strategy:
         """Whether any (or ``all``) of the processes says yes. Runs over the host, without waiting for the device."""
         return flag
 
+    def same(self, text: str) -> bool:
+        """Whether all processes pass the same text."""
+        return True
+
     def abandon(self) -> None:
         """An error ends the run: no longer wait for other processes, who may not have it."""
 

@@ -218,12 +218,9 @@ class DistributedStrategy(Strategy):
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
         if not self.talks:
             return
-        digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         with self._at(f"barrier {name!r}"):
-            both = torch.tensor([digest, -digest])
-            work: Any = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._host, async_op=True)
-            work.wait(timeout or self.timeout)
-        if both[0] != -both[1]:
+            same = self._same(name, timeout or self.timeout)
+        if not same:
             names = self.gather_objects(name)
             listed = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(names))
             raise RuntimeError(
@@ -238,6 +235,17 @@ class DistributedStrategy(Strategy):
         with self._at("agree"):
             dist.all_reduce(said, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self._host)
         return bool(said.item())
+
+    def same(self, text: str) -> bool:
+        with self._at("same"):
+            return not self.talks or self._same(text, self.timeout)
+
+    def _same(self, text: str, timeout: timedelta) -> bool:
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        both = torch.tensor([digest, -digest])
+        work: Any = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._host, async_op=True)
+        work.wait(timeout)
+        return bool(both[0] == -both[1])
 
     def abandon(self) -> None:
         """From here to the end of the run this rank no longer waits for the others, who may not have failed."""

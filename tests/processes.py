@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -72,6 +73,7 @@ def _in_child(
     writer: int, rank: int, count: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     status: tuple[Any, BaseException | None, str] = (None, None, "")
+    gc.freeze()  # what the parent left, such as a store whose threads are not here, must not be cleaned up
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):

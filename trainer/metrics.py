@@ -280,8 +280,9 @@ class MetricStore:
             return
         records = {f"{stage}|{moment}|{r.key}": r for (stage, moment, _), r in self._records_of(self.state.stage)}
         pending = {name: r for name, r in records.items() if r.seen and r.on_epoch and r.is_shared and r.shared is None}
-        known = [set(names) for names in self.strategy.gather_objects(list(pending))]
-        common = set.intersection(*known)
+        common = set(pending)
+        if not self.strategy.same("|".join(sorted(pending))):
+            common.intersection_update(*self.strategy.gather_objects(list(pending)))
         for name in sorted(pending):
             pending[name].alone = name not in common
             pending[name].result(self.strategy)

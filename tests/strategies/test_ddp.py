@@ -164,9 +164,6 @@ def counted(strategy: Any, accumulate: int, batches: int = 6) -> dict[str, int]:
 
     class Counts(Net):
         def on_train_start(self) -> None:
-            nonlocal inside
-            inside = True
-
             def hook(state: Any, bucket: Any) -> Any:
                 found["buckets"] = found.get("buckets", 0) + 1
                 return allreduce_hook(None, bucket)
@@ -174,7 +171,11 @@ def counted(strategy: Any, accumulate: int, batches: int = 6) -> dict[str, int]:
             hook.__annotations__ = {"bucket": dist.GradBucket}
             self.trainer.model.register_comm_hook(None, hook)
 
-        def on_train_end(self) -> None:
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            nonlocal inside
+            inside = True
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             nonlocal inside
             inside = False
 
@@ -190,8 +191,7 @@ def counted(strategy: Any, accumulate: int, batches: int = 6) -> dict[str, int]:
 @pytest.mark.parametrize(("accumulate", "reduced"), [(1, 6), (3, 2), (4, 2)])
 def test_only_the_last_micro_batch_of_a_window_communicates(accumulate: int, reduced: int) -> None:
     for found in ranks(2, counted, "ddp", accumulate):
-        # The hook that counts buckets reduces them itself; once the ranks agree on how many batches they have.
-        assert found == {"buckets": reduced, "all_reduce": reduced, "all_gather_object": 1}
+        assert found == {"buckets": reduced, "all_reduce": reduced}  # the hook that counts buckets reduces them itself
 
 
 class Skips(Net):

@@ -95,12 +95,14 @@ class Batches:
         next(islice(source, dropped, dropped), None)  # at once, so that random states can be restored after it
         if limited:
             source = islice(source, int(self._limit) - self._skip)
+        if self._agree is not None:
+            source = self._in_step(source, self._agree)
         if not self._lookahead:
             return source if self._move is None else map(self._move, source)
         side = ahead(self._move)
         move = side or self._move
         source = source if move is None else map(move, source)
-        return self._one_ahead(self._with_all(next(source, _END)), source, side.ready if side else None)
+        return self._one_ahead(next(source, _END), source, side.ready if side else None)
 
     def _open(self) -> tuple[Iterator[Any], int]:
         """The loader's iterator, and how many of its batches remain to be dropped."""
@@ -111,19 +113,18 @@ class Batches:
             return _jump(loader, self._skip), 0
         return iter(loader), self._skip
 
-    def _with_all(self, batch: Any) -> Any:
-        """A batch, or the end if another process is at its end."""
-        if self._agree is None or self._agree(batch is not _END):
-            return batch
+    def _in_step(self, source: Iterator[Any], agree: Callable[[bool], bool]) -> Iterator[Any]:
+        """The batches for as long as every process has one."""
+        while agree((batch := next(source, _END)) is not _END):
+            yield batch
         self.left_over = batch is not _END
-        return _END
 
     def _one_ahead(self, batch: Any, source: Iterator[Any], ready: Callable[[], None] | None) -> Iterator[Any]:
         while batch is not _END:
             if ready is not None:
                 ready()
             try:
-                following = self._with_all(next(source, _END))
+                following = next(source, _END)
             except Exception:
                 yield batch
                 raise
