@@ -37,10 +37,12 @@ class Strategy:
     #: The names a user can write for this strategy.
     names: ClassVar[tuple[str, ...]] = ()
     #: Whether a forward pass communicates, so that every rank must make as many of them, in evaluation too.
-    communicates_forward: ClassVar[bool] = False
+    communicates_forward: bool = False
     #: Whether gradients are communicated, so that accumulating micro-batches should say when.
     communicates_gradients: ClassVar[bool] = False
 
+    #: What the run is doing just now, in words; set by whoever runs it.
+    progress: Callable[[], str] = str
     #: Whether a step runs on micro-batches, pieces of a batch, one after the other.
     splits_batches: ClassVar[bool] = False
 
@@ -112,9 +114,19 @@ class Strategy:
         """Context in which layers are made on this strategy's device and in the precision's dtype."""
         return self.precision.init_context(self.device)
 
+    def empty_init_context(self) -> AbstractContextManager[Any]:
+        """Context in which layers are made without memory, to get it when they are set up."""
+        raise NotImplementedError(
+            f"Trainer.init_module(empty_init=True): {type(self).__name__} holds the whole module in each process and "
+            "does not leave weights uninitialized. Leave it out, or use FSDPStrategy."
+        )
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Convert the module's dtype, bring it to the device, and shard it if the strategy shards."""
         return self.precision.convert_module(module).to(self.device)
+
+    def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
+        """Let batch norms see the batches of all processes, if ``synchronize``. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """Wrap a module that is set up, for a strategy whose training step goes through a wrapper."""
@@ -148,6 +160,9 @@ class Strategy:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say whether the next backward communicates gradients. Off for all micro-batches of a window but the last."""
+
+    def requires_grad_changed(self) -> None:
+        """Parameters were frozen or thawed while a step runs."""
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         """Communicate gradients that were accumulated without, when no backward follows that would do it."""

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from ..loggers import messages
-from . import launch
+from . import batch_norm, launch
 from .base import ReduceOp, Strategy
 from .cluster import Cluster, find_cluster
 from .precision.base import Precision
@@ -70,6 +70,7 @@ class DistributedStrategy(Strategy):
         self._host: Any = None
         self._watch: Watch | None = None
         self._abandoned = False
+        self._synchronized: list[Any] = []
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class DistributedStrategy(Strategy):
             )
         if self._host is None:
             self._host = dist.new_group(backend="gloo", timeout=self.timeout)
-            self._watch = Watch(self.global_rank, self.world_size)
+            self._watch = Watch(self.global_rank, self.world_size, lambda: self.progress())
         self._abandoned = False
 
     @property
@@ -148,6 +149,21 @@ class DistributedStrategy(Strategy):
     @property
     def num_nodes(self) -> int:
         return self._cluster.num_nodes if self._cluster else self._nodes
+
+    # ---- module ----------------------------------------------------------------------------------------------------
+
+    def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
+        layers = batch_norm.trained(module)
+        if self.num_data_ranks == 1 or not layers:
+            return
+        if synchronize:
+            self._synchronized += batch_norm.synchronize(module, self.device)
+            return
+        messages.info_once(
+            f"{len(layers)} batch norms of {type(module).__name__} see one process's batch each, so the numbers differ "
+            f"from those of one process with all {self.num_data_ranks} batches. Trainer(sync_batchnorm=True) makes "
+            "them equal, at the cost of two small reductions a layer."
+        )
 
     # ---- communication ---------------------------------------------------------------------------------------------
 
@@ -256,19 +272,26 @@ class DistributedStrategy(Strategy):
 
     def same_model(self, module: nn.Module) -> None:
         """Raise on every rank, naming the first difference, if the ranks built different models."""
-        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-        for rank, theirs in enumerate(self.gather_objects(mine)):
-            if theirs != mine:
-                pairs = zip(mine, theirs, strict=False)
-                here, there = next(
-                    ((a, b) for a, b in pairs if a != b),
-                    (f"{len(mine)} parameters", f"{len(theirs)} parameters"),
-                )
+        owner, named = type(module).__name__, list(module.named_parameters())
+        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
+        sums = {name: str(p.detach().double().sum().item()) for name, p in named if not p.is_meta}
+        found = self.gather_objects((shapes, sums))
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != shapes:
+                pairs = zip(shapes, theirs, strict=False)
+                counts = (f"{len(shapes)} parameters", f"{len(theirs)} parameters")
+                here, there = next(((a, b) for a, b in pairs if a != b), counts)
                 raise RuntimeError(
-                    f"{type(module).__name__} differs between the ranks: rank {self.global_rank} has {here}, rank "
-                    f"{rank} has {there}. Build the same model on every rank: no layer may depend on the rank or on "
-                    "what a rank's share of the data holds."
+                    f"{owner} differs between the ranks: rank {self.global_rank} has {here}, rank {rank} has {there}. "
+                    "Build the same model on every rank: no layer may depend on the rank or on what a rank's share of "
+                    "the data holds."
                 )
+        odd = [name for name in sums if any(other.get(name) != sums[name] for _, other in found)]
+        if odd:
+            messages.info_once(
+                f"The ranks built {owner} with different weights ({', '.join(odd[:5])}{' ...' if odd[5:] else ''}); "
+                "all start from rank 0's. Call seed_everything before you build it to have the same ones each time."
+            )
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce gradients that were accumulated without communication, when no backward follows that would do it."""
@@ -279,9 +302,11 @@ class DistributedStrategy(Strategy):
 
     def teardown(self) -> None:
         self._abandoned = False
+        batch_norm.release(self._synchronized)
+        self._synchronized = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_host": None, "_watch": None}
+        return self.__dict__ | {"_host": None, "_watch": None, "progress": str}
 
 
 def _gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ _ENDED = (signal.SIGTERM, signal.SIGINT)
 def register_failure_hook() -> None:
     """Called in a started process: its uncaught exception goes to the one that waits, which prints one for all.
 
-    It also ties the process to that one: when it is killed, this process gets SIGTERM (where the system can do that:
-    Linux; elsewhere it ends at the next communication). Does nothing in a process that Paceline did not start.
+    It also ties the process to that one: when that is killed, this one ends. Does nothing in a process that Paceline
+    did not start.
     """
     agent = os.environ.get(LAUNCHED, "")
     if not agent.isdigit() or not os.environ.get(_FILE):
@@ -49,7 +50,7 @@ def register_failure_hook() -> None:
         return
     if sys.excepthook is not _write_uncaught:
         sys.excepthook = _write_uncaught
-        _end_with_parent()
+        end_with(int(agent))
 
 
 def note_failure(error: BaseException) -> None:
@@ -104,12 +105,37 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _end_with_parent() -> None:
+def end_with(parent: int, ask: bool = True) -> None:
+    """End this process when ``parent`` is killed, which then can no longer do it.
+
+    A thread looks once a second. It asks by SIGTERM, so that a step can finish, and ends the process after the time
+    that torch elastic gives. Before the process group exists there is no step to finish, but torch waits for the
+    others without letting threads run; so on Linux the system itself kills the process during that time.
+
+    Args:
+        parent: id of the process to watch, this one's parent.
+        ask: whether to send SIGTERM first; not where the system has sent a signal already.
+    """
+    threading.Thread(target=_watch, args=(parent, ask), name="paceline-parent", daemon=True).start()
+
+
+def _watch(parent: int, ask: bool) -> None:
+    import torch.distributed as dist
     import torch.multiprocessing as multiprocessing
 
-    ask = getattr(multiprocessing, "_prctl_pr_set_pdeathsig", None)
-    if ask is not None:
-        ask(signal.SIGTERM)
+    # The setting is this thread's own: the main thread's, by torch.multiprocessing, stays.
+    when_parent_dies = getattr(multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)
+    when_parent_dies(int(getattr(signal, "SIGKILL", 9)))
+    joined = False
+    while os.getppid() == parent:
+        if not joined and dist.is_initialized():
+            joined = True
+            when_parent_dies(0)
+        time.sleep(1)
+    if ask:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")))
+    os._exit(1)
 
 
 # ---- the side that waits -------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ T = TypeVar("T")
 SHARDING = ("full", "grad_op", "hybrid")
 STATE_KINDS = ("full", "sharded")
 _HOLDER = "_paceline_fsdp"
+_NO_SUCH_OP = ("Sharding propagation failed", "does not have a sharding strategy registered")
 
 
 class FSDPStrategy(DistributedStrategy):
@@ -117,7 +118,7 @@ class FSDPStrategy(DistributedStrategy):
         self.device_mesh = device_mesh
         self.state_dict_type = state_dict_type
         self._holder: Any = None
-        self._unfilled: dict[str, str] = {}
+        self._unfilled: list[str] = []
         self._synced = True
         self._manual = self._inside = False
 
@@ -177,7 +178,7 @@ class FSDPStrategy(DistributedStrategy):
         """Shard the module in place. Rank 0's weights count; layers on the meta device get their values here."""
         self._manual = not getattr(module, "automatic_optimization", True)
         self._synced = True
-        self._unfilled = {}
+        self._unfilled = []
         self._holder = vars(module).get(_HOLDER)
         settings = self._mesh(), self.wrap, self.reshard_after_forward, self.mixed_precision, self.offload
         if self._holder is None:
@@ -217,7 +218,9 @@ class FSDPStrategy(DistributedStrategy):
 
     @property
     def _reshard_root(self) -> bool | None:
-        """The root is needed again as soon as backward begins; None is torch's word for keeping it until then."""
+        """None: the root stays whole until backward, which needs it first. By hand, a step comes in between."""
+        if self._manual:
+            return True
         return False if self.reshard_after_forward is False else None
 
     def _shard_group(self, part: nn.Module, reshard: bool | int | None) -> None:
@@ -246,11 +249,11 @@ class FSDPStrategy(DistributedStrategy):
 
     def _must_be_filled(self, module: nn.Module) -> None:
         if self._unfilled:
-            listed = messages.names([f"{name} (of {kind})" for name, kind in list(self._unfilled.items())[:10]], "and")
             raise RuntimeError(
-                f"{type(module).__name__} was made on the meta device, and nothing gives {listed} a value: its class "
-                "has no reset_parameters() that fills it, no module around it has _init_weights(module), and no "
-                "checkpoint was loaded. Write one of them, or make that layer outside of torch.device('meta')."
+                f"{type(module).__name__} was made on the meta device, and nothing gives "
+                f"{messages.names(self._unfilled[:10], 'and')} a value: the layer has no reset_parameters() that fills "
+                "it, no module around it has _init_weights(module), and no checkpoint was loaded. Write one of them, "
+                "or make that layer outside of torch.device('meta')."
             )
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
@@ -326,10 +329,17 @@ class FSDPStrategy(DistributedStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         stepped = super().optimizer_step(optimizer, closure)
-        if self._inside:  # the step may go on: with the new weights
+        self._gather_again()
+        return stepped
+
+    def requires_grad_changed(self) -> None:
+        self._gather_again()
+
+    def _gather_again(self) -> None:
+        """A step by hand goes on, with parameters of the root that have changed."""
+        if self._inside:
             self._holder.reshard()
             self._holder.unshard()
-        return stepped
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         grads = gradients(optimizer)
@@ -356,7 +366,7 @@ class FSDPStrategy(DistributedStrategy):
         own = module.state_dict(keep_vars=True)
         parts = {name: _cut_if_fits(value, own.get(name)) for name, value in state.items()}
         result = module.load_state_dict(parts, strict=strict)
-        self._unfilled = {name: kind for name, kind in self._unfilled.items() if name not in state}
+        self._unfilled = [name for name in self._unfilled if name not in state]
         return result
 
     def _reshard(self, module: nn.Module) -> None:
@@ -386,6 +396,13 @@ class FSDPStrategy(DistributedStrategy):
                 "are whole only while that module's forward runs: do not use them from outside of it (such as "
                 "self.block.weight), leave the module out of wrap=..., and outside of a step use trainer.predict or "
                 "trainer.strategy.model_state(module)."
+            )
+        if isinstance(error, (RuntimeError, NotImplementedError)) and any(sign in str(error) for sign in _NO_SUCH_OP):
+            return RuntimeError(
+                f"torch cannot run an operation on a tensor that lies in parts: {str(error).splitlines()[0]} Under "
+                "FSDPStrategy parameters, gradients and optimizer state are such tensors outside of a step. If it is "
+                "the optimizer, use another one (SGD, AdamW and most others work); in a hook of your own, take the "
+                "part of this process, parameter.to_local(). Or use strategy='ddp'."
             )
         return super().explain(error)
 

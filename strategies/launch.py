@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from ..loggers import messages
-from .failure import LAUNCHED, first_failure, write_failure
+from .failure import LAUNCHED, end_with, first_failure, write_failure
 from .failure import note_failure as note_failure
 from .failure import register_failure_hook as register_failure_hook
 
@@ -373,6 +373,7 @@ def _run(job: _Job) -> None:
 
     if hasattr(os, "setsid"):
         os.setsid()  # Ctrl-C comes once, from the process that waits
+    end_with(os.getppid(), ask=sys.platform != "linux")  # there torch asks, by SIGINT
     if job.start_method == "fork":
         _forget_handlers()
         torch.set_num_threads(1)

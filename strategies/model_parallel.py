@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
 
 from ..loggers import messages
-from . import shards
+from . import shards as parts
 from .distributed import DistributedStrategy
 from .fsdp import FSDPStrategy
 from .precision.base import Precision
@@ -59,6 +60,11 @@ class ModelParallelStrategy(FSDPStrategy):
             and pairs of linear layers are found by their names and shapes. An attention then computes some of its heads
             on each process: an attribute such as ``num_heads`` is divided, and ``forward`` must leave the width to be
             found, as in ``q.view(batch, length, self.num_heads, -1)``.
+        context_parallel_dims: which dimension of a batch's tensors is the sequence that ``context_parallel`` splits:
+            ``1`` for all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple: ``{0: 1}``).
+            The step gets its part of the sequence: positions must come with the batch, and inputs be shifted against
+            labels before; the loss is a mean over the part, or comes with ``num_items``. Attention
+            (``scaled_dot_product_attention``) sees all parts. Evaluation runs on whole sequences.
         **options: what FSDPStrategy takes: ``wrap``, ``mixed_precision``, ``activation_checkpointing``, ...
     """
 
@@ -83,6 +89,7 @@ class ModelParallelStrategy(FSDPStrategy):
         pipeline_parallel: int = 1,
         context_parallel: int = 1,
         plan: Mapping[str, Any] | Literal["auto"] = "auto",
+        context_parallel_dims: int | Mapping[Any, int] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(precision, **_known_options(options))
@@ -97,7 +104,15 @@ class ModelParallelStrategy(FSDPStrategy):
         self.axis_sizes: dict[str, int] = {}
         #: All processes, dimensions named as in AXES; exists from ``setup_environment`` on.
         self.mesh: DeviceMesh | None = None
-        self.plan = plan
+        self.plan: Any = plan
+        self._flat: DeviceMesh | None = None
+        self.context_dims = context_parallel_dims
+        if context_parallel > 1 and context_parallel_dims is None:
+            raise ValueError(
+                f"ModelParallelStrategy(context_parallel={context_parallel}) splits sequences, but does not know where "
+                "in a batch they are. Pass context_parallel_dims: 1 if it is dimension 1 of all tensors, or "
+                "{'input_ids': 1, 'labels': 1, 'position_ids': 1}."
+            )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
 
@@ -117,9 +132,21 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def _mesh(self) -> DeviceMesh:
         """Of the processes over which parameters are sharded."""
-        if self.mesh is None:
+        return self._parameters_over(*(["dp_replicate"] if self.axis_sizes["dp_replicate"] > 1 else []), "dp_shard")
+
+    def _parameters_over(self, *axes: str) -> DeviceMesh:
+        """The mesh of the processes over which parameters lie along these dimensions.
+
+        Parts of a sequence are different data, as other samples are, so parameters are sharded over them too.
+        """
+        if self._flat is None and self.axis_sizes["cp"] > 1:
+            flat = [axis for axis in AXES if axis != "cp"]
+            sizes = [self.axis_sizes[axis] * (self.axis_sizes["cp"] if axis == "dp_shard" else 1) for axis in flat]
+            self._flat = init_device_mesh(self.device.type, tuple(sizes), mesh_dim_names=tuple(flat))
+        mesh = self._flat or self.mesh
+        if mesh is None:
             raise RuntimeError("The mesh of ModelParallelStrategy exists once setup_environment() was called.")
-        return self.mesh["dp_replicate", "dp_shard"] if self.axis_sizes["dp_replicate"] > 1 else self.mesh["dp_shard"]
+        return mesh[axes]
 
     def place_on(self, axis: str) -> int:
         """This process's coordinate along a mesh dimension, 0-based."""
@@ -137,15 +164,15 @@ class ModelParallelStrategy(FSDPStrategy):
     @property
     def spreads_data(self) -> bool:
         """Whether parameters are sharded or replicated over processes that see different data."""
-        return self.num_data_ranks > 1 or self._needs_sharding
+        return self.num_data_ranks * self.axis_sizes["cp"] > 1 or self._needs_sharding
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def _shard(self, module: nn.Module) -> None:
-        if self.axis_sizes["tp"] > 1 and self.mesh is not None:
+        if self.axis_sizes["tp"] > 1:
             from .tensor_parallel import Splitter
 
-            self._splitter = Splitter(module, self.mesh["tp"], None if self.plan == "auto" else self.plan)
+            self._splitter = Splitter(module, self._parameters_over("tp"), None if self.plan == "auto" else self.plan)
         super()._shard(module)
         if self._splitter is not None:
             self._splitter.finish()
@@ -172,14 +199,39 @@ class ModelParallelStrategy(FSDPStrategy):
     def _agree_on_random_numbers(self) -> None:
         """Those of rank 0, where the same data are seen; others where other data are seen."""
         on_gpu = self.device.type == "cuda"
-        states = self.broadcast((torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if on_gpu else None))
+        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if on_gpu else [])]
+        states = self.broadcast(states)
         torch.set_rng_state(states[0])
         if on_gpu:
             torch.cuda.set_rng_state(states[1], self.device)
-        if self.data_rank:
-            torch.manual_seed(torch.initial_seed() + self.data_rank)
+        part = self.data_rank * self.axis_sizes["cp"] + self.place_on("cp")
+        if part:
+            torch.manual_seed(torch.initial_seed() + part)
+
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        optimizers = super().setup_optimizers(optimizers)
+        if self.precision.scaler is not None:
+            self.precision.scaler._unscale_grads_ = self._unscale_parts
+        return optimizers
+
+    def _unscale_parts(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """What torch's scaler does to an optimizer's gradients, for parts; an overflow is everybody's."""
+        parameters = _parameters(optimizer)
+        parts.settle(parameters)
+        grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
+        found = found_inf.clone()
+        if grads:
+            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return {found.device: found}
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
+        if training and self.axis_sizes["cp"] > 1 and self.mesh is not None and self.context_dims is not None:
+            from .context_parallel import SplitSequences
+
+            step = SplitSequences(self.mesh["cp"], self.context_dims).bind(step)
         if self.spreads_data:
             return super().bind_step(step, wrapped, training)
         self._must_be_filled(wrapped)
@@ -199,21 +251,46 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         parameters = list(parameters)
-        shards.settle(parameters)
+        parts.settle(parameters)
         return super().clip_by_norm(parameters, max_norm, norm_type)
 
     def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         parameters = list(parameters)
-        shards.settle(parameters)
+        parts.settle(parameters)
         super().clip_by_value(parameters, clip_value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        shards.settle(parameter for group in optimizer.param_groups for parameter in group["params"])
+        parts.settle(_parameters(optimizer))
         with implicit_replication():  # an optimizer's lists hold whole and split parameters together
             return super().optimizer_step(optimizer, closure)
 
+    # ---- errors ----------------------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        size, text = self.axis_sizes.get("tp", 1), str(error)
+        if size > 1 and isinstance(error, RuntimeError):
+            if "is invalid for input of size" in text or "must match the size of tensor" in text:
+                return RuntimeError(
+                    f"{text}. With tensor_parallel={size} an attention computes 1/{size} of its heads on each process, "
+                    "so q, k and v are narrower there than the module's input. Leave the width to be found: "
+                    "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
+                    "hold this process's number), y.reshape(batch, length, -1) after it; or leave the layer out "
+                    "with plan={...}."
+                )
+            if "mixed torch.Tensor and DTensor" in text:
+                return RuntimeError(
+                    "A parameter that lies in parts met a plain tensor. Call the layer it belongs to instead of "
+                    "using its weight directly (self.layer(x), not x @ self.layer.weight.T), leave that layer out "
+                    "with plan={...}, and outside of a step use trainer.strategy.model_state(module)."
+                )
+        return super().explain(error)
+
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"mesh": None}
+        return super().__getstate__() | {"mesh": None, "_flat": None}
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _known_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -43,10 +43,11 @@ class Watch:
     Args:
         rank: this process among all.
         world_size: number of processes; with one there is nobody to ask.
+        progress: what the run is doing, in words.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, progress: Callable[[], str] = str) -> None:
+        self.rank, self.world_size, self.progress = rank, world_size, progress
         self._place = ""
         self._since = 0.0
         self._noticed = False
@@ -113,7 +114,8 @@ class Watch:
 
     def _here(self) -> str:
         where = _users_line(sys._current_frames().get(self._main))
-        return f"{where} ({self._place})" if self._since else where
+        about = ", ".join(filter(None, (self.progress(), self._place if self._since else "")))
+        return f"{where} ({about})" if about else where
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
     trainer._hooks = None
     module, reused = find_module(trainer, request)
     path = asked_path(trainer, request, reused)
+    trainer.strategy.progress = trainer.state.where
     trainer.strategy.setup_environment()
     messages.set_rank(trainer.global_rank)
     if trainer.world_size > 1:
@@ -54,6 +55,8 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
     bind_hooks(trainer)
     trainer._source.require("train" if request.fn == "fit" else request.fn)
     checkpoint = read_checkpoint(trainer, request, path)
+    if request.fn == "fit":
+        trainer.strategy.settle_batch_norm(module, trainer.sync_batchnorm)
     trainer.model = trainer.strategy.setup_module(module)
     if trainer.compile is not False:
         compile_in_place(module, trainer.compile)

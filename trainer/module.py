@@ -302,11 +302,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         for parameter in mine:
             if parameter in before:
                 parameter.requires_grad_(before[parameter])
+        self.trainer.strategy.requires_grad_changed()
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Undo :meth:`toggle_optimizer`."""
         for parameter, required in self.__dict__.pop("_requires_grad", {}).items():
             parameter.requires_grad_(required)
+        self.trainer.strategy.requires_grad_changed()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:

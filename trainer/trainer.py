@@ -337,14 +337,10 @@ class Trainer(TrainerStatus):
         """Context in which layers are made on the run's device and in its dtype.
 
         Args:
-            empty_init: must not be True.
+            empty_init: True makes them without memory, under a strategy that shards: each process then gets the part
+                that it holds.
         """
-        if empty_init:
-            raise NotImplementedError(
-                "Trainer.init_module(empty_init=True): this version of Paceline cannot leave weights uninitialized. "
-                "Leave it out, or build the layers under torch.device('meta') in configure_model."
-            )
-        return self.strategy.init_context()
+        return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
 
     # ---- one run ---------------------------------------------------------------------------------------------------
 

@@ -182,6 +182,8 @@ class DataSource:
         trainer = self.trainer
         loader = self.defined("validate")
         step = overridden(trainer.training_module, "validation_step", TrainingModule) is not None
+        if self.limit("validate") == 0:
+            return False
         owner = type(trainer.training_module).__name__
         if loader and not step:
             messages.warn_once(
@@ -191,7 +193,7 @@ class DataSource:
             messages.warn_once(
                 f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation."
             )
-        return loader and step and self.limit("validate") != 0
+        return loader and step
 
     def evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
         """The loaders of a stage, shuffled for this epoch, and how many batches of each to take."""
