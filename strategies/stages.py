@@ -404,6 +404,10 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
         if name not in known:
             raise ValueError(messages.unknown("name in split_points", name, known))
     parents = {name.rpartition(".")[0] for name in split_points}
+    first = module.get_submodule(split_points[0])
+    if next(iter(module.get_submodule(split_points[0].rpartition(".")[0]).children())) is first:
+        # A stage may begin with the decoder: then the blocks before it are the encoder's.
+        parents |= {name for name, container in _containers(module) if type(next(container.children())) is type(first)}
     names = [name for name in known if name.rpartition(".")[0] in parents]
     nested = [name for name in names if any(name.startswith(f"{other}.") for other in names)]
     if nested:
