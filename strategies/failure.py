@@ -105,29 +105,38 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def end_with(parent: int, ask: bool = True) -> None:
-    """End this process when ``parent`` is killed, which then can no longer do it.
+def end_with(agent: int, ask: bool = True, child: bool = True) -> None:
+    """End this process when the one that waits for it is killed, which then can no longer do it.
 
     A thread looks once a second. It asks by SIGTERM, so that a step can finish, and ends the process after the time
     that torch elastic gives. Before the process group exists there is no step to finish, but torch waits for the
     others without letting threads run; so on Linux the system itself kills the process during that time.
 
     Args:
-        parent: id of the process to watch, this one's parent.
+        agent: id of the process that waits.
         ask: whether to send SIGTERM first; not where the system has sent a signal already.
+        child: whether ``agent`` is this one's parent.
     """
-    threading.Thread(target=_watch, args=(parent, ask), name="paceline-parent", daemon=True).start()
+    ready = threading.Event()
+    threading.Thread(target=_watch, args=(agent, ask, child, ready), name="paceline-agent", daemon=True).start()
+    ready.wait()
 
 
-def _watch(parent: int, ask: bool) -> None:
+def _watch(agent: int, ask: bool, child: bool, ready: threading.Event) -> None:
     import torch.distributed as dist
     import torch.multiprocessing as multiprocessing
 
+    def is_there() -> bool:
+        return os.getppid() == agent if child else _is_alive(agent)
+
     # The setting is this thread's own: the main thread's, by torch.multiprocessing, stays.
     when_parent_dies = getattr(multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)
-    when_parent_dies(int(getattr(signal, "SIGKILL", 9)))
+    when_parent_dies(int(getattr(signal, "SIGKILL", signal.SIGTERM)))
+    if not is_there():
+        os._exit(1)
+    ready.set()
     joined = False
-    while os.getppid() == parent:
+    while is_there():
         if not joined and dist.is_initialized():
             joined = True
             when_parent_dies(0)
