@@ -34,6 +34,8 @@ _PEER_LOST = re.compile(
 )
 _ENDED = (signal.SIGTERM, signal.SIGINT)
 
+_registered = False
+
 
 def register_failure_hook() -> None:
     """Called in a started process: its uncaught exception goes to the one that waits, which prints one for all.
@@ -41,21 +43,22 @@ def register_failure_hook() -> None:
     It also ties the process to that one: when that is killed, this one ends. Does nothing in a process that Paceline
     did not start.
     """
+    global _registered
     agent = os.environ.get(LAUNCHED, "")
-    if not agent.isdigit() or not os.environ.get(_FILE):
+    if _registered or not agent.isdigit() or not os.environ.get(_FILE):
         return
     if os.getppid() != int(agent):
         if not _is_alive(int(agent)):
             os.kill(os.getpid(), signal.SIGTERM)
         return
-    if sys.excepthook is not _write_uncaught:
-        sys.excepthook = _write_uncaught
-        end_with(int(agent))
+    _registered = True
+    sys.excepthook = _write_uncaught
+    end_with(int(agent))
 
 
 def note_failure(error: BaseException) -> None:
     """Write down now that ``error`` ended the run, before the tidying up that makes the others fail too."""
-    if sys.excepthook is _write_uncaught:
+    if _registered:
         write_failure(error, Path(os.environ[_FILE]))
 
 

@@ -295,11 +295,12 @@ def _threads(num_processes: int) -> int:
 def _command() -> list[str]:
     """What was typed to start this process."""
     main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None) or "<stdin>"
     if hasattr(builtins, "__IPYTHON__"):
         session = "a notebook or an IPython session"
     elif sys.flags.inspect or sys.flags.interactive or hasattr(sys, "ps1"):
         session = "an interactive Python session"
-    elif not (getattr(main, "__file__", None) or getattr(main, "__spec__", None) or sys.argv[:1] == ["-c"]):
+    elif file == "<stdin>" and getattr(main, "__spec__", None) is None and sys.argv[:1] != ["-c"]:
         session = "a program read from standard input"
     elif not sys.executable:
         session = "a Python inside another program (sys.executable is empty)"

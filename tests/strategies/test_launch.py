@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.loggers import messages
 from paceline.strategies import launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their environment, in /proc")
@@ -63,13 +62,12 @@ if what == "step":
         signal.signal(number, lambda number, frame: caught.append(number))
     dist.barrier()
     say("ready")
-    while not one.item():
-        pass
     while True:
         stop = torch.tensor(float(len(caught)))
         dist.all_reduce(stop)
         if stop.item() == 2:  # every process was told, once
             say("finished", *caught)
+            dist.destroy_process_group()
             sys.exit(128 + caught[0])
         time.sleep(0.01)
 if what == "wait":
@@ -370,19 +368,16 @@ def test_what_cannot_be_pickled_is_named(start_method: Any) -> None:
         launch.start(local, (), 2, start_method)
 
 
-def test_numa_on_one_node_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
-    messages.forget()
+def test_numa_on_one_node_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     assert launch._numa_options("cuda", False) is None
-    nodes = [path for path in Path("/sys/devices/system/node").glob("node[0-9]*")]
-    for _ in range(2):
-        options = launch._numa_options("cuda", True)
-    assert (options is None) == (len(nodes) < 2)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["numa=True binds nothing: this machine has one NUMA node."] * (len(nodes) < 2)
+    one_node = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2
+    assert [launch._numa_options("cuda", True) is None for _ in range(2)] == [one_node] * 2
+    assert caplog.messages == ["numa=True binds nothing: this machine has one NUMA node."] * one_node
 
 
 @pytest.mark.gpu
 def test_a_fork_after_cuda_was_used_is_refused() -> None:
     torch.ones(1, device="cuda")
-    with pytest.raises(RuntimeError, match="CUDA was already used in this process.*'ddp_spawn'"):
+    with pytest.raises(RuntimeError, match=r"CUDA was already used in this process.*'ddp_spawn'"):
         launch.start(print, (), 2, "fork", devices_kind="cuda")
