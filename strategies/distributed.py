@@ -21,6 +21,7 @@ from ..loggers import messages
 from . import batch_norm, launch
 from .base import ReduceOp, Strategy
 from .cluster import Cluster, find_cluster
+from .meeting import shared_store
 from .precision.base import Precision
 from .watch import Watch
 
@@ -329,9 +330,8 @@ def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torc
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
-        dist.init_process_group(
-            backend, rank=cluster.rank, world_size=cluster.world_size, timeout=timeout, **with_device
-        )
+        rank, world_size, store = cluster.rank, cluster.world_size, shared_store(cluster, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **with_device)
     atexit.register(leave)
 
 
