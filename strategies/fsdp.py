@@ -18,7 +18,7 @@ from torch.distributed.tensor import empty as dtensor_empty
 
 from ..loggers import messages
 from . import shards
-from .distributed import DistributedStrategy
+from .distributed import DistributedStrategy, StartMethod
 from .fsdp_materialize import Materializer
 from .fsdp_wrapping import Policy, bottom_up, checkpoint_activations, choose_blocks
 from .precision.base import Precision, gradients
@@ -90,7 +90,7 @@ class FSDPStrategy(DistributedStrategy):
         state_dict_type: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: str = "popen",
+        start_method: StartMethod = "popen",
         numa: bool = False,
     ) -> None:
         super().__init__(

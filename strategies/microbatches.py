@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 
 def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
@@ -37,10 +37,10 @@ def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
         )
     count = max(min(count, size), 1)
     ends = [size // count * index + min(index, size % count) for index in range(count + 1)]
-    sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    sizes = [end - start for start, end in pairwise(ends)]
     if count == 1:
         return [batch], sizes
-    pieces = [_piece(batch, size, slice(start, end)) for start, end in zip(ends, ends[1:], strict=False)]
+    pieces = [_piece(batch, size, slice(start, end)) for start, end in pairwise(ends)]
     return pieces, sizes
 
 
@@ -94,8 +94,13 @@ def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def form_of(batch: Any) -> tuple[Any, ...]:
     """What decides the shapes of everything that a step makes of a batch: the forms of its tensors."""
-    leaves = pytree.tree_leaves(batch) if not isinstance(batch, Mapping) else pytree.tree_leaves(dict(batch))
-    return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves)
+    return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves(batch))
+
+
+def leaves(value: Any) -> list[Any]:
+    """The values in nested containers."""
+    parts = _parts(value)
+    return [leaf for part in parts for leaf in leaves(part)] if parts else [value]
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -60,6 +60,17 @@ class ModelParallelStrategy(FSDPStrategy):
             and pairs of linear layers are found by their names and shapes. An attention then computes some of its heads
             on each process: an attribute such as ``num_heads`` is divided, and ``forward`` must leave the width to be
             found, as in ``q.view(batch, length, self.num_heads, -1)``.
+        context_parallel_dims: which dimension of a batch's tensors is the sequence that ``context_parallel`` splits:
+            ``1`` for all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple: ``{0: 1}``).
+            The step gets its part of the sequence: positions must come with the batch, and inputs be shifted against
+            labels before; the loss is a mean over the part, or comes with ``num_items``. Attention
+            (``scaled_dot_product_attention``) sees all parts. Evaluation runs on whole sequences.
+        pipeline_schedule: the order of the micro-batches' passes through the stages: ``"gpipe"``, ``"1f1b"`` (default)
+            or ``"interleaved_1f1b"``.
+        microbatches: pieces that a batch is cut into for the pipeline; None: four for each of its processes.
+        virtual_stages: stages on each process, for the interleaved schedule; 2 by default.
+        split_points: names of the modules with which the second and later stages begin; None: the children of the list
+            with most of the parameters are shared out evenly.
         **options: what FSDPStrategy takes: ``wrap``, ``mixed_precision``, ``activation_checkpointing``, ...
     """
 
@@ -71,7 +82,7 @@ class ModelParallelStrategy(FSDPStrategy):
         if cls is ModelParallelStrategy and isinstance(stages, int) and stages > 1:
             from .pipeline_strategy import PipelineParallelStrategy
 
-            cls = PipelineParallelStrategy
+            return super().__new__(PipelineParallelStrategy)  # type: ignore[reportArgumentType]
         return super().__new__(cls)
 
     def __init__(
@@ -84,9 +95,21 @@ class ModelParallelStrategy(FSDPStrategy):
         pipeline_parallel: int = 1,
         context_parallel: int = 1,
         plan: Mapping[str, Any] | Literal["auto"] = "auto",
+        context_parallel_dims: int | Mapping[Any, int] | None = None,
+        pipeline_schedule: str | None = None,
+        microbatches: int | None = None,
+        virtual_stages: int | None = None,
+        split_points: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(precision, **_known_options(options))
+        given = locals()
+        for name in ("pipeline_schedule", "microbatches", "virtual_stages", "split_points"):
+            if given[name] is not None and pipeline_parallel == 1:
+                raise ValueError(
+                    f"ModelParallelStrategy({name}={given[name]!r}) has no effect without a pipeline. Set "
+                    "pipeline_parallel to the number of processes that hold successive layers, or leave it out."
+                )
         self.asked: dict[str, int | str] = {
             "pp": _size("pp", pipeline_parallel, auto=False),
             "dp_replicate": _size("dp_replicate", data_parallel_replicate, auto=False),
@@ -99,6 +122,14 @@ class ModelParallelStrategy(FSDPStrategy):
         #: All processes, dimensions named as in AXES; exists from ``setup_environment`` on.
         self.mesh: DeviceMesh | None = None
         self.plan: Any = plan
+        self._flat: DeviceMesh | None = None
+        self.context_dims = context_parallel_dims
+        if context_parallel > 1 and context_parallel_dims is None:
+            raise ValueError(
+                f"ModelParallelStrategy(context_parallel={context_parallel}) splits sequences, but does not know where "
+                "in a batch they are. Pass context_parallel_dims: 1 if it is dimension 1 of all tensors, or "
+                "{'input_ids': 1, 'labels': 1, 'position_ids': 1}."
+            )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
 
@@ -118,9 +149,21 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def _mesh(self) -> DeviceMesh:
         """Of the processes over which parameters are sharded."""
-        if self.mesh is None:
+        return self._parameters_over(*(["dp_replicate"] if self.axis_sizes["dp_replicate"] > 1 else []), "dp_shard")
+
+    def _parameters_over(self, *axes: str) -> DeviceMesh:
+        """The mesh of the processes over which parameters lie along these dimensions.
+
+        Parts of a sequence are different data, as other samples are, so parameters are sharded over them too.
+        """
+        if self._flat is None and self.axis_sizes["cp"] > 1:
+            flat = [axis for axis in AXES if axis != "cp"]
+            sizes = [self.axis_sizes[axis] * (self.axis_sizes["cp"] if axis == "dp_shard" else 1) for axis in flat]
+            self._flat = init_device_mesh(self.device.type, tuple(sizes), mesh_dim_names=tuple(flat))
+        mesh = self._flat or self.mesh
+        if mesh is None:
             raise RuntimeError("The mesh of ModelParallelStrategy exists once setup_environment() was called.")
-        return self.mesh["dp_replicate", "dp_shard"] if self.axis_sizes["dp_replicate"] > 1 else self.mesh["dp_shard"]
+        return mesh[axes]
 
     def place_on(self, axis: str) -> int:
         """This process's coordinate along a mesh dimension, 0-based."""
@@ -138,15 +181,15 @@ class ModelParallelStrategy(FSDPStrategy):
     @property
     def spreads_data(self) -> bool:
         """Whether parameters are sharded or replicated over processes that see different data."""
-        return self.num_data_ranks > 1 or self._needs_sharding
+        return self.num_data_ranks * self.axis_sizes["cp"] > 1 or self._needs_sharding
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def _shard(self, module: nn.Module) -> None:
-        if self.axis_sizes["tp"] > 1 and self.mesh is not None:
+        if self.axis_sizes["tp"] > 1:
             from .tensor_parallel import Splitter
 
-            self._splitter = Splitter(module, self.mesh["tp"], None if self.plan == "auto" else self.plan)
+            self._splitter = Splitter(module, self._parameters_over("tp"), None if self.plan == "auto" else self.plan)
         super()._shard(module)
         if self._splitter is not None:
             self._splitter.finish()
@@ -178,8 +221,9 @@ class ModelParallelStrategy(FSDPStrategy):
         torch.set_rng_state(states[0])
         if on_gpu:
             torch.cuda.set_rng_state(states[1], self.device)
-        if self.data_rank:
-            torch.manual_seed(torch.initial_seed() + self.data_rank)
+        part = self.data_rank * self.axis_sizes["cp"] + self.place_on("cp")
+        if part:
+            torch.manual_seed(torch.initial_seed() + part)
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         optimizers = super().setup_optimizers(optimizers)
@@ -201,6 +245,10 @@ class ModelParallelStrategy(FSDPStrategy):
         return {found.device: found}
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
+        if training and self.axis_sizes["cp"] > 1 and self.mesh is not None and self.context_dims is not None:
+            from .context_parallel import SplitSequences
+
+            step = SplitSequences(self.mesh["cp"], self.context_dims).bind(step)
         if self.spreads_data:
             return super().bind_step(step, wrapped, training)
         self._must_be_filled(wrapped)
@@ -255,7 +303,7 @@ class ModelParallelStrategy(FSDPStrategy):
         return super().explain(error)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"mesh": None}
+        return super().__getstate__() | {"mesh": None, "_flat": None}
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

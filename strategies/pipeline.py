@@ -110,7 +110,7 @@ class Pipeline:
     def split(self, module: nn.Module) -> None:
         """Find the stages of a module and leave out the weights of other processes' stages."""
         self._plans.clear()
-        self.stages = Stages(module, self.size * self.virtual, self.split_points)
+        self.stages = Stages(module, self.size * self.virtual, self.strategy.device, self.split_points)
         self.weights = Weights(self, self.stages)
 
     def rest(self) -> None:
@@ -318,10 +318,10 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
             raise ValueError(f"{name}={value!r} is not a number of pieces. Pass 1 or more, or leave it out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
-            f"virtual_stages={virtual_stages} with schedule={schedule!r}, which has one stage on each process. Use "
-            "schedule='interleaved_1f1b', or leave virtual_stages out."
+            f"virtual_stages={virtual_stages} with pipeline_schedule={schedule!r}, which has one stage on each process. Use "
+            "pipeline_schedule='interleaved_1f1b', or leave virtual_stages out."
         )
     if schedule == "interleaved_1f1b" and virtual_stages == 1:
         raise ValueError(
-            "schedule='interleaved_1f1b' with virtual_stages=1 is '1f1b'. Write that, or virtual_stages=2."
+            "pipeline_schedule='interleaved_1f1b' with virtual_stages=1 is '1f1b'. Write that, or virtual_stages=2."
         )

@@ -18,12 +18,14 @@ from torch.distributed.pipelining import (
 )
 
 from . import microbatches as micro
-from .stages import Left, Passage, Run, Stages, TensorForm
+from .stages import Left, Passage, Run, Stages, TensorForm, is_fake
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
 
 _HOST = torch.device("cpu")
+#: What errors say where a tensor without values met an operation that needs them.
+_SIGNS = ("meta", "FakeTensor", "fake_tensor")
 
 
 class Call:
@@ -152,10 +154,15 @@ class Plan:
         if passage.carried is None:
             passage.carried = set()
         if left is not None:
+            if any(map(is_fake, left.leaves)):
+                raise self._lacks_values(stage)
             return tuple([left.leaves[position].contiguous() for position in passage.sent])
         if stage < self.stages.count - 1:
             raise RuntimeError(self._not_called(self.stages.range(stage).stop))
-        return call.finish(index, output)
+        result = call.finish(index, output)
+        if is_fake(result) or any(map(is_fake, micro.leaves(output))):
+            raise self._lacks_values(stage)
+        return result
 
     def _reach(
         self, stage: int, index: int, received: tuple[Tensor, ...] = (), stop_at_entry: bool = False
@@ -169,13 +176,14 @@ class Plan:
         seed(call.seed, index, 0)
         seen = self.pipeline.held.seen if self.training else None
         run = Run(self.stages, stage, self.passages[stage], received, stop_at_entry, enter, seen)
+        output = None
         try:
             with run:
                 output = call.step(call.batches[index], *call.more)
         except Left as left:
             return left, None
-        except (RuntimeError, NotImplementedError) as error:
-            if stage and "meta" in str(error):
+        except Exception as error:
+            if stage and any(sign in f"{type(error).__module__} {error}" for sign in _SIGNS):
                 raise self._lacks_values(stage) from error
             raise
         if not run.entered:
@@ -276,7 +284,7 @@ class Plan:
             group=self.pipeline.group,
         )
 
-    def _schedule(self, stages: list[PipelineStage]) -> Any:
+    def _schedule(self, stages: list[Any]) -> Any:
         count, processes = self.count, self.pipeline.size
         given: dict[str, Any] = {"loss_fn": _loss if self.training else None, "scale_grads": False}
         if self.pipeline.virtual > 1:

@@ -28,14 +28,14 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         self,
         precision: Precision | None = None,
         *,
-        pipeline_schedule: str = "1f1b",
+        pipeline_schedule: str | None = None,
         microbatches: int | None = None,
         virtual_stages: int | None = None,
         split_points: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(precision, **options)
-        self.pipeline = Pipeline(self, pipeline_schedule, microbatches, virtual_stages, split_points)
+        self.pipeline = Pipeline(self, pipeline_schedule or "1f1b", microbatches, virtual_stages, split_points)
         for name, given in (("wrap", "auto"), ("activation_checkpointing", None)):
             if options.get(name, given) != given:
                 raise ValueError(

@@ -4,7 +4,7 @@ No network is rewritten and nothing is traced. On every stage the user's step ru
 few blocks are answered differently: those before the stage are skipped, the stage's first block gets what the stage
 before has sent, and the call of the next stage's first block ends the run, with its arguments as what is sent on.
 What the step does before the entry is computed again on every stage where it needs no weights (masks, positions,
-noise: the stages draw the same random numbers), and by shape alone where it does.
+noise: the stages draw the same random numbers), and by shape alone where it does, with torch's fake tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
 
@@ -68,10 +69,13 @@ class Stages:
     Args:
         module: the TrainingModule.
         count: number of stages.
+        device: where this process's stages run.
         split_points: names of the modules that the second and later stages begin with; None: even by parameters.
     """
 
-    def __init__(self, module: nn.Module, count: int, split_points: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, count: int, device: torch.device, split_points: Sequence[str] | None = None
+    ) -> None:
         self.module, self.count = module, count
         if split_points is None:
             self.names, sizes = _find_blocks(module, count)
@@ -80,7 +84,9 @@ class Stages:
             self.names, self.starts = _blocks_at(module, count, split_points)
         self.blocks = [module.get_submodule(name) for name in self.names]
         self._refuse_repeated()
-        self.twins: dict[int, Tensor] = {}
+        self.device = device
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._twins: dict[int, Tensor] = {}
 
     def _refuse_repeated(self) -> None:
         seen: dict[int, str] = {}
@@ -121,12 +127,19 @@ class Stages:
                 found[name] = everywhere if id(tensor) in outside else inside[id(tensor)]
         return found
 
-    def twin(self, parameter: Tensor) -> Tensor:
-        """A tensor of a parameter's shape without values."""
-        found = self.twins.get(id(parameter))
-        if found is None:
-            found = self.twins[id(parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return found
+    def without_value(self, leaf: Any) -> Any:
+        """A tensor as what is known of it without its values; anything else as it is."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        if not isinstance(leaf, nn.Parameter):
+            return self._empty(leaf)
+        if id(leaf) not in self._twins:
+            self._twins[id(leaf)] = self._empty(leaf)
+        return self._twins[id(leaf)]
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        with self.fake:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
 
 class Run:
@@ -209,9 +222,8 @@ class Run:
     def _skip(self, block: int, *args: Any, **kwargs: Any) -> Any:
         known = self.passage.skipped
         if block not in known:
-            args, kwargs = pytree.tree_map_only(Tensor, _shape_only, (args, kwargs))
-            module = self.stages.blocks[block]
-            known[block] = pytree.tree_map_only(Tensor, _shape_only, module._call_impl(*args, **kwargs))
+            result = self.stages.blocks[block]._call_impl(*args, **kwargs)
+            known[block] = pytree.tree_map(self.stages.without_value, result)
         return known[block]
 
     def _report(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +231,7 @@ class Run:
         seen: set[int] = set()
         wanted = []
         for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in seen:
+            if isinstance(leaf, FakeTensor) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 wanted.append(position)
         raise Left(len(leaves), tuple(wanted))
@@ -288,24 +300,17 @@ class _Mode(TorchFunctionMode):
         if not self.on:
             self.seen |= {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)}  # type: ignore[operator]
             return func(*args, **kwargs)
-        if not any(isinstance(leaf, Tensor) and (leaf.is_meta or isinstance(leaf, nn.Parameter)) for leaf in leaves):
-            return func(*args, **kwargs)
-        self._refuse_writing(func, leaves)
-        args, kwargs = pytree.tree_unflatten([self._by_shape(leaf) for leaf in leaves], spec)
+        if any(isinstance(leaf, (FakeTensor, nn.Parameter)) for leaf in leaves):
+            self._refuse_writing(func, leaves)
+            leaves = [self.stages.without_value(v) if isinstance(v, nn.Parameter) else v for v in leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
         return func(*args, **kwargs)
-
-    def _by_shape(self, leaf: Any) -> Any:
-        if isinstance(leaf, nn.Parameter):
-            return self.stages.twin(leaf)
-        if isinstance(leaf, torch.device):
-            return torch.device("meta")
-        return _shape_only(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _refuse_writing(self, func: Any, leaves: list[Any]) -> None:
         name = getattr(func, "__name__", "")
         written = leaves[0] if leaves else None
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        if writes and isinstance(written, Tensor) and not written.is_meta and not isinstance(written, nn.Parameter):
+        if writes and isinstance(written, Tensor) and not isinstance(written, (FakeTensor, nn.Parameter)):
             raise RuntimeError(
                 f"Before its first block is called, {type(self.stages.module).__name__}'s step writes a result of a "
                 f"weight into another tensor in place ({name}); a later pipeline stage, which does not have the "
@@ -319,11 +324,12 @@ def flatten(values: Any) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(values, is_leaf=lambda x: not isinstance(x, _CONTAINERS))
 
 
-def _shape_only(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def is_fake(leaf: Any) -> bool:
+    """Whether a value is a tensor without values, which comes from before a stage's entry."""
+    return isinstance(leaf, FakeTensor)
 
 
-# ---- where to cut ------------------------------------------------------------------------------------------------------
+# ---- where to cut ----------------------------------------------------------------------------------------------------
 
 
 def _size(module: nn.Module) -> int:
@@ -340,7 +346,7 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
     """Names and sizes of the blocks: the children of the list that divides most of the parameters."""
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):
-        sizes = [_size(child) for child in container]
+        sizes = [_size(child) for child in container.children()]
         score = sum(sizes) - max(sizes)
         enough = sum(size > 0 for size in sizes) >= count
         if score > best[0] and (enough or sum(size > 0 for size in best[2]) < count):
@@ -398,6 +404,10 @@ def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tu
         if name not in known:
             raise ValueError(messages.unknown("name in split_points", name, known))
     parents = {name.rpartition(".")[0] for name in split_points}
+    first = module.get_submodule(split_points[0])
+    if next(iter(module.get_submodule(split_points[0].rpartition(".")[0]).children())) is first:
+        # A stage may begin with the decoder: then the blocks before it are the encoder's.
+        parents |= {name for name, container in _containers(module) if type(next(container.children())) is type(first)}
     names = [name for name in known if name.rpartition(".")[0] in parents]
     nested = [name for name in names if any(name.startswith(f"{other}.") for other in names)]
     if nested:

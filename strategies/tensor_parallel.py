@@ -7,7 +7,7 @@ communicated in forward, and one in backward (Shoeybi et al., Megatron-LM, 2019)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
+from torch.func import functional_call
 
 from ..loggers import messages
 from .tensor_plan import Found, find, is_transposed
@@ -82,7 +83,8 @@ def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, Paralle
             "Pass plan={'name of a layer': 'colwise' or 'rowwise', ...}, or use data_parallel_shard instead (strategy="
             "'fsdp'), which splits any model."
         )
-    return {name: Columns() if name in found.columns else Rows() for name in (*found.columns, *found.rows)}
+    styles: dict[str, ParallelStyle] = {name: Columns() for name in found.columns}
+    return styles | {name: Rows() for name in found.rows} | {name: OfEachHead() for name in found.norms}
 
 
 def _from_plan(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelStyle]:
@@ -173,6 +175,15 @@ class Rows(ParallelStyle):
         return module
 
 
+class OfEachHead(ParallelStyle):
+    """A layer with the same weights for every head: each process's heads give it a part of its gradient."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _cut(module, device_mesh, {name: Replicate() for name, _ in _own_parameters(module)})
+        module.forward = MethodType(_with_some_heads, module)
+        return module
+
+
 def _cut(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Any]) -> None:
     for name, parameter in _own_parameters(module):
         part = distribute_tensor(parameter.detach(), mesh, [placements[name]], src_data_rank=None)
@@ -182,8 +193,8 @@ def _cut(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Any]) -> 
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from list(module.named_parameters(recurse=False))
+def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(recurse=False))
 
 
 def _some_outputs(self: Any, x: Tensor) -> Tensor:
@@ -197,6 +208,14 @@ def _from_some_inputs(self: Any, x: Tensor) -> Tensor:
     part = DTensor.from_local(_product(self, x, weight.to_local(), None), weight.device_mesh, [Partial()])
     total = part.redistribute(placements=[Replicate()]).to_local()
     return total if self.bias is None else total + self.bias.to_local()
+
+
+def _with_some_heads(self: Any, *args: Any, **kwargs: Any) -> Any:
+    own = {name: p for name, p in _own_parameters(self) if isinstance(p, DTensor)}
+    if not own:  # called again, with the parameters' plain tensors
+        return type(self).forward(self, *args, **kwargs)
+    plain = {name: p.to_local(grad_placements=[Partial()]) for name, p in own.items()}
+    return functional_call(self, plain, args, kwargs)
 
 
 def _product(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -49,6 +49,7 @@ NETWORKS = (
     (("fc_in",), "fc_out"),
     (("lin1",), "lin2"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("intermediate.dense",), "output.dense"),
 )
 HEADS = ("num_heads", "n_heads", "nheads", "nhead", "n_head", "heads", "num_attention_heads", "n_local_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_local_kv_heads")
@@ -74,6 +75,8 @@ class Attention:
     key_heads: int
     #: Attributes of the module that count heads, or features of all heads.
     counts: list[str]
+    #: Layers that work on each head alone, with the same weights for all.
+    norms: list[str] = field(default_factory=list)
 
     def check(self, size: int, kind: str) -> None:
         """Raise if the heads do not divide by the number of processes."""
@@ -91,6 +94,7 @@ class Found:
 
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
+    norms: list[str] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
@@ -137,6 +141,8 @@ def _layers(owner: nn.Module) -> dict[str, nn.Module]:
             found[key] = child
         elif isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) and key in JOINS and _linear(child[0]):
             found[f"{key}.0"] = child[0]
+        elif key in ("intermediate", "output") and _linear(dense := getattr(child, "dense", child)):
+            found[f"{key}.dense"] = dense
     return found
 
 
@@ -176,9 +182,10 @@ def _find_attention(
         return
     q, k, v = (prefix + key for key in names)
     join = _find_join(root, name, owner, layers, (q, k, v))
-    problem = _problem(owner, join, {q, k, v, join or ""}, prefix)
-    attention = None if problem else _heads(name, owner, (q, k, v), layers)
-    if attention is None:
+    attention = _heads(name, owner, (q, k, v), layers)
+    norms = attention.norms if attention else []
+    problem = _problem(owner, join, {q, k, v, join or "", *norms}, prefix)
+    if attention is None or problem:
         found.left.append(f"{kind}, {problem or f'which has no attribute {HEADS[0]} or {HEAD_DIMS[0]}'}")
         return
     if strict:
@@ -186,6 +193,7 @@ def _find_attention(
     found.attentions.append(attention)
     found.columns += [q, k, v]
     found.rows.append(join or "")
+    found.norms += norms
 
 
 def _find_join(
@@ -232,7 +240,12 @@ def _heads(
     key_heads = key_width // (width // heads)
     counts = [key for key in (*HEADS, *KEY_HEADS) if _count(owner, key)]
     counts += [key for key in WIDTHS if getattr(owner, key, None) == width]
-    return Attention(name, projections, heads, max(key_heads, 1), counts)
+    norms = [
+        f"{name}.{key}" if name else key
+        for key, child in owner.named_children()
+        if "norm" in key and all(p.shape == (width // heads,) for p in child.parameters()) and heads > 1
+    ]
+    return Attention(name, projections, heads, max(key_heads, 1), counts, norms)
 
 
 def _attribute(owner: nn.Module, names: tuple[str, ...]) -> str | None:
@@ -270,8 +283,9 @@ def _networks(owner: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
     if isinstance(owner, nn.Sequential):
         yield from _neighbors(owner)
         return
+    layers = _layers(owner)
     for ups, down in NETWORKS:
-        if all(hasattr(owner, key) for key in (*ups, down)) and _nothing_between(owner, (*ups, down)):
+        if all(key in layers for key in (*ups, down)) and _nothing_between(owner, layers[ups[0]], (*ups, down)):
             yield ups, down
             return
 
@@ -286,17 +300,14 @@ def _neighbors(owner: nn.Sequential) -> Iterator[tuple[tuple[str, ...], str]]:
             last = other
 
 
-def _nothing_between(owner: nn.Module, keys: tuple[str, ...]) -> bool:
+def _nothing_between(owner: nn.Module, first: nn.Module, keys: tuple[str, ...]) -> bool:
     """Whether no other layer of the module could work on the hidden features.
 
     One that has no weights of its own does (an activation); one with weights of the hidden width would see a part.
     """
-    layer = getattr(owner, keys[0])
-    if not _linear(layer):
-        return False
-    width, outer = _outputs(layer), _inputs(layer)
+    width, outer = _outputs(first), _inputs(first)
     for key, child in owner.named_children():
-        if key in keys or isinstance(child, FEATUREWISE):
+        if any(f"{name}.".startswith(f"{key}.") for name in keys) or isinstance(child, FEATUREWISE):
             continue
         if width != outer and any(width in p.shape for p in child.parameters()) and not _holds_attention(child):
             return False

@@ -284,7 +284,11 @@ def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, 
     from .checkpoint.file import read
     from .checkpoint.find import find_checkpoint
 
-    path = find_checkpoint(trainer, path, request.fn, reused=False)
+    if path == "last":  # one rank looks: the others may see the folder a moment older, or on another machine
+        found = find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
+        path = trainer.strategy.broadcast(found)
+    else:
+        path = find_checkpoint(trainer, path, request.fn, reused=False)
     trainer._ckpt_path = path
     if path is None:
         return None

@@ -6,7 +6,7 @@ rank that has it to all others, and logged there as if the step had run once on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ class JoiningStep:
         self.step, self.module, self.store = step, module, store
         #: Whether what the step returns is wanted on every rank.
         self.returns = name == "predict_step"
-        self._heard: dict[int, tuple[int, list[_Call]]] = {}
+        self._heard: dict[int, tuple[Any, list[_Call]]] = {}
 
     def __call__(self, batch: Any, *more: Any) -> Any:
         """Run the step on a micro-batch; one that runs again replaces what it logged before."""
@@ -54,14 +54,17 @@ class JoiningStep:
         before, store.records = store.records, {}  # empty, so that every call of self.log asks for its record
         store.listener = lambda name, value, options: _Call(calls, name, options)
         try:
-            return self.step(batch, *more)
+            output = self.step(batch, *more)
         finally:
             store.records, store.listener = before, None
+        if isinstance(output, Mapping) and output.get("num_items") is not None:
+            self._heard[id(batch)] = (output["num_items"], calls)  # means are over items
+        return output
 
     def take(self) -> tuple[tuple[Logged, ...], list[Any]]:
         """What was logged for the batch, joined over its micro-batches, and its values; then start over."""
         heard, self._heard = list(self._heard.values()), {}
-        found: dict[tuple[str, int], list[tuple[int, _Call]]] = {}
+        found: dict[tuple[str, int], list[tuple[Any, _Call]]] = {}
         for size, calls in heard:
             times: dict[str, int] = {}
             for call in calls:
@@ -70,7 +73,7 @@ class JoiningStep:
         joined = [self._join(*zip(*entries, strict=True)) for entries in found.values()]
         return tuple(logged for logged, _ in joined), [value for _, value in joined]
 
-    def _join(self, sizes: tuple[int, ...], calls: tuple[_Call, ...]) -> tuple[Logged, Any]:
+    def _join(self, sizes: tuple[Any, ...], calls: tuple[_Call, ...]) -> tuple[Logged, Any]:
         first, given = calls[-1], [call.batch_size for call in calls]
         sized = [size for size in given if size is not None]
         batch_size = sum(sized) if len(sized) == len(calls) else None
@@ -117,14 +120,14 @@ class _Call:
         self.batch_size: int | None = None
 
     def update(self, value: Any, batch_size: int | None) -> None:
-        if isinstance(value, Tensor) or isinstance(value, (float, int)):
+        if isinstance(value, (Tensor, float, int)):
             check_value(self.name, value)
             value = taken(self.name, value)
         self.value, self.batch_size = value, batch_size
         self.calls.append(self)
 
 
-def _reduced(values: Sequence[Any], weights: Sequence[int], reduction: str) -> Any:
+def _reduced(values: Sequence[Any], weights: Sequence[Any], reduction: str) -> Any:
     if len(values) == 1:
         return values[0]
     if reduction == "mean":

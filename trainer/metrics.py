@@ -232,6 +232,8 @@ class MetricStore:
                         shared.setdefault((op, record.options.sync_dist_group), []).append(record.step_key)
         for (op, group), keys in shared.items():
             values = _stacked(torch.as_tensor(fresh[key], device=self.strategy.device) for key in keys)
+            if op == "sum":  # processes that see the same data count once
+                values = values * self.strategy.num_data_ranks / self.strategy.world_size
             fresh.update(zip(keys, self.strategy.reduce(values, op, group).unbind(), strict=True))
         self.drain(wait=False)
         if fresh:
