@@ -10,7 +10,7 @@ import shutil
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from ...callbacks.run_files import CONTENTS
 from ...loggers import messages
 from . import replace
 from .plain import plain
-
-if TYPE_CHECKING:
-    from ...strategies.base import Strategy
 
 #: The layout of the ``paceline`` section. A file with a higher number is refused.
 FORMAT = 1
@@ -147,15 +144,12 @@ def sync_folder(folder: Path) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(
-    path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu", strategy: Strategy | None = None
-) -> dict[str, Any]:
-    """Read a checkpoint of Paceline or Lightning, after its checksums were found right.
+def read(path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint file of Paceline or Lightning, after its checksums were found right.
 
     Args:
-        path: a file, an open binary file that can seek, or the folder of a sharded checkpoint.
+        path: a file, or an open binary file that can seek.
         map_location: where its tensors go, as for ``torch.load``; ``"meta"`` checks a file without loading them.
-        strategy: says what of a sharded checkpoint's tensors this process needs; all if None.
 
     Raises:
         FileNotFoundError: no such file; the message says what lies in the folder.
@@ -164,10 +158,6 @@ def read(
     """
     if isinstance(path, (str, os.PathLike)):
         path = Path(path)
-        if (path / CONTENTS).is_file():
-            from .sharded import read as read_folder
-
-            return read_folder(path, map_location, strategy)
         _must_be_file(path)
         with path.open("rb") as file:
             return _read(file, str(path), map_location)

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 from paceline.strategies import DDPStrategy, FSDPStrategy
-from paceline.trainer.checkpoint import file, sharded
+from paceline.trainer.checkpoint import sharded
+from paceline.trainer.checkpoint.read import read
 from paceline.trainer.checkpoint.replace import take_place
 
 EXACT = 1e-11
@@ -126,7 +127,7 @@ def test_any_number_of_processes_writes_a_folder(place: str, tmp_path: Path) -> 
 
 def test_a_folder_holds_what_the_file_of_one_process_holds(folder: Path, tmp_path: Path) -> None:
     run_at("fsdp x2", tmp_path / "one.ckpt")
-    one, two = file.read(tmp_path / "one.ckpt"), file.read(folder)
+    one, two = read(tmp_path / "one.ckpt"), read(folder)
     assert list(one) == list(two)
     assert furthest(one["state_dict"], two["state_dict"]) == 0
     assert one["optimizer_states"][0]["param_groups"] == two["optimizer_states"][0]["param_groups"]
@@ -151,7 +152,7 @@ def test_reading_in_parts_reads_no_whole_tensor(folder: Path) -> None:
         strategy = SHARDED()
         strategy.place([torch.device("cpu")] * 2)
         strategy.setup_environment()
-        found = file.read(folder, strategy=strategy)
+        found = read(folder, strategy=strategy)
         return found["state_dict"]["first.weight"].to_local().shape, found["state_dict"]["norm.weight"].to_local().shape
 
     assert ranks(2, run) == [((3, 6), (3,)), ((3, 6), (3,))]
@@ -176,9 +177,9 @@ def test_a_damaged_folder_is_refused(name: str, how: str, folder: Path, tmp_path
         (copied / path.name).write_bytes(data)
     wanted = IsADirectoryError if (name, how) == ("contents.ckpt", "missing") else ValueError
     with pytest.raises(wanted):
-        file.read(copied)
+        read(copied)
     with pytest.raises(wanted):
-        file.read(copied, map_location="meta")
+        read(copied, map_location="meta")
 
 
 def test_an_index_that_names_code_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_an_index_that_names_code_is_refused(folder: Path, tmp_path: Path) -> No
     contents["paceline"]["parts"] |= sharded._sums([copied / ".metadata"])
     torch.save(contents, copied / "contents.ckpt")
     with pytest.raises(ValueError, match=r"nothing in it was run: it names posix.system"):
-        file.read(copied)
+        read(copied)
     assert not Path("ran").exists()
 
 
@@ -221,7 +222,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(f
     assert "rank 1 could not write its part" in one[0]
     assert "rank 1 could not write its part" in two[0]
     assert list(tmp_path.iterdir()) == [target]
-    assert file.read(target)["epoch"] == file.read(folder)["epoch"]
+    assert read(target)["epoch"] == read(folder)["epoch"]
 
 
 def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
