@@ -492,11 +492,11 @@ def _broadcast(tensors: list[Tensor]) -> None:
 def _cut_if_fits(value: Any, own: Any) -> Any:
     """This process's part of a whole tensor; what does not fit stays, for ``load_state_dict`` to complain."""
     fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
-    return shards.cut(value, own) if fits and not isinstance(value, DTensor) else value
+    return shards.cut(value, own) if fits else value
 
 
 def _cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return value
     if value.shape == parameter.shape:
         return shards.cut(value, parameter)
