@@ -99,6 +99,11 @@ class Strategy:
         return self.world_size
 
     @property
+    def data_group(self) -> Any:
+        """The process group in which each share of the data is seen once; None: all processes."""
+        return None
+
+    @property
     def holds_output(self) -> bool:
         """Whether this process is the one of those with its share of the data whose step outputs count."""
         return True

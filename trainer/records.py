@@ -155,7 +155,7 @@ class SumRecord(Record):
             return total, self.weight
         total = torch.as_tensor(total, dtype=torch.float64).to(strategy.device)
         both = torch.stack([total, torch.full_like(total, self.weight)])
-        both = strategy.reduce(both, "sum", self.options.sync_dist_group)
+        both = strategy.reduce(both, "sum", self.options.sync_dist_group or strategy.data_group)
         alike = strategy.world_size // strategy.num_data_ranks  # processes that saw the same data, and logged the same
         return both[0] / alike, both[1] / alike
 
@@ -257,6 +257,8 @@ class MetricRecord(Record):
         return scalar(self.key, (self.metric.compute() if value is None else value).detach())
 
     def compute(self, strategy: Strategy) -> Tensor | float:
+        if strategy.data_group is not None:
+            self.metric.process_group = strategy.data_group
         with _not_synced(self.metric) if self.alone else nullcontext():
             value = self.metric.compute()
         if not isinstance(value, Tensor) or value.numel() != 1:
