@@ -613,10 +613,10 @@ def test_the_indices_of_each_batch_are_known(workers):
 
 def test_the_indices_of_whole_batches_and_single_samples_are_known():
     batches = shard_evaluation(DataLoader(range(9), batch_sampler=[(0, 1), (2,), (3, 4)]), 0, 2)
-    lists = BatchSampler(SequentialSampler(range(5)), 2, drop_last=False)
-    bulk = shard_evaluation(DataLoader(torch.arange(5), batch_size=None, sampler=lists), 1, 2)
+    lists = BatchSampler(SequentialSampler(range(7)), 2, drop_last=False)
+    bulk = shard_evaluation(DataLoader(torch.arange(7), batch_size=None, sampler=lists), 1, 2)
     single = shard_evaluation(DataLoader({"ab": 1, "cd": 2}, batch_size=None, sampler=["ab", "cd"]), 1, 2)
-    for loader, expected in ((batches, [[0, 1], [3, 4]]), (bulk, [[2, 3], [4]]), (single, [["cd"]])):
+    for loader, expected in ((batches, [[0, 1], [3, 4]]), (bulk, [[2, 3], [6]]), (single, [["cd"]])):
         indices = batch_indices(loader)
         assert [next(indices) for _ in loader] == expected
 
