@@ -174,6 +174,10 @@ class DistributedStrategy(Strategy):
         """Whether there is somebody to talk to: others, who have been met, and no error that they may not have had."""
         return self._host is not None and self.world_size > 1 and not self._abandoned
 
+    @property
+    def host_group(self) -> Any:
+        return self._host
+
     @contextmanager
     def _at(self, place: str) -> Iterator[None]:
         """Say where this rank waits; an error that comes of waiting then says where the others are."""
