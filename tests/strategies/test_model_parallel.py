@@ -360,7 +360,7 @@ def test_an_overflow_on_one_process_skips_the_step_of_all(mesh: str) -> None:
     def look(trainer: Trainer) -> Any:
         return trainer.global_step, trainer.strategy.precision.skipped_steps, whole_weights(trainer)
 
-    found = on_mesh(mesh, look, Overflowing, data=batches(3), precision="16-mixed", accumulate_grad_batches=1)
+    found = on_mesh(mesh, look, Overflowing, data=batches(3), precision="16-mixed")
     assert [(steps, skipped) for steps, skipped, _ in found] == [(2, 1)] * len(found)
     assert all(value.isfinite().all() for value in found[0][2].values())
 
@@ -568,8 +568,8 @@ def asked(**sizes: Any) -> dict[str, int | str]:
         ({}, {"dp_shard": 8}),
         ({"tensor_parallel": 2}, {"dp_shard": 4, "tp": 2}),
         ({"tensor_parallel": "auto"}, {"dp_shard": 2, "tp": 4}),
-        ({"pipeline_parallel": 2, "data_parallel_replicate": 2}, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}),
-        ({"data_parallel_shard": 1, "context_parallel": 8}, {"cp": 8}),
+        ({"tensor_parallel": 2, "data_parallel_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+        ({"data_parallel_shard": 1, "context_parallel": 8, "context_parallel_dims": 1}, {"cp": 8}),
     ],
 )
 def test_sizes_left_open_take_what_is_left(sizes: dict[str, Any], found: dict[str, int]) -> None:
@@ -590,11 +590,13 @@ def test_sizes_that_do_not_fit_the_processes_are_an_error_with_both_numbers() ->
 
 
 def test_ranks_of_one_group_see_the_same_data() -> None:
-    strategy = ModelParallelStrategy(tensor_parallel=2, data_parallel_replicate=2, pipeline_parallel=2)
-    strategy.place([torch.device("cpu")] * 16)
-    seen = []
-    for rank in range(16):
-        strategy._cluster = Cluster("test", rank, rank, 16, 16, 0, 1, "", 0)
-        seen.append(strategy.data_rank)
-    assert strategy.num_data_ranks == 4
-    assert seen == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    split = ModelParallelStrategy(tensor_parallel=2, data_parallel_replicate=2, data_parallel_shard=2)
+    staged = ModelParallelStrategy(pipeline_parallel=2, data_parallel_replicate=4)
+    seen = {}
+    for strategy in (split, staged):
+        strategy.place([torch.device("cpu")] * 8)
+        for rank in range(8):
+            strategy._cluster = Cluster("test", rank, rank, 8, 8, 0, 1, "", 0)
+            seen.setdefault(strategy, []).append(strategy.data_rank)
+        assert strategy.num_data_ranks == 4
+    assert seen == {split: [0, 0, 1, 1, 2, 2, 3, 3], staged: [0, 1, 2, 3] * 2}
