@@ -135,12 +135,18 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             closure = None
         return DistributedStrategy.optimizer_step(self, optimizer, closure)
 
+    def compute_metric(self, metric: Any) -> Any:
+        return self.pipeline.compute_metric(metric)
+
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        return self.pipeline.held.model_state(module.state_dict())
+        state = module.state_dict()
+        return self.pipeline.held.model_state(state) if self.pipeline.knows(module) else state
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
+        if not self.pipeline.knows(module):  # it is whole, in the process that started the others
+            return module.load_state_dict(state, strict=strict)
         return self.pipeline.held.load_model_state(state, strict)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
