@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -65,6 +65,12 @@ class ModelParallelStrategy(FSDPStrategy):
             The step gets its part of the sequence: positions must come with the batch, and inputs be shifted against
             labels before; the loss is a mean over the part, or comes with ``num_items``. Attention
             (``scaled_dot_product_attention``) sees all parts. Evaluation runs on whole sequences.
+        pipeline_schedule: the order of the micro-batches' passes through the stages: ``"gpipe"``, ``"1f1b"`` (default)
+            or ``"interleaved_1f1b"``.
+        microbatches: pieces that a batch is cut into for the pipeline; None: four for each of its processes.
+        virtual_stages: stages on each process, for the interleaved schedule; 2 by default.
+        split_points: names of the modules with which the second and later stages begin; None: the children of the list
+            with most of the parameters are shared out evenly.
         **options: what FSDPStrategy takes: ``wrap``, ``mixed_precision``, ``activation_checkpointing``, ...
     """
 
@@ -90,9 +96,20 @@ class ModelParallelStrategy(FSDPStrategy):
         context_parallel: int = 1,
         plan: Mapping[str, Any] | Literal["auto"] = "auto",
         context_parallel_dims: int | Mapping[Any, int] | None = None,
+        pipeline_schedule: str | None = None,
+        microbatches: int | None = None,
+        virtual_stages: int | None = None,
+        split_points: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(precision, **_known_options(options))
+        given = locals()
+        for name in ("pipeline_schedule", "microbatches", "virtual_stages", "split_points"):
+            if given[name] is not None and pipeline_parallel == 1:
+                raise ValueError(
+                    f"ModelParallelStrategy({name}={given[name]!r}) has no effect without a pipeline. Set "
+                    "pipeline_parallel to the number of processes that hold successive layers, or leave it out."
+                )
         self.asked: dict[str, int | str] = {
             "pp": _size("pp", pipeline_parallel, auto=False),
             "dp_replicate": _size("dp_replicate", data_parallel_replicate, auto=False),

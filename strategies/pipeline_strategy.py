@@ -28,14 +28,14 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         self,
         precision: Precision | None = None,
         *,
-        pipeline_schedule: str = "1f1b",
+        pipeline_schedule: str | None = None,
         microbatches: int | None = None,
         virtual_stages: int | None = None,
         split_points: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(precision, **options)
-        self.pipeline = Pipeline(self, pipeline_schedule, microbatches, virtual_stages, split_points)
+        self.pipeline = Pipeline(self, pipeline_schedule or "1f1b", microbatches, virtual_stages, split_points)
         for name, given in (("wrap", "auto"), ("activation_checkpointing", None)):
             if options.get(name, given) != given:
                 raise ValueError(
@@ -135,12 +135,18 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             closure = None
         return DistributedStrategy.optimizer_step(self, optimizer, closure)
 
+    def compute_metric(self, metric: Any) -> Any:
+        return self.pipeline.compute_metric(metric)
+
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        return self.pipeline.held.model_state(module.state_dict())
+        state = module.state_dict()
+        return self.pipeline.held.model_state(state) if self.pipeline.knows(module) else state
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
+        if not self.pipeline.knows(module):  # it is whole, in the process that started the others
+            return module.load_state_dict(state, strict=strict)
         return self.pipeline.held.load_model_state(state, strict)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -389,7 +389,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def device(self) -> torch.device:
         """Where the parameters are; the trainer's device for a module without any; CPU without a trainer."""
         for tensor in self.parameters():
-            return tensor.device
+            if not tensor.is_meta or self._trainer is None:  # in a pipeline other processes hold some of them
+                return tensor.device
         return self._trainer.strategy.device if self._trainer is not None else torch.device("cpu")
 
     @property
