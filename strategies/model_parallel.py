@@ -199,9 +199,12 @@ class ModelParallelStrategy(FSDPStrategy):
         return super()._blocks(module) if self.spreads_data or self.activation_checkpointing else {}
 
     def _prepare(self, name: str, part: nn.Module) -> None:
-        if self._splitter is not None and name in self._splitter.styles:
+        splitter = self._splitter
+        if splitter is not None and name in splitter.styles:
             self._give_rank_zeros_values(part)
-            self._splitter.split(name)
+            splitter.split(name)
+        elif splitter is not None and name:
+            splitter.check(name)
 
     def _shard_group(self, part: nn.Module, reshard: bool | int | None) -> None:
         if self.spreads_data:

@@ -555,6 +555,23 @@ def test_an_attention_with_fixed_widths_is_an_error_that_says_what_to_write() ->
     ranks(2, run)
 
 
+def test_a_network_that_needs_all_its_features_at_once_is_an_error() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(F.gelu(self.fc1(x)).softmax(-1))
+
+    class Model(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[1].network = Gate()
+
+    refused("auto", Model, r"Gate \(blocks\.1\.network\) gives something else when .* tensor_parallel=2")
+
+
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
