@@ -186,14 +186,19 @@ class ModelParallelStrategy(FSDPStrategy):
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def _shard(self, module: nn.Module) -> None:
-        if self.axis_sizes["tp"] > 1:
-            from .tensor_parallel import Splitter
-
-            self._splitter = Splitter(module, self._parameters_over("tp"), None if self.plan == "auto" else self.plan)
+        self._splitter = splitter = self._make_splitter(module)
         super()._shard(module)
-        if self._splitter is not None:
-            self._splitter.finish()
+        if splitter is not None:
+            splitter.finish()
             self._splitter = None
+
+    def _make_splitter(self, module: nn.Module) -> Splitter | None:
+        """What splits layers for tensor parallelism; None if there is none."""
+        if self.axis_sizes["tp"] == 1:
+            return None
+        from .tensor_parallel import Splitter
+
+        return Splitter(module, self._parameters_over("tp"), None if self.plan == "auto" else self.plan)
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         return super()._blocks(module) if self.spreads_data or self.activation_checkpointing else {}
@@ -244,8 +249,12 @@ class ModelParallelStrategy(FSDPStrategy):
         found = found_inf.clone()
         if grads:
             torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group_of_overflow())
         return {found.device: found}
+
+    def _group_of_overflow(self) -> Any:
+        """The processes that unscale together; None: all."""
+        return None
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         if training and self.axis_sizes["cp"] > 1 and self.mesh is not None and self.context_dims is not None:

@@ -189,7 +189,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp x4": (4, {"tensor_parallel": 4}),
     "shard 2 x tp 2": (4, {"tensor_parallel": 2}),
     "replicate 2 x tp 2": (4, {"tensor_parallel": 2, "data_parallel_replicate": 2}),
-    "shard x2": (2, {}),
+    "stages 2 x tp 2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "microbatches": 2}),
 }
 
 
@@ -231,6 +231,24 @@ def weights_on(mesh: str, make: Callable[[], TrainingModule] = Language, **more:
 def test_ten_steps_equal_one_process_with_the_global_batch(mesh: str, accumulate: int) -> None:
     how = {**DOUBLE, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.3}
     assert furthest(weights_on(mesh, **how), trained("cpu", Language(), batches(), **how)[0]) < EXACT
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_split_layers_in_the_stages_of_a_pipeline_train_like_one_process(accumulate: int, tmp_path: Path) -> None:
+    how = {**DOUBLE, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.3}
+
+    def look(trainer: Trainer) -> Any:
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+        return whole_weights(trainer), trainer.callback_metrics["loss"]
+
+    reference, alone = trained("cpu", Language(), batches(), **how)
+    state, loss = on_mesh("stages 2 x tp 2", look, **how)[0]
+    assert furthest(state, reference) < EXACT
+    assert loss.item() == pytest.approx(alone.callback_metrics["loss"].item(), rel=1e-6)
+    more = {**how, "max_epochs": 2}
+    expected, _ = trained("cpu", Language(), batches(), **more)
+    went_on = weights_on("stages 2 x tp 2", partial(Language, seed=4), ckpt_path=tmp_path / "one.ckpt", **more)
+    assert furthest(went_on, expected) < EXACT
 
 
 def test_ten_steps_in_float32_stay_near_float64() -> None:
@@ -349,7 +367,7 @@ def test_bf16_is_near_one_process() -> None:
     assert missed.norm() < 1e-2 * torch.cat([v.flatten() for v in one.values()]).norm()
 
 
-@pytest.mark.parametrize("mesh", ["tp x2", "shard 2 x tp 2"])
+@pytest.mark.parametrize("mesh", ["tp x2", "shard 2 x tp 2", "stages 2 x tp 2"])
 def test_an_overflow_on_one_process_skips_the_step_of_all(mesh: str) -> None:
     class Overflowing(Language):
         def on_after_backward(self) -> None:
