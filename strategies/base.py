@@ -224,6 +224,10 @@ class Strategy:
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
         """Wait until every process is here; ``name`` appears in the error when one does not come."""
 
+    def compute_metric(self, metric: Any) -> Any:
+        """The value of a torchmetrics ``Metric`` over all processes; every process must call."""
+        return metric.compute()
+
     def agree(self, flag: bool, all: bool = False) -> bool:
         """Whether any (or ``all``) of the processes says yes. Runs over the host, without waiting for the device."""
         return flag

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -257,10 +257,11 @@ class MetricRecord(Record):
         return scalar(self.key, (self.metric.compute() if value is None else value).detach())
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        if strategy.data_group is not None:
-            self.metric.process_group = strategy.data_group
-        with _not_synced(self.metric) if self.alone else nullcontext():
-            value = self.metric.compute()
+        if self.alone:
+            with _not_synced(self.metric):
+                value = self.metric.compute()
+        else:
+            value = strategy.compute_metric(self.metric)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not one "
