@@ -132,7 +132,8 @@ def test_the_largest_stage_is_as_small_as_can_be(sizes: list[int], count: int) -
     if len(heavy) < count:
         return
     starts = even_split(sizes, count)
-    assert starts[0] == 0 and starts == sorted(set(starts)) and len(starts) == count
+    assert starts == sorted(set(starts))
+    assert (starts[0], len(starts)) == (0, count)
 
     def largest(cuts: list[int]) -> int:
         ends = [*cuts[1:], len(sizes)]
