@@ -22,7 +22,7 @@ from paceline.strategies import launch
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their environment, in /proc")
 
 #: Everything ends within this, on a busy machine too; it takes a few seconds.
-LIMIT = 60.0
+LIMIT = 120.0
 
 RERUN = """
 import os, signal, sys, time
