@@ -87,6 +87,7 @@ def rerun(
     place = _place(num_nodes, node_rank, address, port)
     os.chdir(_DIRECTORY)
     os.environ[LAUNCHED] = str(os.getpid())
+    os.environ[messages.SAID] = messages.spoken()
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(num_processes)))
     world_size = num_processes * num_nodes
     with TemporaryDirectory(prefix="paceline_") as folder:
