@@ -15,10 +15,12 @@ from .single_device import SingleDevice as SingleDevice
 if TYPE_CHECKING:
     from .ddp import DDPStrategy as DDPStrategy
     from .distributed import DistributedStrategy as DistributedStrategy
+    from .fsdp import FSDPStrategy as FSDPStrategy
 
 __all__ = [
     "DDPStrategy",
     "DistributedStrategy",
+    "FSDPStrategy",
     "MixedPrecision",
     "Precision",
     "SingleDevice",
@@ -30,6 +32,7 @@ __all__ = [
 _FILE_OF = {
     "DDPStrategy": "ddp",
     "DistributedStrategy": "distributed",
+    "FSDPStrategy": "fsdp",
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
@@ -253,6 +253,22 @@ class DistributedStrategy(Strategy):
 
     def explain(self, error: BaseException) -> BaseException | None:
         return self._watch.explain(error) if self._watch is not None else None
+
+    def same_model(self, module: nn.Module) -> None:
+        """Raise on every rank, naming the first difference, if the ranks built different models."""
+        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+        for rank, theirs in enumerate(self.gather_objects(mine)):
+            if theirs != mine:
+                pairs = zip(mine, theirs, strict=False)
+                here, there = next(
+                    ((a, b) for a, b in pairs if a != b),
+                    (f"{len(mine)} parameters", f"{len(theirs)} parameters"),
+                )
+                raise RuntimeError(
+                    f"{type(module).__name__} differs between the ranks: rank {self.global_rank} has {here}, rank "
+                    f"{rank} has {there}. Build the same model on every rank: no layer may depend on the rank or on "
+                    "what a rank's share of the data holds."
+                )
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce gradients that were accumulated without communication, when no backward follows that would do it."""
