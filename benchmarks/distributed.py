@@ -21,8 +21,6 @@ With two GPUs the processes meet over NCCL and compute there; else over gloo, on
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import statistics
 import subprocess
@@ -30,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +152,18 @@ def measure_memory(names: list[str], job: Job, rounds: int) -> bool:
     for name in names:
         if name in medians:
             before, start, steps = medians[name]
-            over = [f"{mine / his - 1:+.1%}" for mine, his in zip((start, steps), base[1:], strict=True)] if base else []
+            over = (
+                [f"{mine / his - 1:+.1%}" for mine, his in zip((start, steps), base[1:], strict=True)] if base else []
+            )
             rows.append([name, before, start, over[0] if over else None, steps, over[1] if over else None])
-    header = ["", "before, MB", "peak until the third step, MB", "over by hand", "peak of later steps, MB", "over by hand"]
+    header = [
+        "",
+        "before, MB",
+        "peak until the third step, MB",
+        "over by hand",
+        "peak of later steps, MB",
+        "over by hand",
+    ]
     print(f"\n### Memory, fsdp\n\n{table(header, rows)}")
     return not visits.broken
 
@@ -183,7 +190,9 @@ def time_start(rounds: int) -> bool:
         first, whole = ([run[i] for run in runs] for i in (0, 1))
         ratios = [run[0] / one[0] for run, one in zip(runs, base, strict=False)]
         ratio = f"{statistics.median(ratios):.2f}x" if ratios else None
-        rows.append([way, f"{statistics.median(first):.2f}", f"{spread(first):.2f}", ratio, f"{statistics.median(whole):.2f}"])
+        rows.append(
+            [way, f"{statistics.median(first):.2f}", f"{spread(first):.2f}", ratio, f"{statistics.median(whole):.2f}"]
+        )
     rows.sort(key=lambda row: float(row[1]))
     print(f"\n### Start\n\n{table(['', 'first step done after, s', '+-', 'ratio', 'command ends after, s'], rows)}")
     return not visits.broken

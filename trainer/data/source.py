@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, SequentialSampler
-
 from ...loggers import messages
 from ..hooks import overridden
 from .combined import length_of
