@@ -99,6 +99,11 @@ class Strategy:
         return self.world_size
 
     @property
+    def data_group(self) -> Any:
+        """The process group in which each share of the data is seen once; None: all processes."""
+        return None
+
+    @property
     def holds_output(self) -> bool:
         """Whether this process is the one of those with its share of the data whose step outputs count."""
         return True
@@ -218,6 +223,10 @@ class Strategy:
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
         """Wait until every process is here; ``name`` appears in the error when one does not come."""
+
+    def compute_metric(self, metric: Any) -> Any:
+        """The value of a torchmetrics ``Metric`` over all processes; every process must call."""
+        return metric.compute()
 
     def agree(self, flag: bool, all: bool = False) -> bool:
         """Whether any (or ``all``) of the processes says yes. Runs over the host, without waiting for the device."""

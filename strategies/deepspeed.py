@@ -39,8 +39,7 @@ SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
-    2020) by the package DeepSpeed.
+    """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations, 2020) by the package DeepSpeed.
 
     Stage 1 splits the optimizer's state over the processes, stage 2 gradients too, stage 3 weights too. One optimizer
     of ``configure_optimizers`` is stepped on flat float32 slices of the weights, so it must treat each element by
@@ -466,8 +465,8 @@ def _use_device(kind: str) -> None:
     chosen = import_module("deepspeed").get_accelerator().device_name()
     if chosen != kind:
         raise RuntimeError(
-            f"DeepSpeed was imported for {chosen!r} before the Trainer, which runs on {kind!r}. Make the Trainer first, "
-            f"or set DS_ACCELERATOR={kind} in the environment."
+            f"DeepSpeed was imported for {chosen!r} before the Trainer, which runs on {kind!r}. Make the Trainer "
+            f"first, or set DS_ACCELERATOR={kind} in the environment."
         )
     # Paceline counts steps that fp16 leaves out, and says what it makes of others.
     logging.getLogger("DeepSpeed").addFilter(_no_overflow)

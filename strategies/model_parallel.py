@@ -132,6 +132,7 @@ class ModelParallelStrategy(FSDPStrategy):
             )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
+        self._data_group: Any = None
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -179,6 +180,25 @@ class ModelParallelStrategy(FSDPStrategy):
         return self.axis_sizes["dp_replicate"] * self.axis_sizes["dp_shard"]
 
     @property
+    def data_group(self) -> Any:
+        if self.num_data_ranks == self.world_size or self.mesh is None:
+            return None
+        if self._data_group is None:
+            self._data_group = self.mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+        return self._data_group
+
+    def compute_metric(self, metric: Any) -> Any:
+        """The value over each share of the data once: processes that split layers have seen the same samples."""
+        group = self.data_group
+        if group is None:
+            return super().compute_metric(metric)
+        before, metric.process_group = metric.process_group, group
+        try:
+            return metric.compute()
+        finally:
+            metric.process_group = before
+
+    @property
     def spreads_data(self) -> bool:
         """Whether parameters are sharded or replicated over processes that see different data."""
         return self.num_data_ranks * self.axis_sizes["cp"] > 1 or self._needs_sharding
@@ -186,22 +206,30 @@ class ModelParallelStrategy(FSDPStrategy):
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def _shard(self, module: nn.Module) -> None:
-        if self.axis_sizes["tp"] > 1:
-            from .tensor_parallel import Splitter
-
-            self._splitter = Splitter(module, self._parameters_over("tp"), None if self.plan == "auto" else self.plan)
+        self._splitter = splitter = self._make_splitter(module)
         super()._shard(module)
-        if self._splitter is not None:
-            self._splitter.finish()
+        if splitter is not None:
+            splitter.finish()
             self._splitter = None
+
+    def _make_splitter(self, module: nn.Module) -> Splitter | None:
+        """What splits layers for tensor parallelism; None if there is none."""
+        if self.axis_sizes["tp"] == 1:
+            return None
+        from .tensor_parallel import Splitter
+
+        return Splitter(module, self._parameters_over("tp"), None if self.plan == "auto" else self.plan)
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         return super()._blocks(module) if self.spreads_data or self.activation_checkpointing else {}
 
     def _prepare(self, name: str, part: nn.Module) -> None:
-        if self._splitter is not None and name in self._splitter.styles:
+        splitter = self._splitter
+        if splitter is not None and name in splitter.styles:
             self._give_rank_zeros_values(part)
-            self._splitter.split(name)
+            splitter.split(name)
+        elif splitter is not None and name:
+            splitter.check(name)
 
     def _shard_group(self, part: nn.Module, reshard: bool | int | None) -> None:
         if self.spreads_data:
@@ -241,8 +269,12 @@ class ModelParallelStrategy(FSDPStrategy):
         found = found_inf.clone()
         if grads:
             torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group_of_overflow())
         return {found.device: found}
+
+    def _group_of_overflow(self) -> Any:
+        """The processes that unscale together; None: all."""
+        return None
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         if training and self.axis_sizes["cp"] > 1 and self.mesh is not None and self.context_dims is not None:

@@ -267,6 +267,21 @@ class Pipeline:
         dist.broadcast_object_list(box, dist.get_global_rank(self.host, rank), group=self.host, device=_HOST)
         return box[0]
 
+    def compute_metric(self, metric: Any) -> Any:
+        """The value of a torchmetrics ``Metric`` whose samples the last stage has seen, on all stages."""
+        value = None
+        if self.last:
+            before = metric._to_sync, metric.process_group
+            metric._to_sync = bool(self.copies)
+            metric.process_group = self.copies[0][0] if self.copies else None
+            try:
+                value = metric.compute()
+            finally:
+                metric._to_sync, metric.process_group = before
+            value = value.cpu() if isinstance(value, Tensor) else value
+        value = self._from(self.size - 1, value)
+        return value.to(self.strategy.device) if isinstance(value, Tensor) else value
+
     def _share(self, form: Any, numbers: list[Any], logs: Any, weights: Weights | None = None) -> tuple[Any, Tensor]:
         """Bring the last stage's numbers to all, with what was logged there.
 
@@ -318,8 +333,8 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
             raise ValueError(f"{name}={value!r} is not a number of pieces. Pass 1 or more, or leave it out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
-            f"virtual_stages={virtual_stages} with pipeline_schedule={schedule!r}, which has one stage on each process. Use "
-            "pipeline_schedule='interleaved_1f1b', or leave virtual_stages out."
+            f"virtual_stages={virtual_stages} with pipeline_schedule={schedule!r}, which has one stage on each process. "
+            "Use pipeline_schedule='interleaved_1f1b', or leave virtual_stages out."
         )
     if schedule == "interleaved_1f1b" and virtual_stages == 1:
         raise ValueError(

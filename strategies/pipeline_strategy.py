@@ -8,10 +8,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from . import shards
 from .base import move_optimizer_state
 from .distributed import DistributedStrategy
+from .fsdp_wrapping import bottom_up
 from .model_parallel import ModelParallelStrategy
 from .pipeline import Pipeline
 from .precision.base import Precision, gradients
@@ -79,8 +82,24 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             self.precision.convert_module(module)
             self.same_model(module)
             self._give_values(module)
+            self._split_layers(module)
             pipeline.split(module)
         return pipeline.to_device(module)
+
+    def _split_layers(self, module: nn.Module) -> None:
+        """Split layers for tensor parallelism, before those of other stages are left out."""
+        splitter = self._make_splitter(module)
+        if splitter is None:
+            return
+        for name, _ in bottom_up(module):
+            if name in splitter.styles:
+                splitter.split(name)
+            elif name:
+                splitter.check(name)
+        splitter.finish()
+
+    def _group_of_overflow(self) -> Any:
+        return None if self.mesh is None else self.mesh["tp"].get_group()  # the stages agree after this
 
     def _give_values(self, module: nn.Module) -> None:
         """Rank 0's values for all, one tensor at a time on the device."""
@@ -98,6 +117,8 @@ class PipelineParallelStrategy(ModelParallelStrategy):
     def setup_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         self.pipeline.setup_optimizers(optimizers)
         self.precision.setup_optimizers(optimizers)
+        if self.precision.scaler is not None:
+            self.precision.scaler._unscale_grads_ = self._unscale_parts
         return optimizers
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
@@ -133,23 +154,48 @@ class PipelineParallelStrategy(ModelParallelStrategy):
                 closure()
             self.unscale_gradients(optimizer)
             closure = None
-        return DistributedStrategy.optimizer_step(self, optimizer, closure)
+        shards.settle(parameter for group in optimizer.param_groups for parameter in group["params"])
+        with implicit_replication():  # an optimizer's lists hold whole and split parameters together
+            return DistributedStrategy.optimizer_step(self, optimizer, closure)
+
+    def compute_metric(self, metric: Any) -> Any:
+        return self.pipeline.compute_metric(metric)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        return self.pipeline.held.model_state(module.state_dict())
+        state = _put_together(module.state_dict())
+        return self.pipeline.held.model_state(state) if self.pipeline.knows(module) else state
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
-        return self.pipeline.held.load_model_state(state, strict)
+        if not self.pipeline.knows(module):  # it is whole, in the process that started the others
+            return module.load_state_dict(state, strict=strict)
+        own = module.state_dict(keep_vars=True)
+        parts = {name: _cut_like(value, own.get(name)) for name, value in state.items()}
+        return self.pipeline.held.load_model_state(parts, strict)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return self.pipeline.held.optimizer_state(optimizer.state_dict())
+        state = optimizer.state_dict()
+        whole = {index: _put_together(entry) for index, entry in state["state"].items()}
+        return self.pipeline.held.optimizer_state({**state, "state": whole})
 
     def load_optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        optimizer.load_state_dict(self.pipeline.held.own_part(optimizer, state))
+        super().load_optimizer_state(module, optimizer, self.pipeline.held.own_part(optimizer, state))
         move_optimizer_state(optimizer, self.device)
 
     def teardown(self) -> None:
         self.pipeline.rest()
         DistributedStrategy.teardown(self)
+
+
+def _put_together(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with the tensors that several processes of a stage have parts of whole; each of them must call."""
+    return {
+        key: value.full_tensor() if isinstance(value, DTensor) and not value.is_meta else value
+        for key, value in state.items()
+    }
+
+
+def _cut_like(value: Any, own: Any) -> Any:
+    fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
+    return shards.cut(value, own) if fits else value

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import shards
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -65,7 +67,7 @@ class Weights:
 
     def _leave_out(self, name: str) -> None:
         parameter = self._named[name]
-        empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        empty = nn.Parameter(shards.without_memory(parameter), requires_grad=parameter.requires_grad)
         torch.utils.swap_tensors(parameter, empty)
         for optimizer in self.optimizers:
             optimizer.state.pop(parameter, None)
@@ -82,7 +84,7 @@ class Weights:
         """Multiply the batch's gradients by a factor, shape (), and add what was set aside."""
         grads = [p.grad for p in self._held if p.grad is not None]
         if grads and factor is not None:
-            torch._foreach_mul_(grads, factor.to(grads[0].device))  # type: ignore[reportPrivateImportUsage]
+            shards.multiply(grads, factor)
         for parameter, grad in self._earlier:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
         self._earlier = []
@@ -141,17 +143,18 @@ class Weights:
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip the norm over all stages; what several processes hold counts once. Returns it as it was, shape ()."""
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        shards.settle(parameters)
         named = {id(parameter): name for name, parameter in self._named.items()}
         counted = [p.grad for p in parameters if p.grad is not None and self._counts(named.get(id(p)))]
-        norm = torch.nn.utils.get_total_norm(counted, norm_type) if counted else torch.zeros(())
-        norm = norm.to(self.pipeline.strategy.device, torch.float32 if norm.dtype.itemsize < 4 else norm.dtype)
+        norm = shards.total_norm(counted, norm_type).to(self.pipeline.strategy.device)
         if norm_type == float("inf"):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.pipeline.group)
         else:
             norm = norm**norm_type
             dist.all_reduce(norm, group=self.pipeline.group)
             norm = norm ** (1.0 / norm_type)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        shards.multiply([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
         return norm
 
     def agree_on_overflow(self, scaler: Any, optimizer: Optimizer) -> None:
@@ -233,10 +236,8 @@ def all_reduce(parameters: list[nn.Parameter], group: Any, mean: bool = False) -
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None:
-            by_dtype.setdefault(grad.dtype, []).append(grad)
+    for grad in shards.local_parts(parameter.grad for parameter in parameters if parameter.grad is not None):
+        by_dtype.setdefault(grad.dtype, []).append(grad)
     for grads in by_dtype.values():
         for bucket in _buckets(grads):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])

@@ -62,6 +62,15 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
     )
 
 
+def without_memory(tensor: Tensor) -> Tensor:
+    """One of the same shape and layout on the meta device."""
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device="meta")
+    local = torch.empty_like(tensor.to_local(), device="meta")
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def replicate(full: Tensor, like: DTensor) -> DTensor:
     """A tensor that every process holds whole, on the mesh of ``like``."""
     full = full.full_tensor() if isinstance(full, DTensor) else full

@@ -131,7 +131,7 @@ class Stages:
         """A tensor as what is known of it without its values; anything else as it is."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
-        if not isinstance(leaf, nn.Parameter):
+        if not is_weight(leaf):
             return self._empty(leaf)
         if id(leaf) not in self._twins:
             self._twins[id(leaf)] = self._empty(leaf)
@@ -263,7 +263,7 @@ class Run:
 
     def _leave(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten((args, kwargs))
-        raise Left(len(leaves), tuple(leaves))
+        raise Left(len(leaves), tuple(self._arrived.get(id(leaf), leaf) for leaf in leaves))
 
 
 class Left(BaseException):
@@ -300,9 +300,9 @@ class _Mode(TorchFunctionMode):
         if not self.on:
             self.seen |= {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)}  # type: ignore[operator]
             return func(*args, **kwargs)
-        if any(isinstance(leaf, (FakeTensor, nn.Parameter)) for leaf in leaves):
+        if any(isinstance(leaf, FakeTensor) or is_weight(leaf) for leaf in leaves):
             self._refuse_writing(func, leaves)
-            leaves = [self.stages.without_value(v) if isinstance(v, nn.Parameter) else v for v in leaves]
+            leaves = [self.stages.without_value(leaf) if is_weight(leaf) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         return func(*args, **kwargs)
 
@@ -310,7 +310,7 @@ class _Mode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         written = leaves[0] if leaves else None
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        if writes and isinstance(written, Tensor) and not isinstance(written, (FakeTensor, nn.Parameter)):
+        if writes and isinstance(written, Tensor) and not is_fake(written) and not is_weight(written):
             raise RuntimeError(
                 f"Before its first block is called, {type(self.stages.module).__name__}'s step writes a result of a "
                 f"weight into another tensor in place ({name}); a later pipeline stage, which does not have the "
@@ -322,6 +322,11 @@ class _Mode(TorchFunctionMode):
 def flatten(values: Any) -> tuple[list[Any], Any]:
     """The leaves of nested tuples, lists and dicts; other objects are leaves, whatever they hold."""
     return pytree.tree_flatten(values, is_leaf=lambda x: not isinstance(x, _CONTAINERS))
+
+
+def is_weight(leaf: Any) -> bool:
+    """Whether a value is a parameter, or was left out because other processes hold it."""
+    return isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and leaf.is_meta)
 
 
 def is_fake(leaf: Any) -> bool:
@@ -346,12 +351,12 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
     """Names and sizes of the blocks: the children of the list that divides most of the parameters."""
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):
-        sizes = [_size(child) for child in container.children()]
+        sizes = [_size(child) for child in container._modules.values() if child is not None]
         score = sum(sizes) - max(sizes)
         enough = sum(size > 0 for size in sizes) >= count
         if score > best[0] and (enough or sum(size > 0 for size in best[2]) < count):
             prefix = f"{name}." if name else ""
-            best = (score, [f"{prefix}{child}" for child, _ in container.named_children()], sizes)
+            best = (score, [f"{prefix}{child}" for child in container._modules], sizes)
     _, names, sizes = best
     owner = type(module).__name__
     if not names:

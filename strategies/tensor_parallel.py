@@ -20,12 +20,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, pa
 from torch.func import functional_call
 
 from ..loggers import messages
-from .tensor_plan import Found, find, is_transposed
+from .tensor_plan import Found, find, inputs, is_transposed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 STYLES = ("colwise", "rowwise")
+#: By how much a network may depart from itself for being computed in another order; 16 bits are the reason.
+_SAME = 0.05
 
 
 class Splitter:
@@ -60,6 +62,38 @@ class Splitter:
     def split(self, name: str) -> None:
         """Split one layer, whose weights are rank 0's."""
         parallelize_module(self.module.get_submodule(name), self.mesh, self.styles[name])
+
+    def check(self, name: str) -> None:
+        """Compare a small network, whose layers are split, with itself in one piece.
+
+        Raises:
+            ValueError: it does something between its layers that needs all features.
+        """
+        network, tensors = self.module.get_submodule(name), {}
+        if not self.automatic or name not in self.found.networks:
+            return
+        for key, parameter in network.named_parameters():
+            tensors[key] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        first = tensors[next(iter(tensors))]
+        generator = torch.Generator().manual_seed(0)
+        layer = self.module.get_submodule(next(key for key in self.found.columns if key.startswith(f"{name}.")))
+        x = torch.randn(2, inputs(layer), generator=generator).to(first)
+        training = network.training
+        network.eval()
+        try:
+            with torch.no_grad():
+                whole, split = functional_call(network, tensors, x), network(x)
+        except Exception:  # its forward takes something else than one tensor
+            return
+        finally:
+            network.train(training)
+        if not (isinstance(whole, Tensor) and (whole - split).norm() > _SAME * whole.norm()):
+            return
+        raise ValueError(
+            f"{type(network).__name__} ({name}) gives something else when its layers are split over "
+            f"tensor_parallel={self.mesh.size()} processes: between them its forward does something that needs all "
+            "features at once (a softmax, a normalization). Pass a plan without it: plan={'...': 'colwise', ...}."
+        )
 
     def finish(self) -> None:
         """Tell each split attention how many heads it computes here, and the user what was done."""
@@ -199,12 +233,16 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _some_outputs(self: Any, x: Tensor) -> Tensor:
     weight = self.weight
+    if not isinstance(weight, DTensor):  # called with weights in one piece
+        return type(self).forward(self, x)
     bias = None if self.bias is None else self.bias.to_local()
     return _product(self, _shared(x, weight.device_mesh), weight.to_local(), bias)
 
 
 def _from_some_inputs(self: Any, x: Tensor) -> Tensor:
     weight = self.weight
+    if not isinstance(weight, DTensor):
+        return type(self).forward(self, x)
     part = DTensor.from_local(_product(self, x, weight.to_local(), None), weight.device_mesh, [Partial()])
     total = part.redistribute(placements=[Replicate()]).to_local()
     return total if self.bias is None else total + self.bias.to_local()
@@ -212,7 +250,7 @@ def _from_some_inputs(self: Any, x: Tensor) -> Tensor:
 
 def _with_some_heads(self: Any, *args: Any, **kwargs: Any) -> Any:
     own = {name: p for name, p in _own_parameters(self) if isinstance(p, DTensor)}
-    if not own:  # called again, with the parameters' plain tensors
+    if not own:  # called again, with the parameters' plain tensors, or with weights in one piece
         return type(self).forward(self, *args, **kwargs)
     plain = {name: p.to_local(grad_placements=[Partial()]) for name, p in own.items()}
     return functional_call(self, plain, args, kwargs)

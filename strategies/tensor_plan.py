@@ -95,6 +95,8 @@ class Found:
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
+    #: Modules that are nothing but a small network, found by its layers' names.
+    networks: list[str] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
@@ -150,7 +152,8 @@ def _linear(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear or is_transposed(layer)
 
 
-def _inputs(layer: nn.Module) -> int:
+def inputs(layer: nn.Module) -> int:
+    """Number of input features of a linear layer."""
     return _weight(layer).shape[0 if is_transposed(layer) else 1]
 
 
@@ -203,7 +206,7 @@ def _find_join(
     width = _outputs(layers[projections[2]])
     near = [key for key, layer in layers.items() if key not in projections]
     named = [key for key in near if key.removesuffix(".0").rpartition(".")[2] in JOINS]
-    fits = [key for key in named if _inputs(layers[key]) % width == 0]
+    fits = [key for key in named if inputs(layers[key]) % width == 0]
     if fits:
         return fits[0]
     outer = name.rpartition(".")[0]
@@ -212,7 +215,7 @@ def _find_join(
         layer = root.get_submodule(key)
     except AttributeError:
         return None
-    return key if not near and _linear(layer) and _inputs(layer) == width else None
+    return key if not near and _linear(layer) and inputs(layer) == width else None
 
 
 def _problem(owner: nn.Module, join: str | None, split: set[str], prefix: str) -> str:
@@ -263,11 +266,11 @@ def _count(owner: nn.Module, key: str) -> bool:
 def _find_network(name: str, owner: nn.Module, layers: dict[str, nn.Module], size: int, found: Found) -> None:
     prefix = f"{name}." if name else ""
     taken = {*found.columns, *found.rows}
-    for ups, down in _networks(owner):
+    for ups, down in _networks(name, owner):
         keys = [prefix + key for key in (*ups, down)]
         if any(key not in layers or key in taken for key in keys):
             continue
-        width = _inputs(layers[keys[-1]])
+        width = inputs(layers[keys[-1]])
         if any(_outputs(layers[key]) != width for key in keys[:-1]):
             continue
         if width % size:
@@ -276,14 +279,18 @@ def _find_network(name: str, owner: nn.Module, layers: dict[str, nn.Module], siz
         found.columns += keys[:-1]
         found.rows.append(keys[-1])
         taken.update(keys)
+        if not isinstance(owner, nn.Sequential) and all(
+            f"{prefix}{key}".rpartition(".")[0] in keys for key, _ in owner.named_parameters()
+        ):
+            found.networks.append(name)
 
 
-def _networks(owner: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
+def _networks(name: str, owner: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
     """The pairs (layers that see the input, layer that gives the output) among a module's children."""
     if isinstance(owner, nn.Sequential):
         yield from _neighbors(owner)
         return
-    layers = _layers(owner)
+    layers = _layers(owner) if name else {}  # a whole model's own layers may do anything in its forward
     for ups, down in NETWORKS:
         if all(key in layers for key in (*ups, down)) and _nothing_between(owner, layers[ups[0]], (*ups, down)):
             yield ups, down
@@ -305,7 +312,7 @@ def _nothing_between(owner: nn.Module, first: nn.Module, keys: tuple[str, ...]) 
 
     One that has no weights of its own does (an activation); one with weights of the hidden width would see a part.
     """
-    width, outer = _outputs(first), _inputs(first)
+    width, outer = _outputs(first), inputs(first)
     for key, child in owner.named_children():
         if any(f"{name}.".startswith(f"{key}.") for name in keys) or isinstance(child, FEATUREWISE):
             continue

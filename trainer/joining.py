@@ -104,7 +104,7 @@ class JoiningStep:
             what: Any = None
             if entry.metric is not None:
                 what = self.module.get_submodule(entry.metric)
-                what._forward_cache = torch.as_tensor(value)
+                what._forward_cache = torch.as_tensor(value)  # the batch's value, if it was logged on_step
             if record is None or record.options != entry.options:
                 example = torch.zeros((), dtype=getattr(torch, entry.dtype)) if what is None else what
                 record = store.define(entry.name, example, entry.options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -155,7 +155,7 @@ class SumRecord(Record):
             return total, self.weight
         total = torch.as_tensor(total, dtype=torch.float64).to(strategy.device)
         both = torch.stack([total, torch.full_like(total, self.weight)])
-        both = strategy.reduce(both, "sum", self.options.sync_dist_group)
+        both = strategy.reduce(both, "sum", self.options.sync_dist_group or strategy.data_group)
         alike = strategy.world_size // strategy.num_data_ranks  # processes that saw the same data, and logged the same
         return both[0] / alike, both[1] / alike
 
@@ -257,8 +257,11 @@ class MetricRecord(Record):
         return scalar(self.key, (self.metric.compute() if value is None else value).detach())
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        with _not_synced(self.metric) if self.alone else nullcontext():
-            value = self.metric.compute()
+        if self.alone:
+            with _not_synced(self.metric):
+                value = self.metric.compute()
+        else:
+            value = strategy.compute_metric(self.metric)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not one "

@@ -357,7 +357,6 @@ def test_ranks_agree_on_an_overflow_that_one_of_them_has() -> None:
         {"sharding": "hybrid"},
         {"data_parallel_replicate": 2, "data_parallel_shard": 1},
     ],
-    ids=str,
 )
 def test_every_way_to_shard_gives_the_same_numbers_and_names(arguments: dict[str, Any]) -> None:
     how = {"precision": "64-true", "batches": 3, "accumulate_grad_batches": 2}

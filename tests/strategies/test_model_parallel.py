@@ -189,7 +189,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp x4": (4, {"tensor_parallel": 4}),
     "shard 2 x tp 2": (4, {"tensor_parallel": 2}),
     "replicate 2 x tp 2": (4, {"tensor_parallel": 2, "data_parallel_replicate": 2}),
-    "shard x2": (2, {}),
+    "stages 2 x tp 2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "microbatches": 2}),
 }
 
 
@@ -231,6 +231,24 @@ def weights_on(mesh: str, make: Callable[[], TrainingModule] = Language, **more:
 def test_ten_steps_equal_one_process_with_the_global_batch(mesh: str, accumulate: int) -> None:
     how = {**DOUBLE, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.3}
     assert furthest(weights_on(mesh, **how), trained("cpu", Language(), batches(), **how)[0]) < EXACT
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_split_layers_in_the_stages_of_a_pipeline_train_like_one_process(accumulate: int, tmp_path: Path) -> None:
+    how = {**DOUBLE, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.3}
+
+    def look(trainer: Trainer) -> Any:
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+        return whole_weights(trainer), trainer.callback_metrics["loss"]
+
+    reference, alone = trained("cpu", Language(), batches(), **how)
+    state, loss = on_mesh("stages 2 x tp 2", look, **how)[0]
+    assert furthest(state, reference) < EXACT
+    assert loss.item() == pytest.approx(alone.callback_metrics["loss"].item(), rel=1e-6)
+    more = {**how, "max_epochs": 2}
+    expected, _ = trained("cpu", Language(), batches(), **more)
+    went_on = weights_on("stages 2 x tp 2", partial(Language, seed=4), ckpt_path=tmp_path / "one.ckpt", **more)
+    assert furthest(went_on, expected) < EXACT
 
 
 def test_ten_steps_in_float32_stay_near_float64() -> None:
@@ -349,7 +367,7 @@ def test_bf16_is_near_one_process() -> None:
     assert missed.norm() < 1e-2 * torch.cat([v.flatten() for v in one.values()]).norm()
 
 
-@pytest.mark.parametrize("mesh", ["tp x2", "shard 2 x tp 2"])
+@pytest.mark.parametrize("mesh", ["tp x2", "shard 2 x tp 2", "stages 2 x tp 2"])
 def test_an_overflow_on_one_process_skips_the_step_of_all(mesh: str) -> None:
     class Overflowing(Language):
         def on_after_backward(self) -> None:
@@ -360,7 +378,7 @@ def test_an_overflow_on_one_process_skips_the_step_of_all(mesh: str) -> None:
     def look(trainer: Trainer) -> Any:
         return trainer.global_step, trainer.strategy.precision.skipped_steps, whole_weights(trainer)
 
-    found = on_mesh(mesh, look, Overflowing, data=batches(3), precision="16-mixed", accumulate_grad_batches=1)
+    found = on_mesh(mesh, look, Overflowing, data=batches(3), precision="16-mixed")
     assert [(steps, skipped) for steps, skipped, _ in found] == [(2, 1)] * len(found)
     assert all(value.isfinite().all() for value in found[0][2].values())
 
@@ -555,6 +573,23 @@ def test_an_attention_with_fixed_widths_is_an_error_that_says_what_to_write() ->
     ranks(2, run)
 
 
+def test_a_network_that_needs_all_its_features_at_once_is_an_error() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(F.gelu(self.fc1(x)).softmax(-1))
+
+    class Model(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[1].network = Gate()
+
+    refused("auto", Model, r"Gate \(blocks\.1\.network\) gives something else when .* tensor_parallel=2")
+
+
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
@@ -568,8 +603,8 @@ def asked(**sizes: Any) -> dict[str, int | str]:
         ({}, {"dp_shard": 8}),
         ({"tensor_parallel": 2}, {"dp_shard": 4, "tp": 2}),
         ({"tensor_parallel": "auto"}, {"dp_shard": 2, "tp": 4}),
-        ({"pipeline_parallel": 2, "data_parallel_replicate": 2}, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}),
-        ({"data_parallel_shard": 1, "context_parallel": 8}, {"cp": 8}),
+        ({"tensor_parallel": 2, "data_parallel_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+        ({"data_parallel_shard": 1, "context_parallel": 8, "context_parallel_dims": 1}, {"cp": 8}),
     ],
 )
 def test_sizes_left_open_take_what_is_left(sizes: dict[str, Any], found: dict[str, int]) -> None:
@@ -590,11 +625,13 @@ def test_sizes_that_do_not_fit_the_processes_are_an_error_with_both_numbers() ->
 
 
 def test_ranks_of_one_group_see_the_same_data() -> None:
-    strategy = ModelParallelStrategy(tensor_parallel=2, data_parallel_replicate=2, pipeline_parallel=2)
-    strategy.place([torch.device("cpu")] * 16)
-    seen = []
-    for rank in range(16):
-        strategy._cluster = Cluster("test", rank, rank, 16, 16, 0, 1, "", 0)
-        seen.append(strategy.data_rank)
-    assert strategy.num_data_ranks == 4
-    assert seen == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    split = ModelParallelStrategy(tensor_parallel=2, data_parallel_replicate=2, data_parallel_shard=2)
+    staged = ModelParallelStrategy(pipeline_parallel=2, data_parallel_replicate=4)
+    seen = {}
+    for strategy in (split, staged):
+        strategy.place([torch.device("cpu")] * 8)
+        for rank in range(8):
+            strategy._cluster = Cluster("test", rank, rank, 8, 8, 0, 1, "", 0)
+            seen.setdefault(strategy, []).append(strategy.data_rank)
+        assert strategy.num_data_ranks == 4
+    assert seen == {split: [0, 0, 1, 1, 2, 2, 3, 3], staged: [0, 1, 2, 3] * 2}
