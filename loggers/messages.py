@@ -101,6 +101,18 @@ def names(values: Iterable[Any], last: str = "or") -> str:
     return f"{', '.join(quoted[:-1])} {last} {quoted[-1]}"
 
 
+def ranks(numbers: Iterable[int]) -> str:
+    """``[1, 2, 3, 7]`` -> ``"ranks 1-3, 7"``: short also for thousands."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    listed = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'' if listed.isdecimal() else 's'} {listed}"
+
+
 def missing(who: str, package: str) -> str:
     """The sentence for a package that ``who`` needs and that is not there."""
     return f"{who} needs the package {package!r}, which is not installed here. Run: pip install {package}"

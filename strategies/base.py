@@ -7,8 +7,8 @@ loss scaling, the strategy decides placement and communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -231,6 +231,11 @@ class Strategy:
         """Whether all processes pass the same text."""
         return True
 
+    @property
+    def host_group(self) -> Any:
+        """The process group over which the hosts talk, for a library that wants one; None: there is none."""
+        return None
+
     def abandon(self) -> None:
         """An error ends the run: no longer wait for other processes, who may not have it."""
 
@@ -239,6 +244,15 @@ class Strategy:
         return None
 
     # ---- state -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def states_in_parts(self) -> Iterator[bool]:
+        """Within, the states below may have tensors in parts (DTensor), which each process writes; says whether."""
+        yield False
+
+    def room_for(self, empty: Tensor) -> Tensor:
+        """Memory for what this process needs of a checkpoint's tensor, which is given on the meta device."""
+        return torch.empty_like(empty, device="cpu")
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """The unwrapped module's ``state_dict``, whole. Every process must call; only rank 0 may get it."""

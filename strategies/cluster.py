@@ -59,6 +59,7 @@ class Cluster:
             LOCAL_WORLD_SIZE=str(self.local_world_size),
             GROUP_RANK=str(self.node_rank),
             NODE_RANK=str(self.node_rank),
+            GROUP_WORLD_SIZE=str(self.num_nodes),
             MASTER_ADDR=self.address,
             MASTER_PORT=str(self.port),
         )

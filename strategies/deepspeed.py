@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..loggers import messages
 from . import deepspeed_config as configuration
 from . import zero
-from .distributed import DistributedStrategy
+from .distributed import DistributedStrategy, StartMethod
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: str = "popen",
+        start_method: StartMethod = "popen",
         numa: bool = False,
     ) -> None:
         super().__init__(

@@ -21,11 +21,13 @@ from ..loggers import messages
 from . import batch_norm, launch
 from .base import ReduceOp, Strategy
 from .cluster import Cluster, find_cluster
+from .meeting import shared_store
 from .precision.base import Precision
 from .watch import Watch
 
 T = TypeVar("T")
 
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -54,7 +56,7 @@ class DistributedStrategy(Strategy):
         *,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         numa: bool = False,
     ) -> None:
         self.precision = precision or Precision()
@@ -62,7 +64,7 @@ class DistributedStrategy(Strategy):
             raise ValueError(messages.unknown(f"start_method for {type(self).__name__}", start_method, START_METHODS))
         self.process_group_backend = process_group_backend
         self.timeout = timeout
-        self.start_method: Literal["popen", "spawn", "fork", "forkserver"] = start_method
+        self.start_method: StartMethod = start_method
         self.numa = numa
         self.devices: list[torch.device] = []
         self._nodes = 1
@@ -171,6 +173,10 @@ class DistributedStrategy(Strategy):
     def talks(self) -> bool:
         """Whether there is somebody to talk to: others, who have been met, and no error that they may not have had."""
         return self._host is not None and self.world_size > 1 and not self._abandoned
+
+    @property
+    def host_group(self) -> Any:
+        return self._host
 
     @contextmanager
     def _at(self, place: str) -> Iterator[None]:
@@ -328,9 +334,8 @@ def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torc
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
-        dist.init_process_group(
-            backend, rank=cluster.rank, world_size=cluster.world_size, timeout=timeout, **with_device
-        )
+        rank, world_size, store = cluster.rank, cluster.world_size, shared_store(cluster, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **with_device)
     atexit.register(leave)
 
 

@@ -34,6 +34,8 @@ _PEER_LOST = re.compile(
 )
 _ENDED = (signal.SIGTERM, signal.SIGINT)
 
+_registered = False
+
 
 def register_failure_hook() -> None:
     """Called in a started process: its uncaught exception goes to the one that waits, which prints one for all.
@@ -41,21 +43,22 @@ def register_failure_hook() -> None:
     It also ties the process to that one: when that is killed, this one ends. Does nothing in a process that Paceline
     did not start.
     """
+    global _registered
     agent = os.environ.get(LAUNCHED, "")
-    if not agent.isdigit() or not os.environ.get(_FILE):
+    if _registered or not agent.isdigit() or not os.environ.get(_FILE):
         return
     if os.getppid() != int(agent):
         if not _is_alive(int(agent)):
             os.kill(os.getpid(), signal.SIGTERM)
         return
-    if sys.excepthook is not _write_uncaught:
-        sys.excepthook = _write_uncaught
-        end_with(int(agent))
+    _registered = True
+    sys.excepthook = _write_uncaught
+    end_with(int(agent))
 
 
 def note_failure(error: BaseException) -> None:
     """Write down now that ``error`` ended the run, before the tidying up that makes the others fail too."""
-    if sys.excepthook is _write_uncaught:
+    if _registered:
         write_failure(error, Path(os.environ[_FILE]))
 
 
@@ -105,29 +108,38 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def end_with(parent: int, ask: bool = True) -> None:
-    """End this process when ``parent`` is killed, which then can no longer do it.
+def end_with(agent: int, ask: bool = True, child: bool = True) -> None:
+    """End this process when the one that waits for it is killed, which then can no longer do it.
 
     A thread looks once a second. It asks by SIGTERM, so that a step can finish, and ends the process after the time
     that torch elastic gives. Before the process group exists there is no step to finish, but torch waits for the
     others without letting threads run; so on Linux the system itself kills the process during that time.
 
     Args:
-        parent: id of the process to watch, this one's parent.
+        agent: id of the process that waits.
         ask: whether to send SIGTERM first; not where the system has sent a signal already.
+        child: whether ``agent`` is this one's parent.
     """
-    threading.Thread(target=_watch, args=(parent, ask), name="paceline-parent", daemon=True).start()
+    ready = threading.Event()
+    threading.Thread(target=_watch, args=(agent, ask, child, ready), name="paceline-agent", daemon=True).start()
+    ready.wait()
 
 
-def _watch(parent: int, ask: bool) -> None:
+def _watch(agent: int, ask: bool, child: bool, ready: threading.Event) -> None:
     import torch.distributed as dist
     import torch.multiprocessing as multiprocessing
 
+    def is_there() -> bool:
+        return os.getppid() == agent if child else _is_alive(agent)
+
     # The setting is this thread's own: the main thread's, by torch.multiprocessing, stays.
     when_parent_dies = getattr(multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)
-    when_parent_dies(int(getattr(signal, "SIGKILL", 9)))
+    when_parent_dies(int(getattr(signal, "SIGKILL", signal.SIGTERM)))
+    if not is_there():
+        os._exit(1)
+    ready.set()
     joined = False
-    while os.getppid() == parent:
+    while is_there():
         if not joined and dist.is_initialized():
             joined = True
             when_parent_dies(0)

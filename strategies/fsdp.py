@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import empty as dtensor_empty
 
 from ..loggers import messages
 from . import shards
-from .distributed import DistributedStrategy
+from .distributed import DistributedStrategy, StartMethod
 from .fsdp_materialize import Materializer
 from .fsdp_wrapping import Policy, bottom_up, checkpoint_activations, choose_blocks
 from .precision.base import Precision, gradients
@@ -71,7 +72,7 @@ class FSDPStrategy(DistributedStrategy):
     """
 
     names: ClassVar[tuple[str, ...]] = ("fsdp", "fsdp_cpu_offload", "hybrid_shard")
-    communicates_forward: ClassVar[bool] = True
+    communicates_forward = True
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class FSDPStrategy(DistributedStrategy):
         state_dict_type: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: str = "popen",
+        start_method: StartMethod = "popen",
         numa: bool = False,
     ) -> None:
         super().__init__(
@@ -120,7 +121,7 @@ class FSDPStrategy(DistributedStrategy):
         self._holder: Any = None
         self._unfilled: list[str] = []
         self._synced = True
-        self._manual = self._inside = False
+        self._manual = self._inside = self._in_parts = False
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -356,10 +357,33 @@ class FSDPStrategy(DistributedStrategy):
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def states_in_parts(self) -> Iterator[bool]:
+        self._in_parts = self.state_dict_type == "sharded"
+        try:
+            yield self._in_parts
+        finally:
+            self._in_parts = False
+
+    def room_for(self, empty: Tensor) -> Tensor:
+        mesh = self._mesh()
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        return dtensor_empty(*empty.shape, dtype=empty.dtype, device_mesh=mesh, placements=placements)
+
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's ``state_dict``, whole and on the CPU on rank 0; on the others without memory (``meta``)."""
         self._reshard(module)
-        return shards.whole(module.state_dict(keep_vars=True), keep=self.is_global_zero)
+        return self._whole(module.state_dict(keep_vars=True))
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._abandoned and self.world_size > 1:
+            raise RuntimeError(
+                "After an error a state cannot be saved: it lies in parts on all processes, and the others may not "
+                "come. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose little."
+            )
+        if self._in_parts:
+            return shards.detached(state)
+        return shards.whole(state, keep=self.is_global_zero)
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
         self._reshard(module)
@@ -375,7 +399,7 @@ class FSDPStrategy(DistributedStrategy):
             self._holder.reshard()
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        return shards.whole(optimizer.state_dict(), keep=self.is_global_zero)
+        return self._whole(optimizer.state_dict())
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -34,6 +34,17 @@ def whole(value: Any, keep: bool, known: dict[int, Tensor] | None = None) -> Any
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
+def detached(value: Any, known: dict[int, Tensor] | None = None) -> Any:
+    """A state with every tensor as data alone, without a graph; one tensor at two places stays one."""
+    known = {} if known is None else known
+    if isinstance(value, Mapping):
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return kind((key, detached(inner, known)) for key, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)(detached(inner, known) for inner in value)
+    return known.setdefault(id(value), value.detach()) if isinstance(value, Tensor) else value
+
+
 def cut(full: Tensor, like: DTensor) -> DTensor:
     """This process's part of a whole tensor that every process has, laid out as ``like`` (nothing is sent)."""
     spread = distribute_tensor(full.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None)

@@ -6,6 +6,7 @@ the user's line that the rank executes. A rank asks when a collective of the str
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -23,8 +24,11 @@ from ..loggers import messages
 
 #: How long a rank waits in a collective before it says so.
 NOTICE_SECONDS = 60.0
-_POLL_SECONDS = 1.0
+#: A rank looks once a second whether it is asked; of many ranks each looks less often, so that the one store behind
+#: them never gets more looks a second than this.
+_LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
+_SILENT = "does not answer (it has ended, or its machine is out of reach)"
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOMS = ("trainer", "callbacks", "strategies", "loggers")
 #: Folders whose lines say nothing to the user: ours, torch's, Python's own.
@@ -51,6 +55,9 @@ class Watch:
         self._place = ""
         self._since = 0.0
         self._noticed = False
+        self._answered = 0
+        self._poll_seconds = max(1.0, world_size / _LOOKS_PER_SECOND)
+        self._answer_seconds = 2 * self._poll_seconds + _ANSWER_SECONDS
         self._closed = threading.Event()
         self._main = threading.main_thread().ident or 0
         self._thread: threading.Thread | None = None
@@ -102,12 +109,13 @@ class Watch:
     # ---- answering -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        answered = 0
-        while not self._closed.wait(_POLL_SECONDS):
+        pause = self._poll_seconds * (1 + self.rank / self.world_size)  # not all in one moment
+        while not self._closed.wait(pause):
+            pause = self._poll_seconds
             try:
-                while self._store.check([f"ask/{answered}"]):
-                    self._store.set(f"answer/{answered}/{self.rank}", self._here())
-                    answered += 1
+                while self._store.check([f"ask/{self._answered}"]):
+                    self._store.set(f"answer/{self._answered}/{self.rank}", self._here())
+                    self._answered += 1
                 self._notice()
             except Exception:  # the store has gone with the rank that held it: the run is over
                 return
@@ -120,34 +128,61 @@ class Watch:
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
+        """Say that this rank waits, unless another has just begun to say so: one message, not one of each rank."""
         if not self._since or self._noticed or time.monotonic() - self._since < NOTICE_SECONDS:
             return
         self._noticed = True
-        messages.info_anywhere(
-            f"Rank {self.rank} has waited {NOTICE_SECONDS:.0f} s at {self._here()}. {self._where_all_are()}"
-        )
+        question = self._answered
+        if self._is_mine(question):
+            self._answered = question + 1
+            waited, others = time.monotonic() - self._since, self._told(self._all_places(question))
+            messages.info_anywhere(f"Rank {self.rank} has waited {waited:.0f} s at {self._here()}. {others}")
 
     def _where_all_are(self) -> str:
-        """One sentence with the place of every other rank; ranks at one place are named together."""
-        number = self._store.add("asked", 1) - 1
-        self._store.set(f"ask/{number}", "?")
-        places: dict[str, list[int]] = {}
-        deadline = time.monotonic() + _POLL_SECONDS + _ANSWER_SECONDS
+        """Sentences with the places of the other ranks. One rank asks for all that want to know at the same time."""
+        question = self._answered
+        try:
+            if self._is_mine(question):
+                return self._told(self._all_places(question))
+            told = self._read(f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
+        except RuntimeError:  # the store has gone with the rank that held it
+            told = None
+        return self._told(json.loads(told)) if told is not None else "Where the others are is not known."
+
+    def _is_mine(self, question: int) -> bool:
+        """Whether this rank is the first to ask it."""
+        me = str(self.rank)
+        return self._store.compare_set(f"ask/{question}", "", me).decode() == me
+
+    def _all_places(self, question: int) -> dict[str, list[int]]:
+        """What every rank answers, its ranks by place; kept in the store for the others that want to know."""
+        places: dict[str, list[int]] = {f"is at {self._here()}": [self.rank]}
+        deadline = time.monotonic() + self._answer_seconds
         for rank in range(self.world_size):
             if rank != self.rank:
-                places.setdefault(self._answer(f"answer/{number}/{rank}", deadline), []).append(rank)
+                place = self._read(f"answer/{question}/{rank}", deadline)
+                places.setdefault(_SILENT if place is None else f"is at {place}", []).append(rank)
+        self._store.set(f"told/{question}", json.dumps(places))
+        return places
+
+    def _told(self, places: dict[str, list[int]]) -> str:
+        others = {place: [rank for rank in ranks if rank != self.rank] for place, ranks in places.items()}
         return " ".join(
-            f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {place}."
-            for place, ranks in places.items()
+            f"{messages.ranks(ranks).capitalize()} {place if len(ranks) == 1 else _plural(place)}."
+            for place, ranks in others.items()
+            if ranks
         )
 
-    def _answer(self, key: str, deadline: float) -> str:
+    def _read(self, key: str, deadline: float) -> str | None:
         try:
-            left = max(deadline - time.monotonic(), 0.01)
-            self._store.wait([key], timedelta(seconds=left))
-            return f"is at {self._store.get(key).decode()}"
+            self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+            return self._store.get(key).decode()
         except RuntimeError:
-            return "does not answer (it has ended, or its machine is out of reach)"
+            return None
+
+
+def _plural(place: str) -> str:
+    return "do not answer (they have ended, or are out of reach)" if place == _SILENT else f"are{place[2:]}"
 
 
 class _RankError(RuntimeError):
@@ -155,6 +190,7 @@ class _RankError(RuntimeError):
 
 
 _RankError.__name__ = _RankError.__qualname__ = "RuntimeError"
+_RankError.__module__ = "builtins"
 
 
 def _users_line(frame: FrameType | None) -> str:

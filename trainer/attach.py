@@ -281,15 +281,19 @@ def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
 
 def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, Any] | None:
     """The checkpoint to load from, read; None if there is none to load."""
-    from .checkpoint.file import read
     from .checkpoint.find import find_checkpoint
+    from .checkpoint.read import read
 
-    path = find_checkpoint(trainer, path, request.fn, reused=False)
+    if path == "last":  # one rank looks: the others may see the folder a moment older, or on another machine
+        found = find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
+        path = trainer.strategy.broadcast(found)
+    else:
+        path = find_checkpoint(trainer, path, request.fn, reused=False)
     trainer._ckpt_path = path
     if path is None:
         return None
     messages.info(f"Loading {path}")
-    return read(path)
+    return read(path, strategy=trainer.strategy)
 
 
 def setup_optimizers(trainer: Trainer) -> None:

@@ -16,18 +16,36 @@ from parity.networks import ConvNet, Language, TiedLanguage, loader
 
 import paceline
 from paceline import TrainingModule
-from paceline.strategies import DDPStrategy
+from paceline.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
-STRATEGIES: dict[str, tuple[Callable[[], Any], int]] = {
-    "ddp x2": (DDPStrategy, 2),
-}
 NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
+    "ddp x2": (DDPStrategy, 2),
+    "fsdp x2": (FSDPStrategy, 2),
+    "fsdp x4": (FSDPStrategy, 4),
+    "hybrid 2x2": (lambda: FSDPStrategy(sharding="hybrid", data_parallel_replicate=2, data_parallel_shard=2), 4),
+    "tensor parallel x2": (lambda: ModelParallelStrategy(data_parallel_shard=1, tensor_parallel=2), 2),
+    "fsdp x2, tensor parallel x2": (lambda: ModelParallelStrategy(data_parallel_shard=2, tensor_parallel=2), 4),
+    "pipeline x2": (lambda: ModelParallelStrategy(data_parallel_shard=1, pipeline_parallel=2), 2),
+    "deepspeed 1 x2": (lambda: DeepSpeedStrategy(stage=1), 2),
+    "deepspeed 2 x2": (lambda: DeepSpeedStrategy(stage=2), 2),
+    "deepspeed 3 x2": (lambda: DeepSpeedStrategy(stage=3), 2),
+}
+
+
+def cells() -> list[Any]:
+    """Every strategy with every network it can take: tensor parallelism splits linear layers of blocks, not pictures."""
+    found = []
+    for strategy in STRATEGIES:
+        marks = [NEEDS_DEEPSPEED] if strategy.startswith("deepspeed") else []
+        networks = [Language, TiedLanguage] if "tensor" in strategy else [ConvNet, Language, TiedLanguage]
+        found += [pytest.param(strategy, network, marks=marks) for network in networks]
+    return found
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("module", [ConvNet, Language, TiedLanguage])
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize(("strategy", "module"), cells())
 def test_a_strategy_gives_the_numbers_of_one_process(
     strategy: str, module: type[TrainingModule], accumulate: int, precision: str
 ) -> None:

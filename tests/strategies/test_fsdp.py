@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import RanksError, ranks
 import torch.distributed as dist
+from processes import RanksError, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -335,7 +335,7 @@ def test_ranks_agree_on_an_overflow_that_one_of_them_has() -> None:
 
     for steps, skipped, found in ranks(2, run):
         assert (steps, skipped) == (3, 1)
-    assert all(value.is_meta or value.isfinite().all() for value in found.values())
+        assert all(value.is_meta or value.isfinite().all() for value in found.values())
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -409,11 +409,11 @@ def test_a_mesh_of_the_users_is_taken() -> None:
 
 
 def test_arguments_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'hybrid'"):
+    with pytest.raises(ValueError, match=r"Did you mean 'hybrid'"):
         FSDPStrategy(sharding="hybird")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="state_dict_type"):
+    with pytest.raises(ValueError, match=r"state_dict_type"):
         FSDPStrategy(state_dict_type="shards")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Pass a torch.distributed.fsdp.MixedPrecisionPolicy"):
+    with pytest.raises(TypeError, match=r"Pass a torch.distributed.fsdp.MixedPrecisionPolicy"):
         FSDPStrategy(mixed_precision="bf16")  # type: ignore[arg-type]
 
 
@@ -513,7 +513,7 @@ class Unfilled(Lazy):
 
 
 def test_what_nobody_gives_a_value_is_an_error_that_names_it() -> None:
-    with pytest.raises(RanksError, match="nothing gives 'positions.table' a value"):
+    with pytest.raises(RanksError, match=r"nothing gives 'positions.table' a value"):
         ranks(2, lambda: train(Unfilled(), FSDPStrategy(), 2, 1))
 
 
@@ -568,7 +568,7 @@ def test_an_optimizer_made_before_the_parameters_were_sharded_is_refused() -> No
             return self.early
 
     with pytest.raises(
-        RanksError, match="of SGD are not those of the sharded module.*Build it in configure_optimizers"
+        RanksError, match=r"of SGD are not those of the sharded module.*Build it in configure_optimizers"
     ):
         ranks(2, lambda: train(Early(), FSDPStrategy(), 2, 1))
 
@@ -579,13 +579,13 @@ def test_an_optimizer_that_torch_cannot_run_on_parts_is_named() -> None:
             torch.linalg.det(next(p.grad for group in self.param_groups for p in group["params"] if p.dim() == 2))
 
     make = partial(Transformer, False, partial(Unusual, lr=0.1))
-    with pytest.raises(RanksError, match="torch cannot run an operation on a tensor that lies in parts.*det"):
+    with pytest.raises(RanksError, match=r"torch cannot run an operation on a tensor that lies in parts.*det"):
         ranks(2, lambda: train(make(), FSDPStrategy(), 2, 1))
 
 
 def test_lbfgs_is_refused_with_the_reason() -> None:
     make = partial(Transformer, False, torch.optim.LBFGS)
-    with pytest.raises(RanksError, match="LBFGS under FSDPStrategy: it joins all parameters"):
+    with pytest.raises(RanksError, match=r"LBFGS under FSDPStrategy: it joins all parameters"):
         ranks(2, lambda: train(make(), FSDPStrategy(), 2, 1))
 
 
@@ -680,7 +680,7 @@ def test_a_sharded_module_is_not_sharded_again_with_other_arguments() -> None:
         train(module, FSDPStrategy(wrap=None), 2, 1)
 
     with pytest.raises(
-        RanksError, match="This Transformer is sharded already, by an FSDPStrategy with other arguments"
+        RanksError, match=r"This Transformer is sharded already, by an FSDPStrategy with other arguments"
     ):
         ranks(2, run)
 
@@ -690,7 +690,7 @@ def test_a_wrapped_blocks_weight_used_from_outside_has_an_error_that_says_so() -
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) + (torch.ones(WIDTH) * self.blocks[0].norm.weight).sum()
 
-    with pytest.raises(RanksError, match="are whole only while that module's forward runs"):
+    with pytest.raises(RanksError, match=r"are whole only while that module's forward runs"):
         ranks(2, lambda: train(Outside(), FSDPStrategy(), 2, 1))
 
 

@@ -83,16 +83,16 @@ def test_a_policy_that_matches_nothing_names_the_classes_there_are() -> None:
         names(nn.Conv2d)
     with pytest.raises(ValueError, match=r"wrap=100000\) matches no module"):
         names(100_000)
-    with pytest.raises(ValueError, match="activation_checkpointing=.*matches no module"):
+    with pytest.raises(ValueError, match=r"activation_checkpointing=.*matches no module"):
         checkpoint_activations(Net(), "Blok", {})
 
 
 def test_what_is_no_policy_is_refused() -> None:
     with pytest.raises(TypeError, match=r"wrap=1\.5\) is a float"):
         names(1.5)
-    with pytest.raises(ValueError, match="no number of parameters"):
+    with pytest.raises(ValueError, match=r"no number of parameters"):
         names(0)
-    with pytest.raises(ValueError, match="Linear has none"):
+    with pytest.raises(ValueError, match=r"Linear has none"):
         checkpoint_activations(nn.Linear(1, 1), True, {})
 
 
