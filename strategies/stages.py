@@ -263,7 +263,7 @@ class Run:
 
     def _leave(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten((args, kwargs))
-        raise Left(len(leaves), tuple(leaves))
+        raise Left(len(leaves), tuple(self._arrived.get(id(leaf), leaf) for leaf in leaves))
 
 
 class Left(BaseException):
@@ -351,12 +351,12 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
     """Names and sizes of the blocks: the children of the list that divides most of the parameters."""
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):
-        sizes = [_size(child) for child in container.children()]
+        sizes = [_size(child) for child in container._modules.values() if child is not None]
         score = sum(sizes) - max(sizes)
         enough = sum(size > 0 for size in sizes) >= count
         if score > best[0] and (enough or sum(size > 0 for size in best[2]) < count):
             prefix = f"{name}." if name else ""
-            best = (score, [f"{prefix}{child}" for child, _ in container.named_children()], sizes)
+            best = (score, [f"{prefix}{child}" for child in container._modules], sizes)
     _, names, sizes = best
     owner = type(module).__name__
     if not names:
