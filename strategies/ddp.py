@@ -6,14 +6,14 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..loggers import messages
-from .distributed import DistributedStrategy
+from .distributed import DistributedStrategy, StartMethod
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class DDPStrategy(DistributedStrategy):
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         numa: bool = False,
         **ddp_options: Any,
     ) -> None:
@@ -99,7 +99,7 @@ class DDPStrategy(DistributedStrategy):
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # nothing to reduce
-        self._same_model(module)
+        self.same_model(module)
         on_gpu = self.device.type == "cuda"
         self._wrapped = DistributedDataParallel(
             _Step(module),
@@ -112,22 +112,6 @@ class DDPStrategy(DistributedStrategy):
             hook, state = _named_hook(hook, state)
             self._wrapped.register_comm_hook(state, wrapper(hook) if wrapper else hook)
         return self._wrapped
-
-    def _same_model(self, module: nn.Module) -> None:
-        """Raise on every rank, naming the first difference, if the ranks built different models."""
-        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-        for rank, theirs in enumerate(self.gather_objects(mine)):
-            if theirs != mine:
-                pairs = zip(mine, theirs, strict=False)
-                here, there = next(
-                    ((a, b) for a, b in pairs if a != b),
-                    (f"{len(mine)} parameters", f"{len(theirs)} parameters"),
-                )
-                raise RuntimeError(
-                    f"{type(module).__name__} differs between the ranks: rank {self.global_rank} has {here}, rank "
-                    f"{rank} has {there}. Build the same model on every rank: no layer may depend on the rank or on "
-                    "what a rank's share of the data holds."
-                )
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         step = super().bind_step(step, wrapped, training)

@@ -13,7 +13,7 @@ from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..loggers import messages
 from . import deepspeed_config as configuration
 from . import zero
-from .distributed import DistributedStrategy
+from .distributed import DistributedStrategy, StartMethod
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         numa: bool = False,
     ) -> None:
         super().__init__(

@@ -197,7 +197,6 @@ def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
         module: its parameters keep as much as they had.
         keep: whether this rank wants the result; the others only take part.
     """
-
     state = module.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
     for name, value in state.items():

@@ -1,0 +1,91 @@
+"""Layers that were made without memory (on the meta device) get memory and their initial values, one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
+class Materializer:
+    """Fills what is on the meta device, module by module, children first.
+
+    A module's own ``reset_parameters`` gives the initial values, and after it the ``_init_weights(module)`` of the
+    nearest module around it that has one. Children first is the order in which constructors fill their layers, so that
+    the random numbers, and with them the initial values, are those of a process that made the same layers for real.
+    They are not where a constructor fills its children anew (or copies them) and no method of that name does.
+
+    Args:
+        root: the module; nothing is changed yet.
+        device: where memory is taken.
+
+    Attributes:
+        unfilled: names of tensors that got memory, but no values; a checkpoint may still bring them.
+    """
+
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.unfilled: list[str] = []
+        self._filler: dict[int, Any] = {}
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the empty one, which is kept alive
+        self._find_fillers(root, None)
+
+    def _find_fillers(self, module: nn.Module, nearest: Any) -> None:
+        own = getattr(module, "_init_weights", None)
+        nearest = own if callable(own) else nearest
+        self._filler[id(module)] = nearest
+        for child in module.children():
+            self._find_fillers(child, nearest)
+
+    @torch.no_grad()
+    def fill(self, name: str, module: nn.Module) -> None:
+        """Give memory and values to the tensors that ``module`` itself holds, if they have none."""
+        empty = {key for key, value in _own_tensors(module) if value.is_meta}
+        if not empty:
+            return
+        self._take_memory(module)
+        reset = next((found for key in _RESETS if callable(found := getattr(module, key, None))), None)
+        if reset is not None:
+            reset()
+        fill = self._filler[id(module)]
+        if fill is not None:
+            fill(module)
+        for key, value in _own_tensors(module):
+            if key in empty and _has_sentinel(value):
+                self.unfilled.append(f"{name}.{key}" if name else key)
+
+    def _take_memory(self, module: nn.Module) -> None:
+        """As ``to_empty``, but a tied parameter stays one, and what nobody fills afterwards can be told."""
+        for held in (module._parameters, module._buffers):
+            for key, value in held.items():
+                if value is None or not value.is_meta:
+                    continue
+                if id(value) not in self._made:
+                    made = _with_sentinel(torch.empty_like(value, device=self.device))
+                    if isinstance(value, nn.Parameter):
+                        made = nn.Parameter(made, requires_grad=value.requires_grad)
+                    self._made[id(value)] = (value, made)
+                held[key] = self._made[id(value)][1]  # type: ignore[assignment]
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    both = (*module._parameters.items(), *module._buffers.items())
+    return [(key, value) for key, value in both if value is not None]
+
+
+def _with_sentinel(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(torch.nan)
+    return tensor.zero_() if tensor.dtype is torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _has_sentinel(tensor: Tensor) -> bool:
+    """Whether an element was left as it was; a bool cannot tell, and counts as left."""
+    if not tensor.numel():
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor.dtype is torch.bool or bool((tensor == torch.iinfo(tensor.dtype).max).any())
