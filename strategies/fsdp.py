@@ -204,6 +204,12 @@ class FSDPStrategy(DistributedStrategy):
                 f"This {type(module).__name__} is sharded already, by an FSDPStrategy with other arguments. Use that "
                 "one again, or build a new module and load the weights from a checkpoint."
             )
+        elif self._holder.broken:
+            raise RuntimeError(
+                f"The run before left this {type(module).__name__} in the middle of a step, by an error, and torch "
+                f"{torch.__version__} cannot reset it. Build a new module and load the weights from a checkpoint, or "
+                "upgrade torch to 2.13."
+            )
         self._holder.set_requires_gradient_sync(True)
         self._holder.reshard()
         return module
@@ -450,6 +456,7 @@ class FSDPStrategy(DistributedStrategy):
         if holder is not None:
             if failed and hasattr(holder, "reset_iter_state"):
                 holder.reset_iter_state()
+            holder.broken = failed and not hasattr(holder, "reset_iter_state")
             holder.reshard()
 
 
