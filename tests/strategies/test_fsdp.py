@@ -731,6 +731,25 @@ def test_parameters_that_are_thawed_between_epochs_learn_from_then_on() -> None:
     )
 
 
+def test_ranks_may_use_different_parameters_if_they_say_so() -> None:
+    class Choosing(Transformer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.ones(5))
+            self.optimizer = partial(torch.optim.SGD, lr=0.5)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss + self.extra.sum() if os.environ["RANK"] == "0" else loss
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        with pytest.raises(ValueError, match=r"needs torch 2\.13"):
+            FSDPStrategy(find_unused_parameters=True)
+        return
+    found = on_ranks(2, Choosing, partial(FSDPStrategy, find_unused_parameters=True), batches=2)
+    assert found["extra"].tolist() == [0.5] * 5  # two steps of 0.5 times the mean of 1 and 0
+
+
 class Failing(Transformer):
     fails = True
 
