@@ -259,7 +259,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self.precision.scaler is None or self._overflow is not None:
             return
-        inverse = self.precision.inverse_scale()
+        precision: Any = self.precision  # the one with a scaler
+        inverse = precision.inverse_scale()
         found = torch.zeros((), device=self.device)
         for grad in zero.gradients(self._engine.optimizer):
             grad.mul_(inverse.to(grad.device))
@@ -300,8 +301,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         if not stepped:
             for grad in lasting:  # what is not finite would stay in the padding, which backward does not write
                 grad.zero_()
+        precision: Any = self.precision
         if self._overflow is not None:
-            self.precision.settle(optimizer, self._overflow)
+            precision.settle(optimizer, self._overflow)
             self._overflow = None
         elif not stepped and self.precision.name != "16-true":
             messages.warn_once(
@@ -472,7 +474,7 @@ def _use_device(kind: str) -> None:
     logging.getLogger("DeepSpeed").addFilter(_no_overflow)
     if kind == "cpu":
         # It would compile a shared-memory collective for inference at start: a minute, and an error without a compiler.
-        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+        vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
 
 
 def _no_overflow(record: logging.LogRecord) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from . import shards
 from .base import move_optimizer_state
 from .distributed import DistributedStrategy
+from .fsdp_materialize import Materializer
 from .fsdp_wrapping import bottom_up
 from .model_parallel import ModelParallelStrategy
 from .pipeline import Pipeline
@@ -102,7 +103,11 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         return None if self.mesh is None else self.mesh["tp"].get_group()  # the stages agree after this
 
     def _give_values(self, module: nn.Module) -> None:
-        """Rank 0's values for all, one tensor at a time on the device."""
+        """Rank 0's values for all, one tensor at a time on the device; what has no memory gets initial ones first."""
+        materializer = Materializer(module, torch.device("cpu"))
+        for name, part in bottom_up(module):
+            materializer.fill(name, part)
+        self._unfilled = materializer.unfilled
         with torch.no_grad(), self._at("giving every rank rank 0's weights"):
             for tensor in (*module.parameters(), *module.buffers()):
                 value = tensor.detach().to(self.device).contiguous()
@@ -110,6 +115,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
                 tensor.copy_(value)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
+        self._must_be_filled(module)
         self.pipeline.check_training(module)
         self._agree_on_random_numbers()
         return module
@@ -172,6 +178,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             return module.load_state_dict(state, strict=strict)
         own = module.state_dict(keep_vars=True)
         parts = {name: _cut_like(value, own.get(name)) for name, value in state.items()}
+        self._unfilled = [name for name in self._unfilled if name not in state]
         return self.pipeline.held.load_model_state(parts, strict)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -383,6 +383,47 @@ def test_an_overflow_on_one_process_skips_the_step_of_all(mesh: str) -> None:
     assert all(value.isfinite().all() for value in found[0][2].values())
 
 
+class Late(Language):
+    """Makes its layers when it is told where; without memory if ``meta``."""
+
+    def __init__(self, meta: bool) -> None:
+        super().__init__()
+        del self.embed, self.head, self.blocks
+        self.meta = meta
+
+    def configure_model(self) -> None:
+        if "embed" in self._modules:
+            return
+        torch.manual_seed(9)
+        with torch.device("meta" if self.meta else "cpu"):
+            self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+            self.blocks = nn.ModuleList(Block(WIDTH, 4, 0.0) for _ in range(2))
+
+
+@pytest.mark.parametrize("mesh", ["shard 2 x tp 2", "stages 2 x tp 2"])
+def test_layers_without_memory_get_the_initial_values_of_one_process(mesh: str) -> None:
+    reference, _ = trained("cpu", Late(False), batches(2), **DOUBLE)
+    assert furthest(weights_on(mesh, partial(Late, True), data=batches(2), **DOUBLE), reference) < EXACT
+
+
+def test_a_module_that_is_split_runs_again() -> None:
+    def several_runs(strategy: Callable[[], Any]) -> Any:
+        torch.set_num_threads(1)
+        module = Language()
+        trainer, other = (Trainer(strategy=strategy(), max_epochs=1, **QUIET, **DOUBLE) for _ in range(2))
+        before = trainer.validate(module, batches(2), verbose=False)
+        trainer.fit(module, batches(3), batches(2))
+        after = trainer.validate(module, batches(2), verbose=False)
+        other.fit(module, batches(3))
+        return before[0]["val_loss"], after[0]["val_loss"], whole_weights(other), module.blocks[0].attention.num_heads
+
+    alone = several_runs(lambda: "cpu")
+    found, _ = ranks(2, several_runs, lambda: "model_parallel")
+    assert found[:2] == pytest.approx(alone[:2], rel=1e-6)
+    assert furthest(found[2], alone[2]) < EXACT
+    assert (found[3], alone[3]) == (2, 4)
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
