@@ -269,8 +269,9 @@ class DistributedStrategy(Strategy):
         work.wait(timeout)
         return bool(both[0] == -both[1])
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """From here to the end of the run this rank no longer waits for the others, who may not have failed."""
+        launch.note_failure(error)
         self._abandoned = True
 
     def explain(self, error: BaseException) -> BaseException | None:

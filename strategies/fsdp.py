@@ -49,6 +49,12 @@ class FSDPStrategy(DistributedStrategy):
 
     Accumulating micro-batches communicate no gradients; what they accumulate is a whole gradient on each process.
 
+    Rank 0's initial weights count. Layers that ``configure_model`` makes on the meta device
+    (``trainer.init_module(empty_init=True)``) get memory and values one after the other, each only until it is sharded:
+    the values that one process draws with the same seed, as far as each layer fills itself when it is made.
+
+    Buffers are whole on each process and not reduced; rank 0's are saved.
+
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         wrap: which modules are gathered on their own. ``"auto"``: the repeated block; a class, a class name or several;
@@ -181,7 +187,14 @@ class FSDPStrategy(DistributedStrategy):
         self._synced = True
         self._unfilled = []
         self._holder = vars(module).get(_HOLDER)
-        settings = self._mesh(), self.wrap, self.reshard_after_forward, self.mixed_precision, self.offload
+        settings = (
+            self._mesh(),
+            self.wrap,
+            self.reshard_after_forward,
+            self.mixed_precision,
+            self.offload,
+            self.activation_checkpointing,
+        )
         if self._holder is None:
             self._holder = _Holder(self.precision.convert_module(module), settings)
             self._shard(module)
@@ -196,10 +209,10 @@ class FSDPStrategy(DistributedStrategy):
         return module
 
     def _shard(self, module: nn.Module) -> None:
-        blocks = self._blocks(module)
-        checkpoint_activations(module, self.activation_checkpointing, blocks)
         _check_shapes(module)
         self.same_model(module)
+        blocks = self._blocks(module)
+        checkpoint_activations(module, self.activation_checkpointing, blocks)
         materializer = Materializer(module, self.device)
         chosen = {id(block) for block in blocks.values()}
         for name, part in bottom_up(module):
@@ -492,11 +505,11 @@ def _broadcast(tensors: list[Tensor]) -> None:
 def _cut_if_fits(value: Any, own: Any) -> Any:
     """This process's part of a whole tensor; what does not fit stays, for ``load_state_dict`` to complain."""
     fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
-    return shards.cut(value, own) if fits and not isinstance(value, DTensor) else value
+    return shards.cut(value, own) if fits else value
 
 
 def _cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return value
     if value.shape == parameter.shape:
         return shards.cut(value, parameter)

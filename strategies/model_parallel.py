@@ -138,6 +138,7 @@ class ModelParallelStrategy(FSDPStrategy):
             )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
+        self._data_group: Any = None
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -183,6 +184,25 @@ class ModelParallelStrategy(FSDPStrategy):
     @property
     def num_data_ranks(self) -> int:
         return self.axis_sizes["dp_replicate"] * self.axis_sizes["dp_shard"]
+
+    @property
+    def data_group(self) -> Any:
+        if self.num_data_ranks == self.world_size or self.mesh is None:
+            return None
+        if self._data_group is None:
+            self._data_group = self.mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+        return self._data_group
+
+    def compute_metric(self, metric: Any) -> Any:
+        """The value over each share of the data once: processes that split layers have seen the same samples."""
+        group = self.data_group
+        if group is None:
+            return super().compute_metric(metric)
+        before, metric.process_group = metric.process_group, group
+        try:
+            return metric.compute()
+        finally:
+            metric.process_group = before
 
     @property
     def spreads_data(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -312,7 +313,6 @@ def test_evaluation_in_between_and_later_runs_go_through_the_same_weights(stage:
         train, val = DataLoader(Tokens(40), batch_size), DataLoader(Tokens(11, 6), batch_size)
         trainer.fit(module, train, val)
         first = float(trainer.callback_metrics["val_loss"])
-        trainer.fit_loop = None
         again = Trainer(**QUIET, strategy=made, max_epochs=1)
         again.fit(module, train)
         values = again.validate(module, val, verbose=False)[0]["val_loss"]
@@ -345,13 +345,17 @@ def test_one_process_works_like_several(stage: int) -> None:
 
 # ---- precision -------------------------------------------------------------------------------------------------------
 
+#: Stage 3 multiplies with a linear layer of its own, which rounds to 16 bits at other places (2**-8 for bf16).
+ROUNDED = {1: {}, 2: {}, 3: {"rtol": 2e-3, "atol": 2e-5}}
+
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_mixed_precision_has_the_numbers_of_ddp(stage: int, precision: str) -> None:
     given = {"precision": precision, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     expected = ranks(2, lambda: weights("ddp", Transformer(SGD), **given))[0]
-    assert_same(ranks(2, lambda: weights(strategy(stage), Transformer(SGD), **given))[0], expected, 1e-4, 1e-6)
+    found, _ = ranks(2, lambda: weights(strategy(stage), Transformer(SGD), **given))
+    assert_same(found, expected, **ROUNDED[stage])
 
 
 class Overflows(Transformer):
@@ -361,8 +365,9 @@ class Overflows(Transformer):
         return self.loss(batch) * (1e38 if batch_idx == 2 and self.trainer.global_rank == 0 else 1.0)
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "offload", "algorithm"), [(1, False, "norm"), (2, False, "value"), (2, True, "norm"), (3, False, "value")]
+)
 def test_an_overflow_on_one_rank_leaves_out_the_step_on_all(stage: int, offload: bool, algorithm: str) -> None:
     def run(made: Any) -> Any:
         module = Overflows(SGD)
@@ -373,7 +378,7 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all(stage: int, offload:
 
     expected = ranks(2, lambda: run("ddp"))[0]
     found = ranks(2, lambda: run(strategy(stage, offload_optimizer=offload)))
-    assert_same(found[0][0], expected[0], 1e-4, 1e-6)
+    assert_same(found[0][0], expected[0], **ROUNDED[stage])
     for _, steps, kept in found:
         assert steps == expected[1] == 9
         assert kept == expected[2]
@@ -399,3 +404,185 @@ def test_16_bit_weights_follow_float32_ones(stage: int) -> None:
     moved, expected = weight - start.bfloat16().float(), exact["head.weight"] - start
     assert (moved - expected).abs().max() < 0.1 * expected.abs().max()
     assert torch.equal(weight.bfloat16(), half["head.weight"])
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def chosen(**given: Any) -> Trainer:
+    return Trainer(**QUIET, **given)
+
+
+def test_without_deepspeed_the_error_has_the_pip_line_and_the_equivalent(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'deepspeed>=0\.19'.*strategy='fsdp'") as info:
+        chosen(strategy="deepspeed_stage_3")
+    assert "\n" not in str(info.value)
+    with pytest.raises(ModuleNotFoundError, match="'ddp'"):
+        chosen(strategy="deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "optimizer", "parameters"),
+    [
+        ("deepspeed", 2, False, False),
+        ("deepspeed_stage_1", 1, False, False),
+        ("deepspeed_stage_2_offload", 2, True, False),
+        ("deepspeed_stage_3", 3, False, False),
+        ("deepspeed_stage_3_offload", 3, True, True),
+    ],
+)
+def test_names_say_stage_and_offload(name: str, stage: int, optimizer: bool, parameters: bool) -> None:
+    found = chosen(strategy=name).strategy
+    assert isinstance(found, DeepSpeedStrategy)
+    assert (found.stage, found.offload_optimizer, found.offload_parameters) == (stage, optimizer, parameters)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stage": 0}, "ZeRO stage 0 was asked for. Choose 1, 2 or 3. Stage 0 is strategy='ddp'"),
+        ({"config": {"zero_optimization": {"stage": 4}}}, "ZeRO stage 4 was asked for"),
+        ({"stage": 2, "offload_parameters": True}, "only stage 3 takes parameters apart"),
+        ({"config": {"optimizer": {"type": "Adam"}}}, "configure_optimizers makes the optimizer"),
+        ({"config": {"scheduler": {"type": "WarmupLR"}}}, "configure_optimizers makes the scheduler"),
+        ({"config": "absent.json"}, "there is no such file"),
+        ({"config": {"zero_optimization": {"stage": 1, "overlap_comm": True}}}, "overlap_comm under stage 1"),
+        (
+            {"config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}},
+            "offload_param to 'nvme'",
+        ),
+        ({"start_method": "thread"}, "start_method"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        DeepSpeedStrategy(**given)
+
+
+def test_a_config_file_is_read_and_wins_over_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "bf16": "auto"}))
+    found = DeepSpeedStrategy(stage=1, config=path)
+    assert found.stage == 3
+    assert found.config == {"zero_optimization": {"stage": 3}}
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        DeepSpeedStrategy(config=path)
+    with pytest.raises(TypeError, match="Pass a dict, or the path"):
+        DeepSpeedStrategy(config=3)  # type: ignore[arg-type]
+
+
+def test_a_config_may_repeat_what_the_trainer_says(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "train_batch_size": 12,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": False},
+        "zero_optimization": {"stage": 1},
+    }
+    given = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
+    alone = weights("cpu", Transformer(SGD), batch_size=4, **given)
+    found = ranks(2, lambda: weights(DeepSpeedStrategy(config=config), Transformer(SGD), **given))
+    assert_same(found[0], alone)
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "values"),
+    [
+        ({"gradient_accumulation_steps": 4}, {}, ("=4", "accumulate_grad_batches=1")),
+        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, ("=1.0", "gradient_clip_val=0.5")),
+        ({"bf16": {"enabled": True}}, {}, ("bf16.enabled=True", "'32-true'")),
+        ({"fp16": {"enabled": True}}, {"precision": "bf16-mixed"}, ("fp16.enabled=True", "'bf16-mixed'")),
+        ({"train_micro_batch_size_per_gpu": 8}, {}, ("=8", "batch_size=2")),
+        ({"train_batch_size": 64}, {}, ("=64", "makes 2 on 1 ranks")),
+    ],
+)
+def test_a_config_that_contradicts_the_trainer_is_an_error_with_both_values(
+    config: dict[str, Any], given: dict[str, Any], values: tuple[str, str]
+) -> None:
+    with pytest.raises(RanksError) as info:
+        ranks(1, lambda: fit(DeepSpeedStrategy(config=config), Transformer(), **given))
+    error = info.value.errors[0]
+    assert isinstance(error, ValueError)
+    for value in values:
+        assert value in str(error)
+
+
+class Manual(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def adding_a_group(parameters: Any) -> Any:
+    """An optimizer that gets another group when its schedule starts to count."""
+    first, *others = list(parameters)
+    optimizer = torch.optim.SGD([first], lr=0.1)
+
+    def later(step: int) -> float:
+        if step == 2:
+            optimizer.add_param_group({"params": others})
+        return 1.0
+
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, later), "interval": "step"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "kind", "said"),
+    [
+        (Manual, {}, NotImplementedError, "Manual asks for manual optimization"),
+        (partial(Transformer, torch.optim.LBFGS), {}, ValueError, "LBFGS cannot be stepped on with the same result"),
+        (partial(Transformer, torch.optim.Adagrad), {}, ValueError, "Adagrad cannot be stepped on"),
+        (partial(Transformer, adding_a_group), {}, RuntimeError, "has 2 parameter groups, but had 1"),
+        (Transformer, {"precision": "64-true"}, ValueError, "DeepSpeed has no precision '64-true'"),
+    ],
+)
+def test_what_zero_cannot_do_is_refused(make: Any, given: dict[str, Any], kind: type, said: str) -> None:
+    with pytest.raises(RanksError) as info:
+        ranks(1, lambda: fit(DeepSpeedStrategy(), make(), **given))
+    error = info.value.errors[0]
+    assert isinstance(error, kind)
+    assert said in str(error)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_without_a_graph_is_explained_as_on_one_process(stage: int) -> None:
+    class Detached(Transformer):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return self.loss(batch).detach()
+
+    with pytest.raises(RuntimeError) as alone:
+        fit("cpu", Detached())
+    with pytest.raises(RanksError) as info:
+        ranks(1, lambda: fit(strategy(stage), Detached()))
+    assert str(info.value.errors[0]) == str(alone.value)
+
+
+def test_deepspeed_joins_the_group_that_is_there_and_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    import torch.distributed as dist
+
+    def run() -> int:
+        before = []
+        made = strategy(2)
+        join = made.setup_environment
+
+        def joined() -> None:
+            join()
+            before.append(dist.distributed_c10d._get_default_group())
+
+        made.setup_environment = joined
+        fit(made, Transformer())
+        assert dist.distributed_c10d._get_default_group() is before[0]
+        return made.world_size
+
+    assert ranks(2, run) == [2, 2]
+    said = capfd.readouterr()
+    assert "DeepSpeed" not in said.out + said.err
+    assert "deepspeed" not in said.out + said.err

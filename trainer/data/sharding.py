@@ -166,7 +166,7 @@ class RankSampler(Shard, Sampler[Any]):
     def record(self) -> Iterator[list[Any]]:
         """See :func:`batch_indices`."""
         records = self._records = deque()
-        return iter(records.popleft, None)
+        return iter(lambda: records.popleft() if records else None, None)
 
 
 class RankStream(Shard, IterableDataset[Any]):
@@ -348,7 +348,7 @@ def _say_all_read(source: Any, world: int) -> None:
 
 
 def _from(owner: Any, place: str, name: str) -> Any:
-    """An attribute that ``owner`` lacks, of what it stands for. Not while it is being copied or unpickled."""
-    if name.startswith("__") or place not in vars(owner):
+    """An attribute that ``owner`` lacks, of what it stands for. Special ones are looked for before it has that."""
+    if name.startswith("__"):
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
     return getattr(vars(owner)[place], name)
