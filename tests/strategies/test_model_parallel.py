@@ -550,6 +550,30 @@ def test_a_plan_of_the_users_is_followed() -> None:
     assert heads == 2
 
 
+@pytest.mark.parametrize("mesh", ["tp x2", "shard 2 x tp 2"])
+def test_logits_may_be_split_by_classes(mesh: str) -> None:
+    class Untied(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, WORDS + 1)
+
+        def forward(self, words: Tensor) -> Tensor:
+            logits = super().forward(words)
+            self.classes = local_part(logits).shape[-1]
+            return logits
+
+    def run() -> Any:
+        strategy = ModelParallelStrategy(tensor_parallel=2, loss_parallel=True)
+        state, trainer = trained(strategy, Untied(), batches(4), val=batches(1)[:1], **DOUBLE)
+        return state, trainer.training_module.classes, trainer.callback_metrics["val_loss"]
+
+    state, classes, loss = ranks(MESHES[mesh][0], run)[0]
+    reference, alone = trained("cpu", Untied(), batches(4), val=batches(1)[:1], **DOUBLE)
+    assert furthest(state, reference) < EXACT
+    assert loss.item() == pytest.approx(alone.callback_metrics["val_loss"].item(), rel=1e-6)
+    assert classes == (WORDS + 1) // 2
+
+
 def test_a_plan_may_split_the_sequence_between_layers() -> None:
     norms = {f"blocks.*.{name}": SequenceParallel() for name in ("before", "between")}
     whole = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
