@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .trainer.module import TrainingModule
     from .trainer.seed import seed_everything
     from .trainer.trainer import Trainer
+    from .trainer.verify import verify
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "loggers",
     "seed_everything",
     "strategies",
+    "verify",
 ]
 
 _HOME = {
@@ -39,6 +41,7 @@ _HOME = {
     "Trainer": ".trainer.trainer",
     "TrainingModule": ".trainer.module",
     "seed_everything": ".trainer.seed",
+    "verify": ".trainer.verify",
 }
 _ROOMS = ("callbacks", "loggers", "strategies", "trainer")
 

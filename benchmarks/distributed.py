@@ -21,7 +21,6 @@ With two GPUs the processes meet over NCCL and compute there; else over gloo, on
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -30,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +153,18 @@ def measure_memory(names: list[str], job: Job, rounds: int) -> bool:
     for name in names:
         if name in medians:
             before, start, steps = medians[name]
-            over = [f"{mine / his - 1:+.1%}" for mine, his in zip((start, steps), base[1:], strict=True)] if base else []
+            over = (
+                [f"{mine / his - 1:+.1%}" for mine, his in zip((start, steps), base[1:], strict=True)] if base else []
+            )
             rows.append([name, before, start, over[0] if over else None, steps, over[1] if over else None])
-    header = ["", "before, MB", "peak until the third step, MB", "over by hand", "peak of later steps, MB", "over by hand"]
+    header = [
+        "",
+        "before, MB",
+        "peak until the third step, MB",
+        "over by hand",
+        "peak of later steps, MB",
+        "over by hand",
+    ]
     print(f"\n### Memory, fsdp\n\n{table(header, rows)}")
     return not visits.broken
 
@@ -171,7 +179,11 @@ def time_start(rounds: int) -> bool:
         row: list[Any] = [way]
         for i in range(2):
             ratios = [run[i] / one[i] for run, one in zip(runs, base, strict=False)] or [float("nan")]
-            row += [statistics.median([run[i] for run in runs]), f"{statistics.median(ratios):.2f}x", f"{spread(ratios):.2f}"]
+            row += [
+                statistics.median([run[i] for run in runs]),
+                f"{statistics.median(ratios):.2f}x",
+                f"{spread(ratios):.2f}",
+            ]
         rows.append(row)
     rows.sort(key=lambda row: row[4])
     header = ["", "first step done after, s", "ratio", "+-", "CPU time of the whole, s", "ratio", "+-"]

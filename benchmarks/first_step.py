@@ -58,7 +58,7 @@ def with_trainer(library, base: type, batches: list) -> None:
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    off = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
     library.Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", **off).fit(Module(), loader)
 

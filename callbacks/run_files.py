@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Collection, Iterator
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from ..loggers import messages
+
+#: In a checkpoint that is a folder, the file that holds everything but the big tensors.
+CONTENTS = "contents.ckpt"
 
 
 def local_folder(path: str | os.PathLike[str], who: str) -> str:
@@ -50,7 +55,8 @@ class RunFiles:
             return True
         try:
             # "meta" and mmap: the weights are not read.
-            content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+            held = os.path.join(path, CONTENTS) if os.path.isdir(path) else path
+            content = torch.load(held, map_location="meta", mmap=True, weights_only=True)
             return self.mark in content["paceline"]["runs"]
         except Exception:  # whatever cannot be read is not known to be ours
             return False
@@ -65,7 +71,7 @@ class RunFiles:
         if not inside or not self.is_ours(path):
             return
         try:
-            os.remove(path)
+            _remove(path)
         except OSError as error:
             messages.warn(f"The checkpoint {path!r} is no longer needed, but could not be deleted: {error}")
         self._written.discard(path)
@@ -89,3 +95,13 @@ class RunFiles:
             if os.path.exists(path):
                 return path
         return saved if absolute and os.path.exists(saved) else None
+
+
+def _remove(path: str) -> None:
+    """Delete a file or a folder; of a folder nothing is left under its name while it is being deleted."""
+    if not os.path.isdir(path):
+        os.remove(path)
+        return
+    hidden = os.path.join(os.path.dirname(path), f".{uuid4().hex}.tmp")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden)

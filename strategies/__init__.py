@@ -14,14 +14,18 @@ from .single_device import SingleDevice as SingleDevice
 
 if TYPE_CHECKING:
     from .ddp import DDPStrategy as DDPStrategy
+    from .deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from .distributed import DistributedStrategy as DistributedStrategy
     from .fsdp import FSDPStrategy as FSDPStrategy
+    from .model_parallel import ModelParallelStrategy as ModelParallelStrategy
 
 __all__ = [
     "DDPStrategy",
+    "DeepSpeedStrategy",
     "DistributedStrategy",
     "FSDPStrategy",
     "MixedPrecision",
+    "ModelParallelStrategy",
     "Precision",
     "SingleDevice",
     "Strategy",
@@ -31,8 +35,10 @@ __all__ = [
 
 _FILE_OF = {
     "DDPStrategy": "ddp",
+    "DeepSpeedStrategy": "deepspeed",
     "DistributedStrategy": "distributed",
     "FSDPStrategy": "fsdp",
+    "ModelParallelStrategy": "model_parallel",
 }
 
 

@@ -7,8 +7,8 @@ loss scaling, the strategy decides placement and communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -37,9 +37,14 @@ class Strategy:
     #: The names a user can write for this strategy.
     names: ClassVar[tuple[str, ...]] = ()
     #: Whether a forward pass communicates, so that every rank must make as many of them, in evaluation too.
-    communicates_forward: ClassVar[bool] = False
+    communicates_forward: bool = False
     #: Whether gradients are communicated, so that accumulating micro-batches should say when.
     communicates_gradients: ClassVar[bool] = False
+
+    #: What the run is doing just now, in words; set by whoever runs it.
+    progress: Callable[[], str] = str
+    #: Whether a step runs on micro-batches, pieces of a batch, one after the other.
+    splits_batches: ClassVar[bool] = False
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         self.device = torch.device(device)
@@ -94,6 +99,11 @@ class Strategy:
         return self.world_size
 
     @property
+    def data_group(self) -> Any:
+        """The process group in which each share of the data is seen once; None: all processes."""
+        return None
+
+    @property
     def holds_output(self) -> bool:
         """Whether this process is the one of those with its share of the data whose step outputs count."""
         return True
@@ -109,9 +119,19 @@ class Strategy:
         """Context in which layers are made on this strategy's device and in the precision's dtype."""
         return self.precision.init_context(self.device)
 
+    def empty_init_context(self) -> AbstractContextManager[Any]:
+        """Context in which layers are made without memory, to get it when they are set up."""
+        raise NotImplementedError(
+            f"Trainer.init_module(empty_init=True): {type(self).__name__} holds the whole module in each process and "
+            "does not leave weights uninitialized. Leave it out, or use FSDPStrategy."
+        )
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Convert the module's dtype, bring it to the device, and shard it if the strategy shards."""
         return self.precision.convert_module(module).to(self.device)
+
+    def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
+        """Let batch norms see the batches of all processes, if ``synchronize``. Called before :meth:`setup_module`."""
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """Wrap a module that is set up, for a strategy whose training step goes through a wrapper."""
@@ -145,6 +165,9 @@ class Strategy:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say whether the next backward communicates gradients. Off for all micro-batches of a window but the last."""
+
+    def requires_grad_changed(self) -> None:
+        """Parameters were frozen or thawed while a step runs."""
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         """Communicate gradients that were accumulated without, when no backward follows that would do it."""
@@ -201,6 +224,10 @@ class Strategy:
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
         """Wait until every process is here; ``name`` appears in the error when one does not come."""
 
+    def compute_metric(self, metric: Any) -> Any:
+        """The value of a torchmetrics ``Metric`` over all processes; every process must call."""
+        return metric.compute()
+
     def agree(self, flag: bool, all: bool = False) -> bool:
         """Whether any (or ``all``) of the processes says yes. Runs over the host, without waiting for the device."""
         return flag
@@ -209,7 +236,12 @@ class Strategy:
         """Whether all processes pass the same text."""
         return True
 
-    def abandon(self) -> None:
+    @property
+    def host_group(self) -> Any:
+        """The process group over which the hosts talk, for a library that wants one; None: there is none."""
+        return None
+
+    def abandon(self, error: BaseException) -> None:
         """An error ends the run: no longer wait for other processes, who may not have it."""
 
     def explain(self, error: BaseException) -> BaseException | None:
@@ -217,6 +249,15 @@ class Strategy:
         return None
 
     # ---- state -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def states_in_parts(self) -> Iterator[bool]:
+        """Within, the states below may have tensors in parts (DTensor), which each process writes; says whether."""
+        yield False
+
+    def room_for(self, empty: Tensor) -> Tensor:
+        """Memory for what this process needs of a checkpoint's tensor, which is given on the meta device."""
+        return torch.empty_like(empty, device="cpu")
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """The unwrapped module's ``state_dict``, whole. Every process must call; only rank 0 may get it."""

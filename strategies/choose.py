@@ -30,7 +30,7 @@ SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fsdp": ("fsdp", "FSDPStrategy", {}),
     "fsdp_cpu_offload": ("fsdp", "FSDPStrategy", {"cpu_offload": True}),
     "hybrid_shard": ("fsdp", "FSDPStrategy", {"sharding": "hybrid"}),
-    "model_parallel": ("model_parallel", "ModelParallelStrategy", {}),
+    "model_parallel": ("model_parallel", "ModelParallelStrategy", {"tensor_parallel": "auto"}),
     "deepspeed": ("deepspeed", "DeepSpeedStrategy", {}),
     "deepspeed_stage_1": ("deepspeed", "DeepSpeedStrategy", {"stage": 1}),
     "deepspeed_stage_2": ("deepspeed", "DeepSpeedStrategy", {"stage": 2}),

@@ -6,14 +6,14 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..loggers import messages
-from .distributed import DistributedStrategy
+from .distributed import DistributedStrategy, StartMethod
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class DDPStrategy(DistributedStrategy):
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         numa: bool = False,
         **ddp_options: Any,
     ) -> None:

@@ -18,14 +18,16 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from ..loggers import messages
-from . import launch
+from . import batch_norm, launch
 from .base import ReduceOp, Strategy
 from .cluster import Cluster, find_cluster
+from .meeting import shared_store
 from .precision.base import Precision
 from .watch import Watch
 
 T = TypeVar("T")
 
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -54,7 +56,7 @@ class DistributedStrategy(Strategy):
         *,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         numa: bool = False,
     ) -> None:
         self.precision = precision or Precision()
@@ -62,7 +64,7 @@ class DistributedStrategy(Strategy):
             raise ValueError(messages.unknown(f"start_method for {type(self).__name__}", start_method, START_METHODS))
         self.process_group_backend = process_group_backend
         self.timeout = timeout
-        self.start_method: Literal["popen", "spawn", "fork", "forkserver"] = start_method
+        self.start_method: StartMethod = start_method
         self.numa = numa
         self.devices: list[torch.device] = []
         self._nodes = 1
@@ -70,6 +72,7 @@ class DistributedStrategy(Strategy):
         self._host: Any = None
         self._watch: Watch | None = None
         self._abandoned = False
+        self._synchronized: list[Any] = []
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class DistributedStrategy(Strategy):
             )
         if self._host is None:
             self._host = dist.new_group(backend="gloo", timeout=self.timeout)
-            self._watch = Watch(self.global_rank, self.world_size)
+            self._watch = Watch(self.global_rank, self.world_size, lambda: self.progress())
         self._abandoned = False
 
     @property
@@ -149,12 +152,31 @@ class DistributedStrategy(Strategy):
     def num_nodes(self) -> int:
         return self._cluster.num_nodes if self._cluster else self._nodes
 
+    # ---- module ----------------------------------------------------------------------------------------------------
+
+    def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
+        layers = batch_norm.trained(module)
+        if self.num_data_ranks == 1 or not layers:
+            return
+        if synchronize:
+            self._synchronized += batch_norm.synchronize(module, self.device)
+            return
+        messages.info_once(
+            f"{len(layers)} batch norms of {type(module).__name__} see one process's batch each, so the numbers differ "
+            f"from those of one process with all {self.num_data_ranks} batches. Trainer(sync_batchnorm=True) makes "
+            "them equal, at the cost of two small reductions a layer."
+        )
+
     # ---- communication ---------------------------------------------------------------------------------------------
 
     @property
     def talks(self) -> bool:
         """Whether there is somebody to talk to: others, who have been met, and no error that they may not have had."""
         return self._host is not None and self.world_size > 1 and not self._abandoned
+
+    @property
+    def host_group(self) -> Any:
+        return self._host
 
     @contextmanager
     def _at(self, place: str) -> Iterator[None]:
@@ -247,8 +269,9 @@ class DistributedStrategy(Strategy):
         work.wait(timeout)
         return bool(both[0] == -both[1])
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """From here to the end of the run this rank no longer waits for the others, who may not have failed."""
+        launch.note_failure(error)
         self._abandoned = True
 
     def explain(self, error: BaseException) -> BaseException | None:
@@ -256,19 +279,26 @@ class DistributedStrategy(Strategy):
 
     def same_model(self, module: nn.Module) -> None:
         """Raise on every rank, naming the first difference, if the ranks built different models."""
-        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-        for rank, theirs in enumerate(self.gather_objects(mine)):
-            if theirs != mine:
-                pairs = zip(mine, theirs, strict=False)
-                here, there = next(
-                    ((a, b) for a, b in pairs if a != b),
-                    (f"{len(mine)} parameters", f"{len(theirs)} parameters"),
-                )
+        owner, named = type(module).__name__, list(module.named_parameters())
+        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
+        sums = {name: str(p.detach().double().sum().item()) for name, p in named if not p.is_meta}
+        found = self.gather_objects((shapes, sums))
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != shapes:
+                pairs = zip(shapes, theirs, strict=False)
+                counts = (f"{len(shapes)} parameters", f"{len(theirs)} parameters")
+                here, there = next(((a, b) for a, b in pairs if a != b), counts)
                 raise RuntimeError(
-                    f"{type(module).__name__} differs between the ranks: rank {self.global_rank} has {here}, rank "
-                    f"{rank} has {there}. Build the same model on every rank: no layer may depend on the rank or on "
-                    "what a rank's share of the data holds."
+                    f"{owner} differs between the ranks: rank {self.global_rank} has {here}, rank {rank} has {there}. "
+                    "Build the same model on every rank: no layer may depend on the rank or on what a rank's share of "
+                    "the data holds."
                 )
+        odd = [name for name in sums if any(other.get(name) != sums[name] for _, other in found)]
+        if odd:
+            messages.info_once(
+                f"The ranks built {owner} with different weights ({', '.join(odd[:5])}{' ...' if odd[5:] else ''}); "
+                "all start from rank 0's. Call seed_everything before you build it to have the same ones each time."
+            )
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce gradients that were accumulated without communication, when no backward follows that would do it."""
@@ -279,9 +309,11 @@ class DistributedStrategy(Strategy):
 
     def teardown(self) -> None:
         self._abandoned = False
+        batch_norm.release(self._synchronized)
+        self._synchronized = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_host": None, "_watch": None}
+        return self.__dict__ | {"_host": None, "_watch": None, "progress": str}
 
 
 def _gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
@@ -303,9 +335,8 @@ def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torc
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
-        dist.init_process_group(
-            backend, rank=cluster.rank, world_size=cluster.world_size, timeout=timeout, **with_device
-        )
+        rank, world_size, store = cluster.rank, cluster.world_size, shared_store(cluster, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **with_device)
     atexit.register(leave)
 
 

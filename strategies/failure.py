@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -33,28 +34,32 @@ _PEER_LOST = re.compile(
 )
 _ENDED = (signal.SIGTERM, signal.SIGINT)
 
+_registered = False
+
 
 def register_failure_hook() -> None:
     """Called in a started process: its uncaught exception goes to the one that waits, which prints one for all.
 
-    It also ties the process to that one: when it is killed, this process gets SIGTERM (where the system can do that:
-    Linux; elsewhere it ends at the next communication). Does nothing in a process that Paceline did not start.
+    It also ties the process to that one: when that is killed, this one ends. Does nothing in a process that Paceline
+    did not start.
     """
+    global _registered
     agent = os.environ.get(LAUNCHED, "")
-    if not agent.isdigit() or not os.environ.get(_FILE):
+    if _registered or not agent.isdigit() or not os.environ.get(_FILE):
         return
     if os.getppid() != int(agent):
         if not _is_alive(int(agent)):
             os.kill(os.getpid(), signal.SIGTERM)
         return
-    if sys.excepthook is not _write_uncaught:
-        sys.excepthook = _write_uncaught
-        _end_with_parent()
+    _registered = True
+    sys.excepthook = _write_uncaught
+    end_with(int(agent))
 
 
 def note_failure(error: BaseException) -> None:
-    """Write down now that ``error`` ended the run, before the tidying up that makes the others fail too."""
-    if sys.excepthook is _write_uncaught:
+    """Say that ``error`` ends the run, before the tidying up that makes the others fail too: its moment is now."""
+    _moment(error)
+    if _registered:
         write_failure(error, Path(os.environ[_FILE]))
 
 
@@ -104,12 +109,46 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _end_with_parent() -> None:
+def end_with(agent: int, ask: bool = True, child: bool = True) -> None:
+    """End this process when the one that waits for it is killed, which then can no longer do it.
+
+    A thread looks once a second. It asks by SIGTERM, so that a step can finish, and ends the process after the time
+    that torch elastic gives. Before the process group exists there is no step to finish, but torch waits for the
+    others without letting threads run; so on Linux the system itself kills the process during that time.
+
+    Args:
+        agent: id of the process that waits.
+        ask: whether to send SIGTERM first; not where the system has sent a signal already.
+        child: whether ``agent`` is this one's parent.
+    """
+    ready = threading.Event()
+    threading.Thread(target=_watch, args=(agent, ask, child, ready), name="paceline-agent", daemon=True).start()
+    ready.wait()
+
+
+def _watch(agent: int, ask: bool, child: bool, ready: threading.Event) -> None:
+    import torch.distributed as dist
     import torch.multiprocessing as multiprocessing
 
-    ask = getattr(multiprocessing, "_prctl_pr_set_pdeathsig", None)
-    if ask is not None:
-        ask(signal.SIGTERM)
+    def is_there() -> bool:
+        return os.getppid() == agent if child else _is_alive(agent)
+
+    # The setting is this thread's own: the main thread's, by torch.multiprocessing, stays.
+    when_parent_dies = getattr(multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)
+    when_parent_dies(int(getattr(signal, "SIGKILL", signal.SIGTERM)))
+    if not is_there():
+        os._exit(1)
+    ready.set()
+    joined = False
+    while is_there():
+        if not joined and dist.is_initialized():
+            joined = True
+            when_parent_dies(0)
+        time.sleep(1)
+    if ask:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")))
+    os._exit(1)
 
 
 # ---- the side that waits -------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import empty as dtensor_empty
 
 from ..loggers import messages
 from . import shards
-from .distributed import DistributedStrategy
+from .distributed import DistributedStrategy, StartMethod
 from .fsdp_materialize import Materializer
 from .fsdp_wrapping import Policy, bottom_up, checkpoint_activations, choose_blocks
 from .precision.base import Precision, gradients
@@ -32,6 +33,7 @@ T = TypeVar("T")
 SHARDING = ("full", "grad_op", "hybrid")
 STATE_KINDS = ("full", "sharded")
 _HOLDER = "_paceline_fsdp"
+_NO_SUCH_OP = ("Sharding propagation failed", "does not have a sharding strategy registered")
 
 
 class FSDPStrategy(DistributedStrategy):
@@ -46,6 +48,12 @@ class FSDPStrategy(DistributedStrategy):
     everything computes in that dtype, normalization, softmax and loss too, and there is no autocast.
 
     Accumulating micro-batches communicate no gradients; what they accumulate is a whole gradient on each process.
+
+    Rank 0's initial weights count. Layers that ``configure_model`` makes on the meta device
+    (``trainer.init_module(empty_init=True)``) get memory and values one after the other, each only until it is sharded:
+    the values that one process draws with the same seed, as far as each layer fills itself when it is made.
+
+    Buffers are whole on each process and not reduced; rank 0's are saved.
 
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
@@ -70,7 +78,7 @@ class FSDPStrategy(DistributedStrategy):
     """
 
     names: ClassVar[tuple[str, ...]] = ("fsdp", "fsdp_cpu_offload", "hybrid_shard")
-    communicates_forward: ClassVar[bool] = True
+    communicates_forward = True
 
     def __init__(
         self,
@@ -88,7 +96,7 @@ class FSDPStrategy(DistributedStrategy):
         state_dict_type: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: str = "popen",
+        start_method: StartMethod = "popen",
         numa: bool = False,
     ) -> None:
         super().__init__(
@@ -117,9 +125,9 @@ class FSDPStrategy(DistributedStrategy):
         self.device_mesh = device_mesh
         self.state_dict_type = state_dict_type
         self._holder: Any = None
-        self._unfilled: dict[str, str] = {}
+        self._unfilled: list[str] = []
         self._synced = True
-        self._manual = self._inside = False
+        self._manual = self._inside = self._in_parts = False
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -177,9 +185,16 @@ class FSDPStrategy(DistributedStrategy):
         """Shard the module in place. Rank 0's weights count; layers on the meta device get their values here."""
         self._manual = not getattr(module, "automatic_optimization", True)
         self._synced = True
-        self._unfilled = {}
+        self._unfilled = []
         self._holder = vars(module).get(_HOLDER)
-        settings = self._mesh(), self.wrap, self.reshard_after_forward, self.mixed_precision, self.offload
+        settings = (
+            self._mesh(),
+            self.wrap,
+            self.reshard_after_forward,
+            self.mixed_precision,
+            self.offload,
+            self.activation_checkpointing,
+        )
         if self._holder is None:
             self._holder = _Holder(self.precision.convert_module(module), settings)
             self._shard(module)
@@ -194,33 +209,36 @@ class FSDPStrategy(DistributedStrategy):
         return module
 
     def _shard(self, module: nn.Module) -> None:
-        blocks = choose_blocks(module, self.wrap)
-        checkpoint_activations(module, self.activation_checkpointing, blocks)
         _check_shapes(module)
         self.same_model(module)
+        blocks = self._blocks(module)
+        checkpoint_activations(module, self.activation_checkpointing, blocks)
         materializer = Materializer(module, self.device)
         chosen = {id(block) for block in blocks.values()}
         for name, part in bottom_up(module):
             materializer.fill(name, part)
+            self._prepare(name, part)
             if id(part) in chosen:
                 self._shard_group(part, self.reshard_after_forward)
         self._shard_group(self._holder, self._reshard_root)
         self._unfilled = materializer.unfilled
 
+    def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
+        """The modules that are groups of their own."""
+        return choose_blocks(module, self.wrap)
+
+    def _prepare(self, name: str, part: nn.Module) -> None:
+        """Change a part of the module that has its initial values, children first, before it is sharded."""
+
     @property
     def _reshard_root(self) -> bool | None:
-        """The root is needed again as soon as backward begins; None is torch's word for keeping it until then."""
+        """None: the root stays whole until backward, which needs it first. By hand, a step comes in between."""
+        if self._manual:
+            return True
         return False if self.reshard_after_forward is False else None
 
     def _shard_group(self, part: nn.Module, reshard: bool | int | None) -> None:
-        """Give every rank rank 0's values of what is not sharded yet in ``part``, then shard it."""
-        if self.talks:
-            tensors = [*part.parameters(), *part.buffers()]
-            for tensor in tensors:
-                if not isinstance(tensor, DTensor) and tensor.device != self.device:
-                    tensor.data = tensor.data.to(self.device)
-            with self._at("giving every rank rank 0's weights"):
-                _broadcast([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
+        self._give_rank_zeros_values(part)
         fully_shard(
             part,
             mesh=self._mesh(),
@@ -229,17 +247,27 @@ class FSDPStrategy(DistributedStrategy):
             offload_policy=self.offload,
         )
 
+    def _give_rank_zeros_values(self, part: nn.Module) -> None:
+        """What is not sharded yet goes to the device and gets rank 0's values."""
+        tensors = [tensor for tensor in (*part.parameters(), *part.buffers()) if not isinstance(tensor, DTensor)]
+        for tensor in tensors:
+            if tensor.device != self.device:
+                tensor.data = tensor.data.to(self.device)
+        if self.talks:
+            with self._at("giving every rank rank 0's weights"):
+                _broadcast(tensors)
+
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         self._must_be_filled(module)
         return module
 
     def _must_be_filled(self, module: nn.Module) -> None:
         if self._unfilled:
-            listed = messages.names([f"{name} (of {kind})" for name, kind in list(self._unfilled.items())[:10]], "and")
             raise RuntimeError(
-                f"{type(module).__name__} was made on the meta device, and nothing gives {listed} a value: its class "
-                "has no reset_parameters() that fills it, no module around it has _init_weights(module), and no "
-                "checkpoint was loaded. Write one of them, or make that layer outside of torch.device('meta')."
+                f"{type(module).__name__} was made on the meta device, and nothing gives "
+                f"{messages.names(self._unfilled[:10], 'and')} a value: the layer has no reset_parameters() that fills "
+                "it, no module around it has _init_weights(module), and no checkpoint was loaded. Write one of them, "
+                "or make that layer outside of torch.device('meta')."
             )
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
@@ -315,10 +343,17 @@ class FSDPStrategy(DistributedStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         stepped = super().optimizer_step(optimizer, closure)
-        if self._inside:  # the step may go on: with the new weights
+        self._gather_again()
+        return stepped
+
+    def requires_grad_changed(self) -> None:
+        self._gather_again()
+
+    def _gather_again(self) -> None:
+        """A step by hand goes on, with parameters of the root that have changed."""
+        if self._inside:
             self._holder.reshard()
             self._holder.unshard()
-        return stepped
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         grads = gradients(optimizer)
@@ -335,17 +370,40 @@ class FSDPStrategy(DistributedStrategy):
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def states_in_parts(self) -> Iterator[bool]:
+        self._in_parts = self.state_dict_type == "sharded"
+        try:
+            yield self._in_parts
+        finally:
+            self._in_parts = False
+
+    def room_for(self, empty: Tensor) -> Tensor:
+        mesh = self._mesh()
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        return dtensor_empty(*empty.shape, dtype=empty.dtype, device_mesh=mesh, placements=placements)
+
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's ``state_dict``, whole and on the CPU on rank 0; on the others without memory (``meta``)."""
         self._reshard(module)
-        return shards.whole(module.state_dict(keep_vars=True), keep=self.is_global_zero)
+        return self._whole(module.state_dict(keep_vars=True))
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._abandoned and self.world_size > 1:
+            raise RuntimeError(
+                "After an error a state cannot be saved: it lies in parts on all processes, and the others may not "
+                "come. Save regularly (ModelCheckpoint(every_n_train_steps=...)) to lose little."
+            )
+        if self._in_parts:
+            return shards.detached(state)
+        return shards.whole(state, keep=self.is_global_zero)
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
         self._reshard(module)
         own = module.state_dict(keep_vars=True)
         parts = {name: _cut_if_fits(value, own.get(name)) for name, value in state.items()}
         result = module.load_state_dict(parts, strict=strict)
-        self._unfilled = {name: kind for name, kind in self._unfilled.items() if name not in state}
+        self._unfilled = [name for name in self._unfilled if name not in state]
         return result
 
     def _reshard(self, module: nn.Module) -> None:
@@ -354,7 +412,7 @@ class FSDPStrategy(DistributedStrategy):
             self._holder.reshard()
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        return shards.whole(optimizer.state_dict(), keep=self.is_global_zero)
+        return self._whole(optimizer.state_dict())
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -376,6 +434,13 @@ class FSDPStrategy(DistributedStrategy):
                 "self.block.weight), leave the module out of wrap=..., and outside of a step use trainer.predict or "
                 "trainer.strategy.model_state(module)."
             )
+        if isinstance(error, (RuntimeError, NotImplementedError)) and any(sign in str(error) for sign in _NO_SUCH_OP):
+            return RuntimeError(
+                f"torch cannot run an operation on a tensor that lies in parts: {str(error).splitlines()[0]} Under "
+                "FSDPStrategy parameters, gradients and optimizer state are such tensors outside of a step. If it is "
+                "the optimizer, use another one (SGD, AdamW and most others work); in a hook of your own, take the "
+                "part of this process, parameter.to_local(). Or use strategy='ddp'."
+            )
         return super().explain(error)
 
     def teardown(self) -> None:
@@ -389,12 +454,21 @@ class FSDPStrategy(DistributedStrategy):
 
 
 class _Holder(nn.Module):
-    """The root that is sharded: its forward is a step of the user's module, whose class stays as it is."""
+    """The root that is sharded: its forward is a step of the user's module, whose class stays as it is.
+
+    Until it is sharded, and if it never is, there is nothing to gather.
+    """
 
     def __init__(self, module: nn.Module, settings: tuple[Any, ...]) -> None:
         super().__init__()
         self.module = module
         self.settings = settings
+
+    def set_requires_gradient_sync(self, enabled: bool) -> None: ...
+
+    def reshard(self) -> None: ...
+
+    def unshard(self) -> None: ...
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         return step(*args)
@@ -431,11 +505,11 @@ def _broadcast(tensors: list[Tensor]) -> None:
 def _cut_if_fits(value: Any, own: Any) -> Any:
     """This process's part of a whole tensor; what does not fit stays, for ``load_state_dict`` to complain."""
     fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
-    return shards.cut(value, own) if fits and not isinstance(value, DTensor) else value
+    return shards.cut(value, own) if fits else value
 
 
 def _cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return value
     if value.shape == parameter.shape:
         return shards.cut(value, parameter)

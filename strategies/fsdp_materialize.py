@@ -28,7 +28,7 @@ class Materializer:
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
         self.device = device
-        self.unfilled: dict[str, str] = {}
+        self.unfilled: list[str] = []
         self._filler: dict[int, Any] = {}
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the empty one, which is kept alive
         self._find_fillers(root, None)
@@ -55,7 +55,7 @@ class Materializer:
             fill(module)
         for key, value in _own_tensors(module):
             if key in empty and _has_sentinel(value):
-                self.unfilled[f"{name}.{key}" if name else key] = type(module).__name__
+                self.unfilled.append(f"{name}.{key}" if name else key)
 
     def _take_memory(self, module: nn.Module) -> None:
         """As ``to_empty``, but a tied parameter stays one, and what nobody fills afterwards can be told."""

@@ -108,26 +108,35 @@ def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> d
 
 
 def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """The repeated block: of the classes that containers hold at least twice, the one with the most parameters."""
-    elements: dict[type, dict[str, nn.Module]] = {}
+    """The repeated block: of the classes that containers hold at least twice, the one with the most parameters.
+
+    What lies inside such a block is part of it, also if it repeats there (the layers of its own containers, experts).
+    """
+    elements: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for name, module in root.named_modules():
         for key, child in module.named_children() if isinstance(module, CONTAINERS) else ():
             if id(child) not in seen and type(child) not in _NO_FORWARD and any(True for _ in child.parameters()):
                 seen.add(id(child))
-                elements.setdefault(type(child), {})[f"{name}.{key}" if name else key] = child
-    repeated = [_outermost(found) for found in elements.values()]
-    repeated = [found for found in repeated if len(found) > 1]
-    if not repeated:
+                elements[f"{name}.{key}" if name else key] = child
+    outer = _outermost(_of_repeated_classes(elements))
+    kinds = {type(module) for module in _of_repeated_classes(outer).values()}
+    if not kinds:
         messages.info_once(
             f"FSDP found no repeated block in {type(root).__name__}, so all of it is gathered at once. For a large "
             "model name the classes to gather one by one: FSDPStrategy(wrap=[...])."
         )
         return {}
-    blocks = max(repeated, key=lambda found: (_size(found), len(found)))
+    found = [{name: module for name, module in outer.items() if type(module) is kind} for kind in kinds]
+    blocks = max(found, key=lambda blocks: (_size(blocks), len(blocks)))
     kind = type(next(iter(blocks.values()))).__name__
-    messages.info_once(f"FSDP shards the {len(blocks)} {kind} modules of {type(root).__name__} one by one.")
+    messages.info_once(f"FSDP gathers the {len(blocks)} {kind} modules of {type(root).__name__} one by one.")
     return blocks
+
+
+def _of_repeated_classes(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    counts = Counter(type(module) for module in found.values())
+    return {name: module for name, module in found.items() if counts[type(module)] > 1}
 
 
 def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:

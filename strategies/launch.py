@@ -20,13 +20,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from ..loggers import messages
-from .failure import LAUNCHED, first_failure, write_failure
+from .failure import LAUNCHED, end_with, first_failure, write_failure
 from .failure import note_failure as note_failure
 from .failure import register_failure_hook as register_failure_hook
 
@@ -37,6 +37,10 @@ StartMethod = Literal["spawn", "fork", "forkserver"]
 
 #: Where this process was started: a relative path on the command line is meant from here.
 _DIRECTORY = os.getcwd()
+_PICKLE_FIX = (
+    "Define it at the top level of a file rather than inside a function or as a lambda, or create it in a hook; or use "
+    "strategy='ddp_fork', which copies this process, or 'ddp', which runs the script again."
+)
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
@@ -63,7 +67,8 @@ def rerun(
     """Run this process's command ``num_processes`` times, wait, and exit with the status of what failed first.
 
     Ctrl-C and SIGTERM are passed on; the processes get the time torch elastic gives them (30 seconds, or
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step.
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end as when
+    this one is killed (see :func:`register_failure_hook`).
 
     Args:
         num_processes: on this machine.
@@ -82,6 +87,7 @@ def rerun(
     place = _place(num_nodes, node_rank, address, port)
     os.chdir(_DIRECTORY)
     os.environ[LAUNCHED] = str(os.getpid())
+    os.environ[messages.SAID] = messages.spoken()
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(num_processes)))
     world_size = num_processes * num_nodes
     with TemporaryDirectory(prefix="paceline_") as folder:
@@ -127,9 +133,12 @@ def start(
         _refuse_used_cuda(devices_kind)
     with TemporaryDirectory(prefix="paceline_") as folder:
         threads = None if "OMP_NUM_THREADS" in os.environ else _threads(num_processes)
-        job = _Job(folder, (function, args), start_method)
-        if start_method != "fork":
-            job = _Job(folder, _send(function, args, Path(folder) / "job.pt"), start_method)
+        work = _Work(function, args)
+        if start_method == "fork":
+            job = _Job(folder, start_method, work)
+        else:
+            _save(work, Path(folder) / "work.pt", "The work for new processes", _PICKLE_FIX)
+            job = _Job(folder, start_method)
         with _environment(threads):
             exits, number = _launch(_run, [job], num_processes, _Place(), folder, start_method, devices_kind, numa)
         failure = first_failure(exits, list(Path(folder).glob("rank*.json")))
@@ -137,7 +146,8 @@ def start(
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         if failure is not None:
             raise RuntimeError(failure.describe(num_processes))
-        return _load(Path(folder) / "result.pt")
+        result = Path(folder) / "result.pt"
+        return _load(result, "cpu") if result.exists() else None
 
 
 # ---- torch elastic -------------------------------------------------------------------------------------------------
@@ -287,11 +297,12 @@ def _threads(num_processes: int) -> int:
 def _command() -> list[str]:
     """What was typed to start this process."""
     main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None) or "<stdin>"
     if hasattr(builtins, "__IPYTHON__"):
         session = "a notebook or an IPython session"
     elif sys.flags.inspect or sys.flags.interactive or hasattr(sys, "ps1"):
         session = "an interactive Python session"
-    elif not (getattr(main, "__file__", None) or getattr(main, "__spec__", None) or sys.argv[:1] == ["-c"]):
+    elif file == "<stdin>" and getattr(main, "__spec__", None) is None and sys.argv[:1] != ["-c"]:
         session = "a program read from standard input"
     elif not sys.executable:
         session = "a Python inside another program (sys.executable is empty)"
@@ -359,12 +370,21 @@ def _cannot_meet(error: Exception, place: _Place) -> OSError:
 
 
 @dataclass(frozen=True)
+class _Work:
+    """What each new process calls."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class _Job:
     """What a new process is told: one object, because torch elastic reads bare strings as templates."""
 
     folder: str
-    work: Any
     start_method: StartMethod
+    work: _Work | None = None
+    agent: int = field(default_factory=os.getpid)
 
 
 def _run(job: _Job) -> None:
@@ -373,15 +393,19 @@ def _run(job: _Job) -> None:
 
     if hasattr(os, "setsid"):
         os.setsid()  # Ctrl-C comes once, from the process that waits
+    child = job.start_method != "forkserver"  # else the server is in between
+    end_with(job.agent, ask=not child or sys.platform != "linux", child=child)  # Linux asks by SIGINT, through torch
     if job.start_method == "fork":
         _forget_handlers()
         torch.set_num_threads(1)
     rank, folder = int(os.environ["RANK"]), Path(job.folder)
     try:
-        function, args = job.work if job.start_method == "fork" else _load(job.work, devices=True)
-        result = function(*args)
+        work = job.work or _load(folder / "work.pt", None)
+        result = work.function(*work.args)
         if rank == 0:
-            torch.save(result, folder / "result.pt")
+            _save(
+                result, folder / "result.pt", f"What {_name(work.function)} returned", "Return plain data or tensors."
+            )
     except SystemExit as error:
         if error.code:
             raise
@@ -399,12 +423,10 @@ def _forget_handlers() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _load(file: Path, devices: bool = False) -> Any:
+def _load(file: Path, device: str | None) -> Any:
     import torch
 
-    if not file.exists():
-        return None
-    return torch.load(file, map_location=None if devices else "cpu", weights_only=False)
+    return torch.load(file, map_location=device, weights_only=False)
 
 
 def _refuse_used_cuda(devices_kind: str) -> None:
@@ -418,44 +440,50 @@ def _refuse_used_cuda(devices_kind: str) -> None:
         )
 
 
-def _send(function: Callable[..., Any], args: tuple[Any, ...], file: Path) -> Path:
-    """Pickle once for all, by ``torch.save``: multiprocessing itself would make all processes share one memory."""
+def _save(value: Any, file: Path, what: str, fix: str) -> None:
+    """Pickle by ``torch.save``: multiprocessing itself would make all processes share one memory for a tensor."""
     import torch
 
     try:
-        torch.save((function, args), file)
+        torch.save(value, file)
+    except OSError:
+        raise
     except Exception as error:
-        if isinstance(error, OSError):
-            raise
-        name, value = _culprit((function, *args))
+        name, culprit = _culprit(value)
         raise TypeError(
-            f"New processes get their work by pickling, and {name} ({value!r:.200}) cannot be pickled: {error}. Define "
-            "it at the top level of a file rather than inside a function or as a lambda, or create it in a hook; or "
-            "use strategy='ddp_fork', which copies this process, or 'ddp', which runs the script again."
+            f"{what} goes from process to process by pickling, and {name} ({culprit!r:.200}) cannot be pickled: "
+            f"{error}. {fix}"
         ) from error
-    return file
 
 
-def _culprit(work: tuple[Any, ...]) -> tuple[str, Any]:
+def _culprit(value: Any) -> tuple[str, Any]:
     """The innermost thing that cannot be pickled, with the way to it: ``MyModule.transforms[1].fn``."""
     seen: set[int] = set()
-    at = next((value for value in work if not _can_pickle(value)), work)
-    name = getattr(at, "__qualname__", type(at).__name__)
-    while id(at) not in seen:
-        seen.add(id(at))
-        parts = ((f"{name}{step}", part) for step, part in _parts(at) if id(part) not in seen)
-        name, at = next(((step, part) for step, part in parts if not _can_pickle(part)), (name, at))
-    return name, at
+    name = _name(value)
+    while id(value) not in seen:
+        seen.add(id(value))
+        found = next(
+            ((step, part) for step, part in _parts(value) if id(part) not in seen and not _can_pickle(part)), None
+        )
+        if found is not None:
+            step, value = found
+            name = name + step if step else _name(value)
+    return name, value
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or type(value).__name__
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
+    if isinstance(value, _Work):
+        yield from (("", part) for part in (value.function, *value.args))
+    elif isinstance(value, dict):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
-    bound_to = getattr(value, "__self__", None)
-    if bound_to is not None:
-        yield "", bound_to
+    elif getattr(value, "__self__", None) is not None:
+        yield "", value.__self__
     with suppress(TypeError):
         yield from ((f".{key}", part) for key, part in vars(value).items())
 

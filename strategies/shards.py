@@ -34,8 +34,27 @@ def whole(value: Any, keep: bool, known: dict[int, Tensor] | None = None) -> Any
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
+def detached(value: Any, known: dict[int, Tensor] | None = None) -> Any:
+    """A state with every tensor as data alone, without a graph; one tensor at two places stays one."""
+    known = {} if known is None else known
+    if isinstance(value, Mapping):
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return kind((key, detached(inner, known)) for key, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)(detached(inner, known) for inner in value)
+    return known.setdefault(id(value), value.detach()) if isinstance(value, Tensor) else value
+
+
 def cut(full: Tensor, like: DTensor) -> DTensor:
-    """This process's part of a whole tensor that every process has, laid out as ``like`` (nothing is sent)."""
+    """This process's part of a tensor, laid out as ``like``.
+
+    Nothing is sent for a whole tensor, which every process must have, and for one that is laid out so already; one that
+    lies in other parts is put together first, and every process must call.
+    """
+    if isinstance(full, DTensor):
+        if full.device_mesh == like.device_mesh and full.placements == like.placements:
+            return full
+        full = full.full_tensor()
     spread = distribute_tensor(full.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None)
     local = spread.to_local().clone()  # a part that shares memory would keep the whole alive
     return DTensor.from_local(
@@ -43,10 +62,28 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
     )
 
 
+def without_memory(tensor: Tensor) -> Tensor:
+    """One of the same shape and layout on the meta device."""
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device="meta")
+    local = torch.empty_like(tensor.to_local(), device="meta")
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
 def replicate(full: Tensor, like: DTensor) -> DTensor:
     """A tensor that every process holds whole, on the mesh of ``like``."""
+    full = full.full_tensor() if isinstance(full, DTensor) else full
     full = full.to(like.to_local().device)
     return DTensor.from_local(full, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def settle(parameters: Iterable[Tensor]) -> None:
+    """Give every gradient its parameter's layout: some layers leave a sum over processes for whoever reads it."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -69,7 +106,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         if layout is not None:
             mesh, placements = layout
             for axis, placement in enumerate(placements):
-                if placement.is_shard():
+                if not placement.is_replicate():
                     op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
                     dist.all_reduce(total, op, group=mesh.get_group(axis))
         totals.append(total)

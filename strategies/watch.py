@@ -6,11 +6,12 @@ the user's line that the rank executes. A rank asks when a collective of the str
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -23,8 +24,9 @@ from ..loggers import messages
 
 #: How long a rank waits in a collective before it says so.
 NOTICE_SECONDS = 60.0
-_POLL_SECONDS = 1.0
+_LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
+_SILENT = "does not answer (it has ended, or its machine is out of reach)"
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOMS = ("trainer", "callbacks", "strategies", "loggers")
 #: Folders whose lines say nothing to the user: ours, torch's, Python's own.
@@ -37,19 +39,28 @@ _TIMED_OUT = ("timed out", "timeout")
 _GONE = ("connection closed", "connection reset", "broken pipe", "socket closed", "connection refused")
 
 
+def poll_seconds(world_size: int) -> float:
+    """How often a rank looks whether it is asked: once a second, or less often when many share the one store."""
+    return max(1.0, world_size / _LOOKS_PER_SECOND)
+
+
 class Watch:
     """Answers where this rank is, and asks where the others are.
 
     Args:
         rank: this process among all.
         world_size: number of processes; with one there is nobody to ask.
+        progress: what the run is doing, in words.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, progress: Callable[[], str] = str) -> None:
+        self.rank, self.world_size, self.progress = rank, world_size, progress
         self._place = ""
         self._since = 0.0
         self._noticed = False
+        self._answered = 0
+        self._poll_seconds = poll_seconds(world_size)
+        self._answer_seconds = 2 * self._poll_seconds + _ANSWER_SECONDS
         self._closed = threading.Event()
         self._main = threading.main_thread().ident or 0
         self._thread: threading.Thread | None = None
@@ -101,51 +112,83 @@ class Watch:
     # ---- answering -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        answered = 0
-        while not self._closed.wait(_POLL_SECONDS):
+        pause = self._poll_seconds * (1 + self.rank / self.world_size)  # not all in one moment
+        while not self._closed.wait(pause):
+            pause = self._poll_seconds
             try:
-                while self._store.check([f"ask/{answered}"]):
-                    self._store.set(f"answer/{answered}/{self.rank}", self._here())
-                    answered += 1
+                while self._store.check([f"ask/{self._answered}"]):
+                    self._store.set(f"answer/{self._answered}/{self.rank}", self._here())
+                    self._answered += 1
+                    self._noticed = bool(self._since)  # who asked says it for all that wait
                 self._notice()
             except Exception:  # the store has gone with the rank that held it: the run is over
                 return
 
     def _here(self) -> str:
         where = _users_line(sys._current_frames().get(self._main))
-        return f"{where} ({self._place})" if self._since else where
+        about = ", ".join(filter(None, (self.progress(), self._place if self._since else "")))
+        return f"{where} ({about})" if about else where
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
+        """Say that this rank waits, unless another has said so: one message, not one of each rank."""
         if not self._since or self._noticed or time.monotonic() - self._since < NOTICE_SECONDS:
             return
         self._noticed = True
-        messages.info_anywhere(
-            f"Rank {self.rank} has waited {NOTICE_SECONDS:.0f} s at {self._here()}. {self._where_all_are()}"
-        )
+        question = self._answered
+        if self._is_mine(question, self._store):
+            self._answered = question + 1
+            waited, others = time.monotonic() - self._since, self._told(self._all_places(question, self._store))
+            messages.info_anywhere(f"Rank {self.rank} has waited {waited:.0f} s at {self._here()}. {others}")
 
     def _where_all_are(self) -> str:
-        """One sentence with the place of every other rank; ranks at one place are named together."""
-        number = self._store.add("asked", 1) - 1
-        self._store.set(f"ask/{number}", "?")
-        places: dict[str, list[int]] = {}
-        deadline = time.monotonic() + _POLL_SECONDS + _ANSWER_SECONDS
+        """Sentences with the places of the other ranks. One rank asks for all that want to know at the same time."""
+        question = self._answered
+        try:
+            store = self._store.clone()  # waiting in that of the thread would keep it from answering
+            if self._is_mine(question, store):
+                return self._told(self._all_places(question, store))
+            told = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
+        except RuntimeError:  # the store has gone with the rank that held it
+            told = None
+        return self._told(json.loads(told)) if told is not None else "Where the others are is not known."
+
+    def _is_mine(self, question: int, store: Any) -> bool:
+        """Whether this rank is the first to ask it."""
+        me = str(self.rank)
+        return store.compare_set(f"ask/{question}", "", me).decode() == me
+
+    def _all_places(self, question: int, store: Any) -> dict[str, list[int]]:
+        """What every rank answers, its ranks by place; kept in the store for the others that want to know."""
+        places: dict[str, list[int]] = {f"is at {self._here()}": [self.rank]}
+        deadline = time.monotonic() + self._answer_seconds
         for rank in range(self.world_size):
             if rank != self.rank:
-                places.setdefault(self._answer(f"answer/{number}/{rank}", deadline), []).append(rank)
+                place = _read(store, f"answer/{question}/{rank}", deadline)
+                places.setdefault(_SILENT if place is None else f"is at {place}", []).append(rank)
+        store.set(f"told/{question}", json.dumps(places))
+        return places
+
+    def _told(self, places: dict[str, list[int]]) -> str:
+        others = {place: [rank for rank in ranks if rank != self.rank] for place, ranks in places.items()}
         return " ".join(
-            f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {place}."
-            for place, ranks in places.items()
+            f"{messages.ranks(ranks).capitalize()} {place if len(ranks) == 1 else _plural(place)}."
+            for place, ranks in others.items()
+            if ranks
         )
 
-    def _answer(self, key: str, deadline: float) -> str:
-        try:
-            left = max(deadline - time.monotonic(), 0.01)
-            self._store.wait([key], timedelta(seconds=left))
-            return f"is at {self._store.get(key).decode()}"
-        except RuntimeError:
-            return "does not answer (it has ended, or its machine is out of reach)"
+
+def _read(store: Any, key: str, deadline: float) -> str | None:
+    try:
+        store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+        return store.get(key).decode()
+    except RuntimeError:
+        return None
+
+
+def _plural(place: str) -> str:
+    return "do not answer (they have ended, or are out of reach)" if place == _SILENT else f"are{place[2:]}"
 
 
 class _RankError(RuntimeError):
@@ -153,6 +196,7 @@ class _RankError(RuntimeError):
 
 
 _RankError.__name__ = _RankError.__qualname__ = "RuntimeError"
+_RankError.__module__ = "builtins"
 
 
 def _users_line(frame: FrameType | None) -> str:

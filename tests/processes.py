@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import gc
 import io
+import logging
 import os
 import pickle
 import selectors
@@ -73,6 +74,7 @@ def _in_child(
     writer: int, rank: int, count: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     status: tuple[Any, BaseException | None, str] = (None, None, "")
+    logging.getLogger().handlers.clear()  # pytest's own: what a rank says goes to standard error
     gc.freeze()  # what the parent left, such as a store whose threads are not here, must not be cleaned up
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:

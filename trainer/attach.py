@@ -35,6 +35,7 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
     trainer._hooks = None
     module, reused = find_module(trainer, request)
     path = asked_path(trainer, request, reused)
+    trainer.strategy.progress = trainer.state.where
     trainer.strategy.setup_environment()
     messages.set_rank(trainer.global_rank)
     if trainer.world_size > 1:
@@ -54,6 +55,8 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
     bind_hooks(trainer)
     trainer._source.require("train" if request.fn == "fit" else request.fn)
     checkpoint = read_checkpoint(trainer, request, path)
+    if request.fn == "fit":
+        trainer.strategy.settle_batch_norm(module, trainer.sync_batchnorm)
     trainer.model = trainer.strategy.setup_module(module)
     if trainer.compile is not False:
         compile_in_place(module, trainer.compile)
@@ -278,15 +281,19 @@ def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
 
 def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, Any] | None:
     """The checkpoint to load from, read; None if there is none to load."""
-    from .checkpoint.file import read
     from .checkpoint.find import find_checkpoint
+    from .checkpoint.read import read
 
-    path = find_checkpoint(trainer, path, request.fn, reused=False)
+    if path == "last":  # one rank looks: the others may see the folder a moment older, or on another machine
+        found = find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
+        path = trainer.strategy.broadcast(found)
+    else:
+        path = find_checkpoint(trainer, path, request.fn, reused=False)
     trainer._ckpt_path = path
     if path is None:
         return None
     messages.info(f"Loading {path}")
-    return read(path)
+    return read(path, strategy=trainer.strategy)
 
 
 def setup_optimizers(trainer: Trainer) -> None:

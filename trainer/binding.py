@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import phases
 from .hooks import method_of, overridden
+from .joining import JoiningStep
 from .loss import LossReader
 from .module import TrainingModule
 
@@ -31,11 +32,10 @@ def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Cal
     step = method_of(module, name, TrainingModule)
     if name != "predict_step" and overridden(module, name, TrainingModule) is None:
         raise NotImplementedError(f"{type(module).__name__} has no {name}. Define {name}(self, batch, batch_idx).")
-    bound = trainer.strategy.bind_step(
-        _with_arguments(step, name, type(module).__name__, several_loaders),  # type: ignore[arg-type]
-        trainer.model,
-        training=name == "training_step",
-    )
+    called = _with_arguments(step, name, type(module).__name__, several_loaders)  # type: ignore[arg-type]
+    if trainer.strategy.splits_batches and not trainer.barebones:
+        called = JoiningStep(called, name, module, trainer._metrics)
+    bound = trainer.strategy.bind_step(called, trainer.model, training=name == "training_step")
     if trainer.detect_anomaly and name == "training_step":
         finite = LossReader(module, trainer.strategy).finite
         return lambda batch, batch_idx: finite(bound(batch, batch_idx))

@@ -40,6 +40,7 @@ class MetricStore:
         epoch_ended: the epoch's values can be computed (true in ``on_*_epoch_end``).
         steps_in_evaluation: an evaluation step logs with ``on_step=True``, so each of its batches is flushed.
         sent: the values last sent to the loggers.
+        listener: while a step runs on a micro-batch, who gets what it logs.
     """
 
     def __init__(self, state: RunState, strategy: Strategy, send: Send | None) -> None:
@@ -51,6 +52,7 @@ class MetricStore:
         self.epoch_ended = False
         self.sent: dict[str, float] = {}
         self.steps_in_evaluation = False
+        self.listener: Callable[[str, Any, Options], Any] | None = None
         self._moment: Moment = SETUP
         self._dataloader_idx: int | None = None
         self._tables: dict[tuple[str, str, int | None], Table] = {}
@@ -77,6 +79,8 @@ class MetricStore:
 
     def define(self, name: str, value: Any, options: Options) -> Record:
         """First sight of ``name`` in this moment: check the call, make its record."""
+        if self.listener is not None:
+            return self.listener(name, value, options)
         known = self.records.get(name)
         if known is not None:
             changed = ", ".join(
@@ -228,6 +232,8 @@ class MetricStore:
                         shared.setdefault((op, record.options.sync_dist_group), []).append(record.step_key)
         for (op, group), keys in shared.items():
             values = _stacked(torch.as_tensor(fresh[key], device=self.strategy.device) for key in keys)
+            if op == "sum":  # processes that see the same data count once
+                values = values * self.strategy.num_data_ranks / self.strategy.world_size
             fresh.update(zip(keys, self.strategy.reduce(values, op, group).unbind(), strict=True))
         self.drain(wait=False)
         if fresh:

@@ -302,11 +302,13 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         for parameter in mine:
             if parameter in before:
                 parameter.requires_grad_(before[parameter])
+        self.trainer.strategy.requires_grad_changed()
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Undo :meth:`toggle_optimizer`."""
         for parameter, required in self.__dict__.pop("_requires_grad", {}).items():
             parameter.requires_grad_(required)
+        self.trainer.strategy.requires_grad_changed()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
@@ -387,7 +389,8 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def device(self) -> torch.device:
         """Where the parameters are; the trainer's device for a module without any; CPU without a trainer."""
         for tensor in self.parameters():
-            return tensor.device
+            if not tensor.is_meta or self._trainer is None:  # in a pipeline other processes hold some of them
+                return tensor.device
         return self._trainer.strategy.device if self._trainer is not None else torch.device("cpu")
 
     @property

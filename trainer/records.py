@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -155,8 +155,9 @@ class SumRecord(Record):
             return total, self.weight
         total = torch.as_tensor(total, dtype=torch.float64).to(strategy.device)
         both = torch.stack([total, torch.full_like(total, self.weight)])
-        both = strategy.reduce(both, "sum", self.options.sync_dist_group)
-        return both[0], both[1]
+        both = strategy.reduce(both, "sum", self.options.sync_dist_group or strategy.data_group)
+        alike = strategy.world_size // strategy.num_data_ranks  # processes that saw the same data, and logged the same
+        return both[0] / alike, both[1] / alike
 
     def compute(self, strategy: Strategy) -> Tensor | float:
         return self._sums(strategy)[0]
@@ -256,8 +257,11 @@ class MetricRecord(Record):
         return scalar(self.key, (self.metric.compute() if value is None else value).detach())
 
     def compute(self, strategy: Strategy) -> Tensor | float:
-        with _not_synced(self.metric) if self.alone else nullcontext():
-            value = self.metric.compute()
+        if self.alone:
+            with _not_synced(self.metric):
+                value = self.metric.compute()
+        else:
+            value = strategy.compute_metric(self.metric)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not one "
@@ -310,7 +314,7 @@ def make_record(
     if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
         return MetricRecord(*common, metric=value)
     check_value(name, value)
-    reduction = _reduction(name, options.reduce_fx)
+    reduction = reduction_of(name, options.reduce_fx)
     record: Record
     if not on_epoch:
         record = Record(*common)
@@ -338,7 +342,8 @@ def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bo
     return on_step, on_epoch
 
 
-def _reduction(name: str, reduce_fx: str | Callable[..., Any]) -> str:
+def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
+    """The name of a reduction, or an error for one that there is not."""
     functions = {
         torch.mean: "mean",
         torch.sum: "sum",

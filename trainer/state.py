@@ -84,6 +84,12 @@ class RunState:
         """The run ended, at its end or by an exception or signal."""
         return self.status in ("finished", "interrupted")
 
+    def where(self) -> str:
+        """What the run is doing, in words: ``train, epoch 0, batch 3``; empty between runs."""
+        if self.stage != "train":
+            return self.stage or self.fn or ""
+        return f"train, epoch {self.epoch}, batch {self.batch_idx}"
+
     def state_dict(self) -> dict[str, Any]:
         """The counters as plain numbers."""
         return {name: getattr(self, name) for name in self.SAVED}

@@ -300,7 +300,7 @@ class Trainer(TrainerStatus):
         """Write a checkpoint of the run as it stands, whole or not at all. Every rank must call.
 
         Args:
-            filepath: the file.
+            filepath: the file; the folder, under a strategy that writes sharded checkpoints.
             weights_only: leave out optimizers, callbacks and random states; such a file cannot be resumed from.
             storage_options: must be None.
 
@@ -308,7 +308,7 @@ class Trainer(TrainerStatus):
             AttributeError: no module is attached yet.
             OSError: the file could not be written; an older one of that name is untouched.
         """
-        from .checkpoint import file
+        from .checkpoint import file, sharded
         from .checkpoint.contents import gather
 
         if self._module is None:
@@ -326,10 +326,13 @@ class Trainer(TrainerStatus):
             logger.save()
         place = self._metrics.enter(phases.SAVE)
         try:
-            checkpoint = gather(self, bool(weights_only))
+            with self.strategy.states_in_parts() as in_parts:
+                checkpoint = gather(self, bool(weights_only))
         finally:
             self._metrics.back(place)
-        if self.is_global_zero:
+        if in_parts:
+            sharded.write(checkpoint, filepath, self.strategy)
+        elif self.is_global_zero:
             file.write(checkpoint, filepath)
         self.strategy.barrier("save_checkpoint")
 
@@ -337,14 +340,10 @@ class Trainer(TrainerStatus):
         """Context in which layers are made on the run's device and in its dtype.
 
         Args:
-            empty_init: must not be True.
+            empty_init: True makes them without memory, under a strategy that shards: each process then gets the part
+                that it holds.
         """
-        if empty_init:
-            raise NotImplementedError(
-                "Trainer.init_module(empty_init=True): this version of Paceline cannot leave weights uninitialized. "
-                "Leave it out, or build the layers under torch.device('meta') in configure_model."
-            )
-        return self.strategy.init_context()
+        return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
 
     # ---- one run ---------------------------------------------------------------------------------------------------
 
@@ -413,7 +412,7 @@ class Trainer(TrainerStatus):
         """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
         self.state.status = "interrupted"
         if not self.state.signum:
-            self.strategy.abandon()
+            self.strategy.abandon(error)
         self._run_all([lambda: self._metrics.drain()])
         if self._hooks is not None:
             self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])

@@ -119,6 +119,23 @@ class MixedPrecision(Precision):
         self.skipped_steps += skipped
         return not skipped
 
+    def inverse_scale(self) -> Tensor:
+        """What takes the loss scale out of gradients, shape (), for a strategy that keeps them elsewhere."""
+        return self.scaler._scale.double().reciprocal().float()
+
+    def settle(self, optimizer: Optimizer, overflow: Tensor) -> None:
+        """Adjust the scale after a step whose gradients a strategy unscaled itself.
+
+        Args:
+            optimizer: which one stepped or was left out.
+            overflow: 1 if a gradient was not finite, else 0; scalar, float32.
+        """
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        state["stage"], state["found_inf_per_device"] = OptState.STEPPED, {overflow.device: overflow}
+        self.skipped_steps += bool(overflow.item())
+        self._update_due = True
+        self._update()
+
     def _update(self) -> None:
         """Adjust the scale to the steps since the last time; with several optimizers when the next loss is scaled.
 

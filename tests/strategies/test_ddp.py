@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -314,7 +315,7 @@ def test_models_that_differ_between_ranks_are_named() -> None:
         assert "('extra.weight', (3, 2)," in str(error)
 
 
-def test_every_rank_starts_from_rank_0s_weights() -> None:
+def test_every_rank_starts_from_rank_0s_weights_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     def differ() -> Any:
         import os
 
@@ -328,6 +329,63 @@ def test_every_rank_starts_from_rank_0s_weights() -> None:
 
     mine, theirs = ranks(2, differ)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    said = capfd.readouterr().err
+    assert said.count("The ranks built Seeded with different weights (layer.0.weight); all start from rank 0's") == 1
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def normed(strategy: str, batch_size: int, sync: bool) -> Any:
+    torch.manual_seed(5)
+    module = Normed()
+    trainer = Trainer(**QUIET, strategy=strategy, max_epochs=2, sync_batchnorm=sync)
+    trainer.fit(module, DataLoader(data(20), batch_size), DataLoader(data(7), 2))
+    return {name: value.clone() for name, value in module.state_dict().items()}, type(module.layer[1]).__name__
+
+
+def test_synchronized_batch_norm_equals_one_process(capfd: pytest.CaptureFixture[str]) -> None:
+    alone, _ = normed("cpu", 4, True)
+    for together, kind in ranks(2, normed, "ddp", 2, True):
+        assert kind == "BatchNorm1d"  # afterwards it is the user's layer again
+        for name, expected in alone.items():
+            torch.testing.assert_close(together[name], expected, rtol=1e-11, atol=1e-13, msg=name)
+    assert "batch norms" not in capfd.readouterr().err
+
+
+def test_batch_norm_of_one_process_each_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks(2, normed, "ddp", 2, False)
+    said = capfd.readouterr().err
+    assert said.count("1 batch norms of Normed see one process's batch each") == 1
+    assert "Trainer(sync_batchnorm=True)" in said
+
+
+def on_one_rank(what: str) -> None:
+    class Alone(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1 and self.global_rank == 0:
+                if what == "gather":
+                    self.all_gather(torch.ones(1))
+                else:
+                    self.trainer.save_checkpoint("alone.ckpt")
+            return super().training_step(batch, batch_idx)
+
+    fit(DDPStrategy(timeout=timedelta(seconds=3)), 16, 2, module=Alone)
+
+
+@pytest.mark.parametrize(("what", "place"), [("gather", "gather_objects"), ("save", "barrier 'save_checkpoint'")])
+def test_a_collective_on_one_rank_only_names_both_places(what: str, place: str) -> None:
+    with pytest.raises(RanksError) as caught:
+        ranks(2, on_one_rank, what)
+    said = str(caught.value.errors[0])
+    assert "Rank 0 waited in vain for another rank at" in said
+    assert "in training_step (train, epoch 0, batch 1, " in said
+    assert place in said
+    assert "Rank 1 " in said
+    assert "if trainer.is_global_zero" in said
 
 
 def test_a_skipped_batch_is_refused() -> None:

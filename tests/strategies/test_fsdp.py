@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, UserDict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+import torch.distributed as dist
+from processes import RanksError, ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Trainer, TrainingModule
+from paceline.callbacks import Callback, EMAWeightAveraging
 from paceline.strategies import DDPStrategy, FSDPStrategy
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
@@ -205,10 +208,15 @@ def test_a_file_written_under_fsdp_is_that_of_one_process(tmp_path: Path) -> Non
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clipping", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}])
+@pytest.mark.parametrize(
+    "clipping", [{"gradient_clip_val": 0.05}, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}]
+)
 @pytest.mark.parametrize("place", ["fsdp x3", "hybrid 2x2"])
 def test_clipping_sees_whole_gradients(place: str, clipping: dict[str, Any]) -> None:
-    assert furthest(run_at("single", Transformer, **DOUBLE, **clipping), run_at(place, Transformer, **DOUBLE, **clipping)) < EXACT
+    assert (
+        furthest(run_at("single", Transformer, **DOUBLE, **clipping), run_at(place, Transformer, **DOUBLE, **clipping))
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, torch.inf])
@@ -221,7 +229,13 @@ def test_clip_by_norm_returns_the_norm_over_all_parts(norm_type: float) -> None:
                 norms.append(self.trainer.strategy.clip_by_norm(self.parameters(), 0.05, norm_type))
                 norms.append(self.trainer.strategy.clip_by_norm(self.parameters(), 0.05, norm_type))
 
-        train(Clipped(), "single_device" if "RANK" not in os.environ else FSDPStrategy(), int(os.environ.get("WORLD_SIZE", 1)), 1, precision="64-true")
+        train(
+            Clipped(),
+            "single_device" if "RANK" not in os.environ else FSDPStrategy(),
+            int(os.environ.get("WORLD_SIZE", 1)),
+            1,
+            precision="64-true",
+        )
         return norms
 
     alone, (one, other, _) = run(), ranks(3, run)
@@ -322,7 +336,7 @@ def test_ranks_agree_on_an_overflow_that_one_of_them_has() -> None:
 
     for steps, skipped, found in ranks(2, run):
         assert (steps, skipped) == (3, 1)
-    assert all(value.is_meta or value.isfinite().all() for value in found.values())
+        assert all(value.is_meta or value.isfinite().all() for value in found.values())
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -343,7 +357,6 @@ def test_ranks_agree_on_an_overflow_that_one_of_them_has() -> None:
         {"sharding": "hybrid"},
         {"data_parallel_replicate": 2, "data_parallel_shard": 1},
     ],
-    ids=str,
 )
 def test_every_way_to_shard_gives_the_same_numbers_and_names(arguments: dict[str, Any]) -> None:
     how = {"precision": "64-true", "batches": 3, "accumulate_grad_batches": 2}
@@ -370,3 +383,396 @@ def test_activation_checkpointing_runs_the_forward_again() -> None:
 
     assert ranks(2, run, None) == [3, 3]
     assert ranks(2, run, "Counting") == [6, 6]
+
+
+def test_sizes_whose_product_is_not_the_number_of_processes_are_refused() -> None:
+    for sizes, shown in (
+        ((2, 2), "2 x 2 = 4 processes, but there are 3"),
+        ((2, None), "2 x 1 = 2"),
+        ((None, 2), "1 x 2 = 2"),
+    ):
+        strategy = FSDPStrategy(data_parallel_replicate=sizes[0], data_parallel_shard=sizes[1])
+        with pytest.raises(ValueError, match=shown):
+            strategy.place([torch.device("cpu")] * 3)
+
+
+def test_a_mesh_of_the_users_is_taken() -> None:
+    def run(shape: tuple[int, ...]) -> Any:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts")[: len(shape)])
+        module = Transformer()
+        train(module, FSDPStrategy(device_mesh=mesh), 2, 1)
+        return [str(placement) for placement in module.head.weight.placements]
+
+    assert ranks(2, run, (1, 2))[0] == ["R", "S(0)"]
+    assert ranks(2, run, (2,))[0] == ["S(0)"]
+
+
+def test_arguments_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Did you mean 'hybrid'"):
+        FSDPStrategy(sharding="hybird")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"state_dict_type"):
+        FSDPStrategy(state_dict_type="shards")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Pass a torch.distributed.fsdp.MixedPrecisionPolicy"):
+        FSDPStrategy(mixed_precision="bf16")  # type: ignore[arg-type]
+
+
+# ---- where weights come from -----------------------------------------------------------------------------------------
+
+
+def test_rank_0s_initial_weights_are_everybodys() -> None:
+    def run() -> Any:
+        module = Transformer(seed=int(os.environ["RANK"]))
+        module.register_buffer("mark", torch.full((2,), int(os.environ["RANK"]) + 7))
+        trainer = train(module, FSDPStrategy(), 2, 1, limit_train_batches=0)
+        return weights(trainer), module.mark
+
+    (found, mark), (_, other) = ranks(2, run)
+    found.pop("mark")
+    assert furthest(found, Transformer(seed=0).state_dict()) == 0
+    assert mark.tolist() == other.tolist() == [7, 7]
+
+
+def test_different_models_on_the_ranks_are_an_error_that_names_the_first_difference() -> None:
+    def run() -> None:
+        module = Transformer()
+        module.head = nn.Linear(WIDTH, VOCABULARY + int(os.environ["RANK"]))
+        train(module, FSDPStrategy(), 2, 1)
+
+    with pytest.raises(
+        RanksError, match=r"Transformer differs between the ranks: rank 0 has \('head.weight', \(11, 8\)"
+    ):
+        ranks(2, run)
+
+
+class Lazy(Transformer):
+    """Makes its layers in ``configure_model``, on the meta device if asked to."""
+
+    def __init__(self, meta: bool = True) -> None:
+        TrainingModule.__init__(self)
+        self.meta = meta
+        self.optimizer = OPTIMIZERS["sgd"]
+
+    def configure_model(self) -> None:
+        torch.manual_seed(3)
+        with torch.device("meta" if self.meta else "cpu"):
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+            self.bend = nn.BatchNorm1d(WIDTH)
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def test_layers_on_the_meta_device_get_the_values_that_one_process_gives_them() -> None:
+    how = {"precision": "64-true", "batches": 3}
+    assert furthest(run_at("single", partial(Lazy, False), **how), run_at("fsdp x2", Lazy, **how)) < EXACT
+
+
+def test_tied_layers_on_the_meta_device_stay_tied() -> None:
+    def run() -> Any:
+        class Tied(Lazy):
+            def configure_model(self) -> None:
+                super().configure_model()
+                self.head.weight = self.embedding.weight
+
+        module = Tied()
+        trainer = train(module, FSDPStrategy(), 2, 2)
+        return module.head.weight is module.embedding.weight, weights(trainer)
+
+    (tied, found), _ = ranks(2, run)
+    assert tied
+    assert torch.equal(found["head.weight"], found["embedding.weight"])
+
+
+def test_init_module_leaves_layers_without_memory_when_asked() -> None:
+    def run() -> Any:
+        class Empty(Lazy):
+            def configure_model(self) -> None:
+                with self.trainer.init_module(empty_init=True):
+                    self.meta = False
+                    TrainingModule.configure_model(self)
+                    self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+                    self.blocks = nn.ModuleList([Block() for _ in range(2)])
+                    self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+                self.scale = nn.Parameter(torch.ones(1))
+                empty.append(self.head.weight.is_meta)
+
+        empty: list[bool] = []
+        return weights(train(Empty(), FSDPStrategy(), 2, 2)), empty
+
+    (found, empty), _ = ranks(2, run)
+    assert empty == [True]
+    assert all(value.isfinite().all() for value in found.values())
+
+
+class Unfilled(Lazy):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.positions = nn.Module()
+        self.positions.table = nn.Parameter(torch.empty(LENGTH, WIDTH, device="meta"))
+
+
+def test_what_nobody_gives_a_value_is_an_error_that_names_it() -> None:
+    with pytest.raises(RanksError, match=r"nothing gives 'positions.table' a value"):
+        ranks(2, lambda: train(Unfilled(), FSDPStrategy(), 2, 1))
+
+
+def test_a_checkpoint_may_give_the_values_that_nobody_else_gives(tmp_path: Path) -> None:
+    class Filled(Unfilled):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.positions.table = nn.Parameter(torch.ones(LENGTH, WIDTH))
+
+    run_at("single", partial(Filled, False), tmp_path / "it.ckpt", batches=2)
+    found = run_at("fsdp x2", Unfilled, batches=2, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    assert (found["positions.table"] == 1).all()
+
+
+def test_init_weights_of_a_module_around_it_comes_after_a_layers_own() -> None:
+    class Constant(Lazy):
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 0.25)
+
+    found = ranks(2, lambda: weights(train(Constant(), FSDPStrategy(), 2, 1, limit_train_batches=0)))[0]
+    assert (found["head.weight"] == 0.25).all()
+    assert (found["blocks.2.mlp.0.weight"] == 0.25).all()
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, foreach=True),
+        partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, fused=True),
+        partial(torch.optim.RMSprop, lr=1e-3, eps=1e-2, momentum=0.5, foreach=True),
+    ],
+    ids=["foreach", "fused", "rmsprop"],
+)
+def test_optimizers_go_on_from_a_file(optimizer: Any, tmp_path: Path) -> None:
+    make = partial(Transformer, False, optimizer)
+    run_at("fsdp x2", make, tmp_path / "it.ckpt", **DOUBLE)
+    went_on = run_at("fsdp x3", make, ckpt_path=tmp_path / "it.ckpt", max_epochs=2, **DOUBLE)
+    assert furthest(weights(train(make(), max_epochs=2, **DOUBLE)), went_on) < 1e-9
+
+
+def test_an_optimizer_made_before_the_parameters_were_sharded_is_refused() -> None:
+    class Early(Transformer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def configure_optimizers(self) -> Any:
+            return self.early
+
+    with pytest.raises(
+        RanksError, match=r"of SGD are not those of the sharded module.*Build it in configure_optimizers"
+    ):
+        ranks(2, lambda: train(Early(), FSDPStrategy(), 2, 1))
+
+
+def test_an_optimizer_that_torch_cannot_run_on_parts_is_named() -> None:
+    class Unusual(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.linalg.det(next(p.grad for group in self.param_groups for p in group["params"] if p.dim() == 2))
+
+    make = partial(Transformer, False, partial(Unusual, lr=0.1))
+    with pytest.raises(RanksError, match=r"torch cannot run an operation on a tensor that lies in parts.*det"):
+        ranks(2, lambda: train(make(), FSDPStrategy(), 2, 1))
+
+
+def test_lbfgs_is_refused_with_the_reason() -> None:
+    make = partial(Transformer, False, torch.optim.LBFGS)
+    with pytest.raises(RanksError, match=r"LBFGS under FSDPStrategy: it joins all parameters"):
+        ranks(2, lambda: train(make(), FSDPStrategy(), 2, 1))
+
+
+class Adversaries(TrainingModule):
+    """Two networks that step in turn, by hand; the second has its parameters used directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+        self.judge = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        x = batch[:, :4].double()
+        with self.toggled_optimizer(first):
+            loss = nn.functional.linear(self.maker(x), self.judge.weight).square().mean()
+            self.manual_backward(loss)
+            first.step()
+            first.zero_grad()
+        for target in (1.0, 0.0):
+            self.manual_backward((self.judge(self.maker(x).detach()) - target).square().mean())
+        self.manual_backward(self.judge.weight.square().sum() * 0.01)
+        second.step()
+        second.zero_grad()
+        if batch_idx:
+            with torch.no_grad():
+                self.log("judged", self.judge(self.maker(x)).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.maker.parameters(), lr=0.1), torch.optim.SGD(self.judge.parameters(), lr=0.01)
+
+
+def test_several_backwards_and_steps_by_hand_equal_one_process() -> None:
+    def make() -> Adversaries:
+        torch.manual_seed(4)
+        return Adversaries()
+
+    how = {"precision": "64-true", "batches": 4}
+    alone = run_at("single", make, **how)
+    assert furthest(alone, run_at("fsdp x2", make, **how)) < EXACT
+    assert furthest(alone, on_ranks(2, make, partial(FSDPStrategy, wrap=None), **how)) < EXACT
+    assert furthest(alone, make().double().state_dict()) > 1e-3
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_before_between_and_after_training_sees_whole_weights() -> None:
+    def run() -> Any:
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        strategy = FSDPStrategy() if world > 1 else "single_device"
+        module, data = Transformer(), loader(rank, world, 3)
+        found = []
+        trainer = Trainer(strategy=strategy, max_epochs=2, precision="64-true", **QUIET)
+        found.append(trainer.validate(module, data, verbose=False)[0]["val_loss"])
+        trainer.fit(module, data, data)
+        found.append(float(trainer.callback_metrics["val_loss"]))
+        found.append(trainer.validate(module, data, verbose=False)[0]["val_loss"])
+        trainer = Trainer(
+            strategy=FSDPStrategy() if world > 1 else "single_device", max_epochs=1, precision="64-true", **QUIET
+        )
+        trainer.fit(module, data, data)
+        return found, weights(trainer)
+
+    found, expected = run()
+    for values, state in ranks(2, run):
+        assert values == pytest.approx(found, rel=1e-9)
+        if not next(iter(state.values())).is_meta:
+            assert furthest(expected, state) < EXACT
+
+
+def test_predictions_are_those_of_one_process() -> None:
+    def run() -> Any:
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+        class Predicting(Transformer):
+            def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                return self(batch)
+
+        trainer = Trainer(strategy=FSDPStrategy() if world > 1 else "single_device", **QUIET)
+        return torch.cat(trainer.predict(Predicting(), loader(rank, world, 2)))
+
+    one, two = ranks(2, run)
+    torch.testing.assert_close(torch.cat([one[:6], two[:6], one[6:], two[6:]]), run(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sharded_module_is_not_sharded_again_with_other_arguments() -> None:
+    def run() -> None:
+        module = Transformer()
+        train(module, FSDPStrategy(), 2, 1)
+        train(module, FSDPStrategy(wrap=None), 2, 1)
+
+    with pytest.raises(
+        RanksError, match=r"This Transformer is sharded already, by an FSDPStrategy with other arguments"
+    ):
+        ranks(2, run)
+
+
+def test_a_wrapped_blocks_weight_used_from_outside_has_an_error_that_says_so() -> None:
+    class Outside(Transformer):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + (torch.ones(WIDTH) * self.blocks[0].norm.weight).sum()
+
+    with pytest.raises(RanksError, match=r"are whole only while that module's forward runs"):
+        ranks(2, lambda: train(Outside(), FSDPStrategy(), 2, 1))
+
+
+def test_one_process_alone_can_run_it() -> None:
+    how = {"precision": "64-true", "batches": 2}
+    assert furthest(run_at("single", Transformer, **how), on_ranks(1, Transformer, FSDPStrategy, **how)) < EXACT
+
+
+# ---- with the rest of a run ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hybrid_shard", "fsdp_cpu_offload"])
+def test_the_names_train(name: str) -> None:
+    how = {"precision": "64-true", "batches": 2}
+    assert furthest(run_at("single", Transformer, **how), on_ranks(2, Transformer, lambda: name, **how)) < EXACT
+
+
+def test_averaged_weights_are_averages_of_whole_weights() -> None:
+    def run() -> dict[str, Tensor]:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        strategy = FSDPStrategy() if world > 1 else "single_device"
+        average = EMAWeightAveraging(decay=0.5)
+        return weights(train(Transformer(), strategy, world, 4, precision="64-true", callbacks=[average]))
+
+    assert furthest(run(), ranks(2, run)[0]) < EXACT
+
+
+def test_parameters_that_are_thawed_between_epochs_learn_from_then_on() -> None:
+    class Thawing(Transformer):
+        def on_train_epoch_start(self) -> None:
+            for part in (self.blocks[1], self.embedding):
+                part.requires_grad_(self.current_epoch > 0)
+
+    make = partial(Thawing, False, OPTIMIZERS["adamw"])
+    assert (
+        furthest(run_at("single", make, **DOUBLE, max_epochs=2), run_at("fsdp x2", make, **DOUBLE, max_epochs=2))
+        < EXACT
+    )
+
+
+class Failing(Transformer):
+    fails = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.fails and batch_idx == 1:
+            raise ValueError("on every rank")
+        return loss
+
+
+def test_a_module_can_be_trained_on_after_an_error() -> None:
+    def run() -> dict[str, Tensor]:
+        module = Failing()
+        with pytest.raises(ValueError, match="on every rank"):
+            train(module, FSDPStrategy(), 2, precision="64-true")
+        module.fails = False
+        return weights(train(module, FSDPStrategy(), 2, 3, precision="64-true"))
+
+    module = Transformer()
+    train(module, batches=1, precision="64-true")
+    assert furthest(weights(train(module, batches=3, precision="64-true")), ranks(2, run)[0]) < EXACT
+
+
+def test_after_an_error_nobody_waits_for_parts_that_may_not_come() -> None:
+    def run() -> str:
+        class Saving(Callback):
+            def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+                with pytest.raises(RuntimeError, match=r"After an error a state cannot be saved"):
+                    trainer.save_checkpoint("never.ckpt")
+
+        with pytest.raises(ValueError, match=r"on every rank"):
+            train(Failing(), FSDPStrategy(), 2, callbacks=[Saving()])
+        return "came here"
+
+    assert ranks(2, run) == ["came here"] * 2
+
+
+def test_a_dict_of_another_kind_may_carry_the_loss() -> None:
+    class Carrying(Transformer):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return UserDict(loss=super().training_step(batch, batch_idx))
+
+    how = {"precision": "64-true", "batches": 2}
+    together = on_ranks(2, Carrying, partial(FSDPStrategy, wrap=None), **how)
+    assert furthest(run_at("single", Carrying, **how), together) < EXACT

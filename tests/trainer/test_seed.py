@@ -17,7 +17,7 @@ import torch
 
 from paceline import seed_everything
 from paceline.trainer.checkpoint import file
-from paceline.trainer.seed import isolate_rng, random_states, reset_seed, set_random_states
+from paceline.trainer.seed import PrivateRandomness, isolate_rng, random_states, reset_seed, set_random_states
 
 
 def draw() -> tuple[Any, ...]:
@@ -165,3 +165,31 @@ def test_numpy_is_never_imported_for_it():
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-2:] == ["python", "torch"]
+
+
+def test_private_randomness_goes_on_where_it_was_left_and_leaves_no_trace():
+    seed_everything(1, verbose=False)
+    expected_outside = [draw(), draw()]
+    whole, parts = PrivateRandomness(5), PrivateRandomness(5)
+    with whole:
+        expected = [draw(), draw()]
+    seed_everything(1, verbose=False)
+    with parts:
+        first = draw()
+    outside = [draw()]
+    with parts:
+        second = draw()
+    outside.append(draw())
+    assert [first, second] == expected
+    assert outside == expected_outside
+    with PrivateRandomness(6):
+        assert all(one != other for one, other in zip(draw(), first, strict=True))
+
+
+def test_private_randomness_leaves_no_trace_after_an_exception():
+    seed_everything(1, verbose=False)
+    expected = draw()
+    seed_everything(1, verbose=False)
+    with pytest.raises(KeyError), PrivateRandomness(5):
+        raise KeyError(draw())
+    assert draw() == expected

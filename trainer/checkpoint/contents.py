@@ -64,6 +64,7 @@ def _section(trainer: Trainer) -> dict[str, Any]:
         "fn": trainer.state.fn,
         "stage": trainer.state.stage,
         "world_size": trainer.world_size,
+        "data_ranks": trainer.strategy.num_data_ranks,
         "progress": trainer.state.state_dict(),
     }
 
@@ -245,6 +246,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         config.scheduler.load_state_dict(state)
     _restore_precision(trainer.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
     progress = section.get("progress") or lightning.progress(checkpoint)
+    progress = _on_these_ranks(progress, section.get("data_ranks"), trainer.strategy.num_data_ranks)
     trainer.state.load_state_dict(trainer.state.state_dict() | progress)
     if "metrics" in section:
         running = {} if progress["epoch_done"] else section["metrics"]["running"]
@@ -254,6 +256,20 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "
             "no random states, so what is drawn from here on differs from the run that was saved."
         )
+
+
+def _on_these_ranks(progress: dict[str, Any], saved: int | None, now: int) -> dict[str, Any]:
+    """The counters for another number of ranks: as many samples of the epoch are behind them in other batches."""
+    batch = progress["next_batch"]
+    if saved in (None, now) or not batch or progress["epoch_done"]:
+        return progress
+    here, left = divmod(batch * saved, now)
+    again = f" The {left} batches that do not fill one of all ranks are trained on again." if left else ""
+    messages.info(
+        f"The checkpoint was written inside an epoch on {saved} ranks, and this run has {now}: it goes on at batch "
+        f"{here} of the epoch, which was batch {batch} there.{again}"
+    )
+    return progress | {"next_batch": here}
 
 
 def _same_count(what: str, saved: int, given: int) -> None:

@@ -11,12 +11,13 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
+from ...callbacks.run_files import CONTENTS
 from ...loggers import messages
+from . import replace
 from .plain import plain
 
 #: The layout of the ``paceline`` section. A file with a higher number is refused.
@@ -40,9 +41,9 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         OSError: it could not be written. What was at ``path`` is still there.
     """
     target = Path(path)
-    if target.is_dir():
+    if target.is_dir() and not (target / CONTENTS).exists():
         raise IsADirectoryError(errno.EISDIR, "A checkpoint is one file, but there is a folder of this name", str(path))
-    temporary = target.with_name(_temporary_name(target.name))
+    temporary = target.with_name(replace.temporary_name(target.name))
     stream = _Stream()
     try:
         checkpoint = plain(checkpoint, "checkpoint")
@@ -51,7 +52,7 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             _save(checkpoint, stream)
             stream.raw.flush()
             os.fsync(stream.raw.fileno())
-        temporary.replace(target)
+        replace.take_place(temporary, target)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -63,13 +64,7 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
                 "Look at what state_dict() and on_save_checkpoint() of your classes return."
             ) from None
         raise
-    _sync_folder(target.parent)
-
-
-def _temporary_name(name: str) -> str:
-    longest_name = 255
-    ending = f".{uuid4().hex[:12]}.tmp"
-    return f".{name}{ending}" if len(os.fsencode(name)) + len(ending) < longest_name else f".checkpoint{ending}"
+    sync_folder(target.parent)
 
 
 class _Stream:
@@ -132,7 +127,7 @@ def _storage_sizes(value: Any) -> dict[int, int]:
     return sizes
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the new name last through a power cut, where the file system can."""
     if os.name == "nt":
         return
@@ -150,7 +145,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read(path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint of Paceline or Lightning, after its checksums were found right.
+    """Read a checkpoint file of Paceline or Lightning, after its checksums were found right.
 
     Args:
         path: a file, or an open binary file that can seek.
@@ -177,10 +172,10 @@ def _read(file: IO[bytes], name: str, map_location: Any) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise _refused(file, name, error) from error
     except (EOFError, LookupError, ValueError, TypeError) as error:
-        raise _damaged(name, f"torch.load says {error!r}") from error
+        raise damaged(name, f"torch.load says {error!r}") from error
     except RuntimeError as error:
         if "inline_container" in str(error) or "PytorchStreamReader" in str(error):
-            raise _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}") from error
+            raise damaged(name, f"torch.load says {str(error).splitlines()[0]!r}") from error
         raise
     _check_contents(checkpoint, name)
     return checkpoint
@@ -224,7 +219,7 @@ def _check_bytes(file: IO[bytes], name: str) -> None:
     file.seek(0)
     head = file.read(4)
     if not head:
-        raise _damaged(name, "it is empty")
+        raise damaged(name, "it is empty")
     if head[:2] != b"PK":
         if head[:1] != b"\x80":
             raise _no_checkpoint(name, f"it starts with the bytes {head!r}")
@@ -232,15 +227,15 @@ def _check_bytes(file: IO[bytes], name: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             endings = {record.rpartition("/")[2] for record in archive.namelist()}
-            damaged = _damaged_record(archive)
+            bad_record = _damaged_record(archive)
     except Exception as error:
-        raise _damaged(name, f"its records cannot be read ({error!r})") from error
+        raise damaged(name, f"its records cannot be read ({error!r})") from error
     if "constants.pkl" in endings:
         raise _no_checkpoint(name, "it is a TorchScript program", "Load it with torch.jit.load.")
-    if "data.pkl" not in endings and damaged is None:
+    if "data.pkl" not in endings and bad_record is None:
         raise _no_checkpoint(name, "it is a zip file of something else")
-    if damaged is not None:
-        raise _damaged(name, f"its record {damaged!r} does not match its checksum")
+    if bad_record is not None:
+        raise damaged(name, f"its record {bad_record!r} does not match its checksum")
 
 
 def _damaged_record(archive: zipfile.ZipFile) -> str | None:
@@ -282,7 +277,8 @@ def _no_checkpoint(name: str, why: str, fix: str = "") -> ValueError:
     return ValueError(f"{name!r} is not a checkpoint: {why}. {fix}")
 
 
-def _damaged(name: str, why: str) -> ValueError:
+def damaged(name: str, why: str) -> ValueError:
+    """The error for a checkpoint that is not as it was written."""
     return ValueError(
         f"The checkpoint {name!r} is damaged or cut short: {why}. Use another one; if this is a copy, copy it again "
         "and compare the sizes."
@@ -295,7 +291,7 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
     with suppress(Exception):
         found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     if not found:
-        return _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}")
+        return damaged(name, f"torch.load says {str(error).splitlines()[0]!r}")
     return ValueError(
         f"The checkpoint {name!r} was not loaded and nothing in it was run: it names "
         f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, allow "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...loggers import messages
-from .file import read
+from .read import read
 
 if TYPE_CHECKING:
     from ..trainer import Trainer

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ...loggers import messages
 from .. import seed
 from ..hparams import AttributeDict
-from . import contents, file
+from . import contents
+from .read import read
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ def load_from_checkpoint(
             "one names is never run. Leave weights_only out; allow types you trust with "
             "torch.serialization.add_safe_globals([...])."
         )
-    checkpoint = file.read(path, "cpu" if map_location is None else map_location)
+    checkpoint = read(path, "cpu" if map_location is None else map_location)
     is_module = issubclass(cls, nn.Module)
     prefix = "" if is_module else "datamodule_"
     if hparams_file is not None:

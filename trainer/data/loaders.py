@@ -214,6 +214,15 @@ def samplers_of(loader: Any) -> list[Any]:
     return found
 
 
+def users_generators(loader: Any) -> list[torch.Generator]:
+    """The generators that the user gave to a loader and its samplers, in an order that is the same on all processes.
+
+    Each process made its own: give all of them the states of one process's before the first epoch of a fit, and they
+    agree on the order even if a generator was seeded differently on each.
+    """
+    return [generator for leaf in _leaves(loader) for generator in _generators(leaf)]
+
+
 def whole_of(loader: Any) -> Any:
     """The loader as the user gave it, if this one yields one process's part of it."""
     return getattr(loader, "paceline_whole", loader)
@@ -346,7 +355,10 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool) -> 
         loader.load_state_dict(state["state_dict"])
     elif "state_dict" in state:
         lost.append("its position (the loader has no load_state_dict now)")
-    saved = state.get("generators_at_epoch_start" if mid_epoch and not positioned else "generators", [])
+    shard = shard_of(loader)
+    # What is shared by a sampler goes through the whole order once more, wherever the loader goes on.
+    draws_anew = not positioned or (shard is not None and not shard.alike)
+    saved = state.get("generators_at_epoch_start" if mid_epoch and draws_anew else "generators", [])
     generators = _generators(loader)
     if len(saved) == len(generators):
         for generator, generator_state in zip(generators, saved, strict=True):

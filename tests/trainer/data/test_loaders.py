@@ -37,6 +37,7 @@ from paceline.trainer.data.loaders import (
     loader_state,
     seed_shuffling,
     train_loader,
+    users_generators,
     without_shuffling,
 )
 
@@ -549,3 +550,12 @@ def test_a_tensor_data_set_split_by_indices_keeps_its_samples():
     data = TensorDataset(torch.arange(10))
     source = DataLoader(data, sampler=SubsetRandomSampler([7, 2]), batch_size=1)
     assert [batch[0].item() for batch in without_shuffling(source)] == [7, 2]
+
+
+def test_the_users_generators_are_found_once_each_and_ours_are_not():
+    own, other = torch.Generator(), torch.Generator()
+    shuffled = loader(shuffle=True, generator=own)  # the loader and its sampler share it
+    sampled = loader(sampler=RandomSampler(range(8), generator=other))
+    combined = CombinedLoader([shuffled, sampled, loader(shuffle=True)])
+    seed_shuffling(combined, 0, 0)
+    assert users_generators(combined) == [own, other]

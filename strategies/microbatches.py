@@ -1,0 +1,138 @@
+"""A batch cut into micro-batches, and what a step returns for them put together again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:
+    """Cut a batch along the first dimension of its tensors.
+
+    What has another first dimension than the batch's first tensor, or none, goes into every micro-batch whole. Lists
+    with a value (a string, a number) for each sample are cut like tensors.
+
+    Args:
+        batch: tensors in tuples, lists, mappings or dataclasses.
+        count: number of micro-batches; fewer for a batch of fewer samples. The first are one sample larger where the
+            samples cannot be shared out evenly.
+
+    Returns:
+        The micro-batches and how many samples are in each.
+
+    Raises:
+        TypeError: there is nothing to cut.
+    """
+    size = _first_size(batch)
+    if size is None:
+        raise TypeError(
+            f"A batch of type {type(batch).__name__} cannot be cut into micro-batches for the pipeline: no tensor with "
+            "a first dimension was found in it. Pass tensors in tuples, lists, dicts or dataclasses."
+        )
+    count = max(min(count, size), 1)
+    ends = [size // count * index + min(index, size % count) for index in range(count + 1)]
+    sizes = [end - start for start, end in pairwise(ends)]
+    if count == 1:
+        return [batch], sizes
+    pieces = [_piece(batch, size, slice(start, end)) for start, end in pairwise(ends)]
+    return pieces, sizes
+
+
+def _first_size(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.ndim else None
+    return next((size for part in _parts(value) if (size := _first_size(part)) is not None), None)
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _piece(value: Any, size: int, part: slice) -> Any:
+    if isinstance(value, Tensor):
+        return value[part] if value.ndim and value.shape[0] == size else value
+    if isinstance(value, (tuple, list)) and _has_a_value_each(value, size):
+        return value[part]
+    return _rebuilt(value, lambda inner: _piece(inner, size, part))
+
+
+def _has_a_value_each(values: Sequence[Any], size: int) -> bool:
+    return len(values) == size and not any(isinstance(v, (Tensor, Mapping, tuple, list)) for v in values)
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container of the same kind with changed values; anything else as it is."""
+    if isinstance(value, tuple):
+        values = [change(v) for v in value]
+        return value._make(values) if hasattr(value, "_make") else type(value)(values)  # type: ignore[attr-defined]
+    if isinstance(value, list):
+        return [change(v) for v in value]
+    if isinstance(value, MutableMapping):
+        result = copy.copy(value)
+        for key, inner in value.items():
+            result[key] = change(inner)
+        return result
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(result, field.name, change(getattr(value, field.name)))
+        return result
+    return value
+
+
+def form_of(batch: Any) -> tuple[Any, ...]:
+    """What decides the shapes of everything that a step makes of a batch: the forms of its tensors."""
+    return tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves(batch))
+
+
+def leaves(value: Any) -> list[Any]:
+    """The values in nested containers."""
+    parts = _parts(value)
+    return [leaf for part in parts for leaf in leaves(part)] if parts else [value]
+
+
+def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Put together what a step returned for the micro-batches of one batch.
+
+    Tensors and lists with an entry a sample are concatenated, single numbers averaged by samples; containers are
+    walked. Of what is neither, the first micro-batch's counts.
+    """
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if first.ndim and all(v.shape[0] == size for v, size in zip(values, sizes, strict=True)):
+            return torch.cat(list(values))
+        return mean(values, sizes) if first.is_floating_point() and first.numel() == 1 else first
+    if isinstance(first, float):
+        return mean(values, sizes)
+    if isinstance(first, (tuple, list)):
+        if all(_has_a_value_each(v, size) for v, size in zip(values, sizes, strict=True)):
+            return type(first)(entry for value in values for entry in value)
+        joined = [join(inner, sizes) for inner in zip(*values, strict=True)]
+        return _rebuilt(first, _next_of(joined))
+    if isinstance(first, Mapping):
+        return {key: join([value[key] for value in values], sizes) for key in first}
+    return first
+
+
+def _next_of(values: list[Any]) -> Callable[[Any], Any]:
+    left = iter(values)
+    return lambda _: next(left)
+
+
+def mean(values: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """The weighed mean of numbers or tensors."""
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

@@ -1,0 +1,251 @@
+"""ZeRO's flat partitions as what they were cut from: one tensor a parameter.
+
+A rank of ZeRO holds, of each group of parameters, a slice of their concatenation in fp32, with the optimizer's state
+for it. Checkpoints hold whole tensors, so that they load under any strategy and number of ranks: this file finds which
+piece of which parameter lies where, puts pieces together and takes them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a parameter that this rank updates.
+
+    Attributes:
+        flat: fp32 partition it lies in, shape (partition,).
+        start: its first element in ``flat``.
+        first: its first element in the flattened parameter.
+        numel: its elements; 0 if another rank has them all.
+    """
+
+    flat: Tensor
+    start: int
+    first: int
+    numel: int
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """A parameter's shape, also while ZeRO-3 keeps only a part of it."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def is_split(parameter: Any) -> bool:
+    """Whether ZeRO-3 has taken the parameter apart."""
+    return hasattr(parameter, "ds_id")
+
+
+def pieces(zero: Any) -> dict[int, Piece]:
+    """This rank's piece of each trained parameter, by the parameter's ``id``.
+
+    Args:
+        zero: DeepSpeed's optimizer of stage 1, 2 or 3.
+    """
+    return dict(_pieces_of_split(zero) if splits(zero) else _pieces_of_whole(zero))
+
+
+def _pieces_of_whole(zero: Any) -> Iterator[tuple[int, Piece]]:
+    for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+        for parameter in group:
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                yield id(parameter), Piece(flat, 0, 0, 0)
+                continue
+            there, here = mapping.hp_fragment_address, mapping.lp_fragment_address
+            yield id(parameter), Piece(flat, there.start, here.start, there.numel)
+
+
+def _pieces_of_split(zero: Any) -> Iterator[tuple[int, Piece]]:
+    for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+        start = 0
+        for parameter in group:
+            each = parameter.partition_numel()  # the same on every rank, so the last ones may be padded
+            first = each * dist.get_rank(parameter.ds_process_group)
+            yield id(parameter), Piece(flat, start, first, max(0, min(each, parameter.ds_numel - first)))
+            start += each
+
+
+def gradients(zero: Any) -> list[Tensor]:
+    """The reduced gradients of what this rank updates, padding included (which is 0)."""
+    if offloads(zero):
+        flats = zero.fp32_partitioned_groups_flat if splits(zero) else zero.single_partition_of_fp32_groups
+        return [flat.grad for flat in flats if flat.grad is not None]
+    return [grad for found in zero.averaged_gradients.values() for grad in found or () if grad is not None]
+
+
+def lasting_gradients(zero: Any) -> list[Tensor]:
+    """Those of :func:`gradients` whose memory is used again in the next step."""
+    return gradients(zero) if splits(zero) or offloads(zero) else []
+
+
+def splits(zero: Any) -> bool:
+    """Whether it is the optimizer of stage 3."""
+    return hasattr(zero, "fp16_groups")
+
+
+def offloads(zero: Any) -> bool:
+    """Whether it keeps states and gradients on the host."""
+    return zero.offload_optimizer if splits(zero) else zero.cpu_offload
+
+
+# ---- whole tensors ---------------------------------------------------------------------------------------------------
+
+
+def gather(piece: Piece, values: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
+    """Every rank's piece of ``values``, which lie as ``piece.flat`` does, put together; of the parameter's shape."""
+    shape = whole_shape(parameter)
+    whole = torch.zeros(shape.numel(), dtype=values.dtype, device=device)
+    whole[piece.first : piece.first + piece.numel] = values[piece.start : piece.start + piece.numel].to(device)
+    dist.all_reduce(whole)
+    return whole.view(shape)
+
+
+@torch.no_grad()
+def scatter(piece: Piece, values: Tensor, whole: Tensor) -> None:
+    """Write this rank's piece of ``whole``, which has the parameter's shape, to its place in ``values``."""
+    part = whole.flatten()[piece.first : piece.first + piece.numel]
+    values[piece.start : piece.start + piece.numel].copy_(part)
+
+
+def optimizer_states(
+    optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
+) -> dict[int, dict[str, Any]]:
+    """State by the parameter's index: flat tensors put together, everything else (a step count) as it is.
+
+    Args:
+        optimizer: the one whose state is of partitions.
+        found: this rank's pieces.
+        parameters: by index.
+        device: where collectives run.
+        keep: whether this rank wants the result; the others only take part.
+    """
+    states: dict[int, dict[str, Any]] = {}
+    for index, parameter in parameters.items():
+        piece = found.get(id(parameter))
+        if piece is None or piece.flat not in optimizer.state:
+            continue
+        own: dict[str, Any] = {}
+        for key, value in optimizer.state[piece.flat].items():
+            if isinstance(value, Tensor):
+                flat = value.shape == piece.flat.shape
+                value = gather(piece, value, parameter, device) if flat else value.detach().clone()
+            if keep:
+                own[key] = value.cpu() if isinstance(value, Tensor) else value
+        states[index] = own
+    return states if keep else {}
+
+
+def load_optimizer_states(
+    optimizer: Any, found: Mapping[int, Piece], parameters: Mapping[int, Tensor], states: Mapping[int, Any]
+) -> None:
+    """Take :func:`optimizer_states` apart again, whatever strategy gathered them."""
+    optimizer.state.clear()
+    step_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for index, parameter in parameters.items():
+        piece = found.get(id(parameter))
+        if piece is None or index not in states:
+            continue
+        own = optimizer.state[piece.flat]
+        for key, value in states[index].items():
+            if isinstance(value, Tensor) and key != "step" and value.shape == whole_shape(parameter):
+                if key not in own:
+                    own[key] = torch.zeros_like(piece.flat)
+                scatter(piece, own[key], value)
+            elif isinstance(value, Tensor) and key not in own:
+                own[key] = value.clone() if key == "step" and not step_on_device else value.to(piece.flat.device)
+            elif key not in own:
+                own[key] = value
+
+
+def master_weights(
+    found: Mapping[int, Piece], parameters: Mapping[int, Tensor], device: torch.device, keep: bool
+) -> dict[int, Tensor]:
+    """The float32 weights that a 16-bit mode trains, by the parameter's index."""
+    weights: dict[int, Tensor] = {}
+    for index, parameter in parameters.items():
+        if id(parameter) in found:
+            piece = found[id(parameter)]
+            whole = gather(piece, piece.flat.detach(), parameter, device)
+            if keep:
+                weights[index] = whole.cpu()
+    return weights
+
+
+def load_master_weights(
+    found: Mapping[int, Piece], parameters: Mapping[int, Tensor], weights: Mapping[int, Tensor]
+) -> None:
+    """Take :func:`master_weights` apart again. The 16-bit weights were saved as they followed from these."""
+    for index, parameter in parameters.items():
+        if id(parameter) in found and index in weights:
+            piece = found[id(parameter)]
+            scatter(piece, piece.flat, weights[index])
+
+
+def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
+    """The module's ``state_dict`` with the parameters that ZeRO-3 took apart put together, one after the other.
+
+    Args:
+        module: its parameters keep as much as they had.
+        keep: whether this rank wants the result; the others only take part.
+    """
+    state = module.state_dict(keep_vars=True)
+    whole: dict[int, Tensor] = {}
+    for name, value in state.items():
+        if not is_split(value):
+            state[name] = value.detach() if isinstance(value, Tensor) else value
+            continue
+        if id(value) not in whole:
+            with _together([value]):
+                whole[id(value)] = value.detach().cpu().clone() if keep else torch.empty(0)
+        state[name] = whole[id(value)]
+    return state if keep else {}
+
+
+def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
+    """``module.load_state_dict`` where ZeRO-3 took the parameters apart: one submodule is put together at a time.
+
+    Raises:
+        ValueError: what is missing, unexpected or of another shape.
+    """
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    missing: list[str] = []
+    unexpected: list[str] = []
+    problems: list[str] = []
+    metadata = getattr(state, "_metadata", {})
+    given = dict(state)
+
+    def load(child: nn.Module, prefix: str) -> None:
+        own = [p for p in child.parameters(recurse=False) if is_split(p)]
+        with _together(own, modifier_rank=0, enabled=bool(own)):
+            local = metadata.get(prefix[:-1], {})
+            child._load_from_state_dict(given, prefix, local, True, missing, unexpected, problems)
+        for name, grandchild in child.named_children():
+            load(grandchild, f"{prefix}{name}.")
+
+    load(module, "")
+    own_keys = module.state_dict().keys()
+    unexpected = [key for key in given if key not in own_keys]
+    if strict:
+        kinds = (("missing in it", missing), ("unexpected", unexpected))
+        problems += [f"{len(keys)} {what} ({', '.join(keys[:10])})" for what, keys in kinds if keys]
+    if problems:
+        raise ValueError(
+            f"The checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}. Build the module with the "
+            "arguments it had when it was saved."
+        )
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _together(parameters: list[Any], **given: Any) -> Any:
+    """Context in which parameters that are split are whole."""
+    return import_module("deepspeed.runtime.zero").GatheredParameters(parameters, **given)

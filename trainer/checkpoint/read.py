@@ -1,0 +1,33 @@
+"""Read a checkpoint, whichever of its two forms it has: one file, or a folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from ...callbacks.run_files import CONTENTS
+from . import file, sharded
+
+if TYPE_CHECKING:
+    from ...strategies.base import Strategy
+
+
+def read(
+    path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu", strategy: Strategy | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint after its checksums were found right.
+
+    Args:
+        path: a file, an open binary file that can seek, or the folder of a sharded checkpoint.
+        map_location: where its tensors go, as for ``torch.load``; ``"meta"`` checks it without loading them.
+        strategy: says what of a folder's tensors this process needs; all if None.
+
+    Raises:
+        FileNotFoundError: no such file; the message says what lies in the folder.
+        IsADirectoryError: a folder that is no checkpoint.
+        ValueError: damaged, not a checkpoint, written by a newer version, or it names code.
+    """
+    if isinstance(path, (str, os.PathLike)) and (Path(path) / CONTENTS).is_file():
+        return sharded.read(Path(path), map_location, strategy)
+    return file.read(path, map_location)

@@ -1,0 +1,257 @@
+"""One checkpoint, one folder: each process writes and reads its own part of the tensors, in parallel.
+
+In the folder lie ``contents.ckpt``, a checkpoint file like any other whose big tensors have no memory (they are on the
+meta device), and the parts of these, written by torch.distributed.checkpoint under the names they have in it
+(``state_dict.head.weight``). It is the same whole checkpoint to everybody who reads it, on any number of processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import pickle
+import warnings
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...callbacks.run_files import CONTENTS
+from ...strategies.base import Strategy
+from . import file, replace
+
+T = TypeVar("T")
+
+_BUFFER_BYTES = 1 << 24
+_METADATA = ".metadata"
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
+    """Write a checkpoint whose tensors lie in parts. Every process must call.
+
+    Everything goes to a hidden folder beside ``path``, ``contents.ckpt`` with the checksums of the others last, and is
+    synced to disk before the folder takes its name. Of what is not in parts, rank 0's counts.
+
+    Raises:
+        OSError: it could not be written, on every process. What was at ``path`` is still there.
+    """
+    from torch.distributed.tensor import DTensor
+
+    target = Path(path)
+    parts: dict[str, DTensor] = {}
+    known: dict[int, Tensor] = {}
+
+    def take_out(place: str, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if id(tensor) not in known:
+            parts[place] = tensor
+            known[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return known[id(tensor)]
+
+    contents = _mapped(checkpoint, "", take_out)
+    together = partial(_together, strategy, "saved")
+    temporary = target.with_name(strategy.broadcast(replace.temporary_name(target.name)))
+    try:
+        together(lambda: _make_folder(target, temporary, strategy.is_global_zero))
+        together(lambda: _write_parts(parts, temporary, strategy))
+        own = together(lambda: _sums(sorted(temporary.glob(f"__{strategy.global_rank}_*"))))
+        sums = {name: sum_ for found in strategy.gather_objects(own) for name, sum_ in found.items()}
+        if strategy.is_global_zero:
+            sums |= _sums([temporary / _METADATA])
+            contents["paceline"] = {**contents.get("paceline", {}), "parts": sums}
+        together(lambda: strategy.is_global_zero and _finish(contents, temporary, target, sums))
+    except BaseException:
+        if strategy.is_global_zero:
+            replace.remove(temporary)
+        raise
+
+
+def _mapped(value: Any, place: str, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """A copy of ``value`` in which every tensor is replaced; ``change`` gets the names of its keys, joined by dots."""
+    if isinstance(value, Tensor):
+        return change(place, value)
+    inside = f"{place}." if place else ""
+    if isinstance(value, dict):
+        changed = copy.copy(value)
+        for key, inner in value.items():
+            changed[key] = _mapped(inner, f"{inside}{key}", change)
+        return changed
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(inner, f"{inside}{index}", change) for index, inner in enumerate(value))
+    return value
+
+
+def _together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
+    """Do something on this process; if it fails on one of them, raise on all, so that nobody waits."""
+    problem: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as error:
+        problem = error
+    told = strategy.gather_objects(problem and f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(told):
+        if text:
+            raise OSError(f"The checkpoint was not {verb}, because rank {rank} failed: {text}")
+    return result
+
+
+def _make_folder(target: Path, temporary: Path, make: bool) -> None:
+    if target.is_dir() and not (target / CONTENTS).exists():
+        raise IsADirectoryError(
+            errno.EISDIR,
+            "There is a folder of this name that is no checkpoint. Choose another name. Folder",
+            str(target),
+        )
+    if make:
+        temporary.mkdir(parents=True)
+
+
+def _write_parts(parts: dict[str, Any], folder: Path, strategy: Strategy) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        save(parts, storage_writer=FileSystemWriter(folder), process_group=strategy.host_group)
+    except CheckpointException as error:
+        rank, failure = next(iter(error.failures.items()))
+        raise OSError(
+            f"The checkpoint was not saved: rank {rank} could not write its part to {str(folder.parent)!r} "
+            f"({failure[0]!r}). Make the folder writable from every process, free space there, or save elsewhere."
+        ) from error
+
+
+def _sums(paths: list[Path]) -> dict[str, list[int]]:
+    return {path.name: [path.stat().st_size, _checksum(path)] for path in paths}
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as stream:
+        while data := stream.read(_BUFFER_BYTES):
+            found = zlib.crc32(data, found)
+    return found
+
+
+def _finish(contents: dict[str, Any], temporary: Path, target: Path, sums: dict[str, list[int]]) -> None:
+    elsewhere = [name for name in sums if not (temporary / name).exists()]
+    if elsewhere:
+        raise OSError(
+            f"The checkpoint {str(target)!r} was not saved: {len(elsewhere)} of its {len(sums)} files, which other "
+            "processes wrote, are not on rank 0's disk. Save to a folder that all machines share, or with "
+            "FSDPStrategy(state_dict_type='full')."
+        )
+    file.write(contents, temporary / CONTENTS)
+    replace.take_place(temporary, target)
+    file.sync_folder(target.parent)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path, map_location: Any = "cpu", strategy: Strategy | None = None) -> dict[str, Any]:
+    """Read a checkpoint folder, after its checksums were found right.
+
+    Args:
+        folder: where ``contents.ckpt`` is.
+        map_location: a device for the tensors; ``"meta"`` checks the folder without loading them.
+        strategy: says what of each tensor this process needs; whole tensors if None. Every process of it must call.
+
+    Raises:
+        ValueError: damaged, incomplete, or written by a newer version.
+    """
+    contents = file.read(folder / CONTENTS, map_location)
+    together = partial(_together, strategy or Strategy(), "read")
+    together(lambda: _check(folder, contents, strategy))
+    if torch.device(map_location) == torch.device("meta"):
+        return contents
+    wanted: dict[str, Tensor] = {}
+    known: dict[int, Tensor] = {}
+
+    def give_memory(place: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in known:
+            room = torch.empty_like(tensor, device=map_location) if strategy is None else strategy.room_for(tensor)
+            wanted[place] = known[id(tensor)] = room
+        return known[id(tensor)]
+
+    filled = _mapped(contents, "", give_memory)
+    together(lambda: _load(folder, wanted))
+    return filled
+
+
+def _check(folder: Path, contents: dict[str, Any], strategy: Strategy | None) -> None:
+    """Hold the files against their sizes, and this process's share of them against their checksums."""
+    rank, world = (strategy.global_rank, strategy.world_size) if strategy else (0, 1)
+    sums = contents["paceline"]["parts"]
+    for index, (name, (size, checksum)) in enumerate(sums.items()):
+        path = folder / name
+        if not path.exists():
+            raise file.damaged(str(folder), f"its file {name!r} is missing")
+        if path.stat().st_size != size:
+            raise file.damaged(str(folder), f"its file {name!r} has {path.stat().st_size} bytes and should have {size}")
+        if index % world == rank and _checksum(path) != checksum:
+            raise file.damaged(str(folder), f"its file {name!r} does not match its checksum")
+
+
+def _load(folder: Path, wanted: dict[str, Tensor]) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with (folder / _METADATA).open("rb") as stream:
+        index = _Metadata(stream).load()
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return index
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(wanted, storage_reader=Reader(folder), no_dist=True)  # type: ignore[arg-type]
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads torch's index of a folder; like everything in a checkpoint it may not name code to run."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream)
+        self.name = stream.name
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = (
+            module == "torch.distributed.checkpoint.metadata"
+            or (module, name) in _INDEX_NAMES
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        )
+        if not known or "." in name:
+            raise ValueError(
+                f"The checkpoint {self.name!r} was not loaded and nothing in it was run: it names {module}.{name}, "
+                "which an index of tensors does not need. Use another one, from a source that you trust."
+            )
+        return super().find_class(module, name)
+
+
+_INDEX_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "PureWindowsPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+}

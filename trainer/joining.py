@@ -1,0 +1,139 @@
+"""``self.log`` under a strategy that runs a step on micro-batches: one value a batch, the same on every rank.
+
+What the calls for the micro-batches of one batch were given is joined (means by the samples in each), brought from the
+rank that has it to all others, and logged there as if the step had run once on the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .data.batches import batch_size_of
+from .records import Options, check_value, reduction_of, taken
+
+if TYPE_CHECKING:
+    from .metrics import MetricStore
+    from .module import TrainingModule
+
+
+class Logged(NamedTuple):
+    """What was logged under a name in one batch, without its value."""
+
+    name: str
+    options: Options
+    batch_size: int | None
+    dtype: str
+    metric: str | None
+
+
+class JoiningStep:
+    """A step that is called with micro-batches, and what it logged.
+
+    Args:
+        step: the module's step.
+        name: of the step.
+        module: whose step it is.
+        store: where values go.
+    """
+
+    def __init__(self, step: Callable[..., Any], name: str, module: TrainingModule, store: MetricStore) -> None:
+        self.step, self.module, self.store = step, module, store
+        #: Whether what the step returns is wanted on every rank.
+        self.returns = name == "predict_step"
+        self._heard: dict[int, tuple[Any, list[_Call]]] = {}
+
+    def __call__(self, batch: Any, *more: Any) -> Any:
+        """Run the step on a micro-batch; one that runs again replaces what it logged before."""
+        calls: list[_Call] = []
+        self._heard[id(batch)] = (batch_size_of(batch) or 1, calls)
+        store = self.store
+        before, store.records = store.records, {}  # empty, so that every call of self.log asks for its record
+        store.listener = lambda name, value, options: _Call(calls, name, options)
+        try:
+            output = self.step(batch, *more)
+        finally:
+            store.records, store.listener = before, None
+        if isinstance(output, Mapping) and output.get("num_items") is not None:
+            self._heard[id(batch)] = (output["num_items"], calls)  # means are over items
+        return output
+
+    def take(self) -> tuple[tuple[Logged, ...], list[Any]]:
+        """What was logged for the batch, joined over its micro-batches, and its values; then start over."""
+        heard, self._heard = list(self._heard.values()), {}
+        found: dict[tuple[str, int], list[tuple[Any, _Call]]] = {}
+        for size, calls in heard:
+            times: dict[str, int] = {}
+            for call in calls:
+                times[call.name] = times.get(call.name, -1) + 1
+                found.setdefault((call.name, times[call.name]), []).append((size, call))
+        joined = [self._join(*zip(*entries, strict=True)) for entries in found.values()]
+        return tuple(logged for logged, _ in joined), [value for _, value in joined]
+
+    def _join(self, sizes: tuple[Any, ...], calls: tuple[_Call, ...]) -> tuple[Logged, Any]:
+        first, given = calls[-1], [call.batch_size for call in calls]
+        sized = [size for size in given if size is not None]
+        batch_size = sum(sized) if len(sized) == len(calls) else None
+        value, options = first.value, first.options._replace(enable_graph=False)
+        if not isinstance(value, (Tensor, float, int)):
+            name = next((n for n, m in self.module.named_modules() if m is value), None)
+            if name is not None:
+                shown = value._forward_cache
+                number = 0.0 if shown is None or options.on_step is False or shown.numel() != 1 else shown
+                return Logged(first.name, options, batch_size, "float32", name), number
+        values = [taken(call.name, call.value) for call in calls]
+        kind = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.get_default_dtype()
+        reduction = reduction_of(first.name, options.reduce_fx)
+        weights = [
+            size if call.batch_size is None else call.batch_size for size, call in zip(sizes, calls, strict=True)
+        ]
+        joined = _reduced(values, weights, reduction)
+        options = options._replace(reduce_fx=reduction, sync_dist_group=None)
+        return Logged(first.name, options, batch_size, str(kind).removeprefix("torch."), None), joined
+
+    def put(self, logged: Sequence[Logged], values: Tensor) -> None:
+        """Log values of :meth:`take`, shape (n,), on this rank."""
+        self._heard = {}
+        store = self.store
+        numbers: Sequence[Any] = values.tolist() if values.is_cpu else values.unbind()
+        for entry, value in zip(logged, numbers, strict=True):
+            record = store.records.get(entry.name)
+            what: Any = None
+            if entry.metric is not None:
+                what = self.module.get_submodule(entry.metric)
+                what._forward_cache = torch.as_tensor(value)  # the batch's value, if it was logged on_step
+            if record is None or record.options != entry.options:
+                example = torch.zeros((), dtype=getattr(torch, entry.dtype)) if what is None else what
+                record = store.define(entry.name, example, entry.options)
+            record.update(value if what is None else what, entry.batch_size)
+
+
+class _Call:
+    """One call of ``self.log``: takes the place of the record that it would update."""
+
+    def __init__(self, calls: list[_Call], name: str, options: Options) -> None:
+        self.calls, self.name, self.options = calls, name, options
+        self.value: Any = None
+        self.batch_size: int | None = None
+
+    def update(self, value: Any, batch_size: int | None) -> None:
+        if isinstance(value, (Tensor, float, int)):
+            check_value(self.name, value)
+            value = taken(self.name, value)
+        self.value, self.batch_size = value, batch_size
+        self.calls.append(self)
+
+
+def _reduced(values: Sequence[Any], weights: Sequence[Any], reduction: str) -> Any:
+    if len(values) == 1:
+        return values[0]
+    if reduction == "mean":
+        total = sum(value * weight for value, weight in zip(values, weights, strict=True))
+        return total / sum(weights)
+    if reduction == "sum":
+        return sum(values)
+    numbers = torch.stack([torch.as_tensor(value) for value in values])
+    return numbers.amin() if reduction == "min" else numbers.amax()

@@ -1,0 +1,263 @@
+"""``verify``: does a strategy give the numbers of one process, and if not, from which step on, in which parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..callbacks.base import Callback
+from ..strategies.base import Strategy
+from ..strategies.distributed import DistributedStrategy
+from .data.loaders import release_shuffling, seed_shuffling
+from .trainer import Trainer
+
+if TYPE_CHECKING:
+    from .module import TrainingModule
+
+#: What a strategy may add to the rounding that one process has anyway.
+_FACTOR = 10.0
+_SEED = 20
+
+
+@dataclass
+class Verdict:
+    """How one strategy compares with one process.
+
+    Attributes:
+        strategy: its name.
+        error: the largest error of a parameter after the last step, as a fraction of the largest norm it had so far,
+            against the same training in float64.
+        one_process: the same of one process in the precision that was asked for: what rounding alone costs.
+        step: the first step after which a parameter departs, 0 being the start; None if none does.
+        parameter: that parameter's name.
+        failure: the error that ended the run, or an empty text.
+    """
+
+    strategy: str
+    error: float = float("nan")
+    one_process: float = float("nan")
+    step: int | None = None
+    parameter: str = ""
+    failure: str = ""
+
+    @property
+    def same(self) -> bool:
+        """Whether the strategy gives the numbers of one process."""
+        return self.step is None and not self.failure
+
+
+@dataclass
+class Report:
+    """What :func:`verify` found; ``print`` shows it as a table."""
+
+    steps: int
+    tolerance: float
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all strategies give the numbers of one process."""
+        return all(verdict.same for verdict in self.verdicts)
+
+    def __getitem__(self, strategy: str) -> Verdict:
+        return next(verdict for verdict in self.verdicts if verdict.strategy == strategy)
+
+    def __str__(self) -> str:
+        width = max(len("strategy"), *(len(verdict.strategy) for verdict in self.verdicts))
+        lines = [f"{'strategy':<{width}}  {'error':>8}  {'1 process':>9}  after {self.steps} steps"]
+        for v in self.verdicts:
+            found = "same" if v.same else f"departs at step {v.step} in {v.parameter}"
+            found = f"failed: {v.failure:.200}" if v.failure else found
+            lines.append(f"{v.strategy:<{width}}  {v.error:>8.1e}  {v.one_process:>9.1e}  {found}")
+        return "\n".join(lines)
+
+
+def verify(
+    module: TrainingModule,
+    loader: Iterable[Any],
+    strategies: Sequence[str | Strategy] = ("ddp", "fsdp"),
+    *,
+    devices: int = 2,
+    steps: int = 20,
+    tolerance: float = 1e-6,
+    **arguments: Any,
+) -> Report:
+    """Train a few steps under each strategy and compare every parameter after every step with one process.
+
+    Each run starts from the module's present weights and makes ``steps`` updates on the same batches: a strategy that
+    splits the data gets an equal part of every batch on each process. The yardstick is one process in float64; a
+    strategy departs when its error exceeds both ``tolerance`` and ten times that of one process in its own precision.
+    Dropout is switched off, since its masks depend on who draws them. The module itself is not changed.
+
+    Args:
+        module: as for ``fit``; its ``configure_optimizers`` is used.
+        loader: batches whose size every number of processes divides.
+        strategies: names, or Strategy objects that are not in use.
+        devices: processes of each strategy.
+        steps: optimizer updates to compare.
+        tolerance: the error of a parameter, as a fraction of the largest norm it had so far, that counts as rounding.
+        **arguments: more for the Trainer, such as ``precision=``, ``accumulate_grad_batches=`` and ``accelerator=``.
+
+    Returns:
+        A verdict for each strategy.
+    """
+    batches = _same_batches(loader, steps * arguments.get("accumulate_grad_batches", 1))
+    report = Report(steps, tolerance)
+    with TemporaryDirectory(prefix="paceline_verify_") as folder:
+        exact = _Exact(Path(folder))
+        _run(_double(module), _in_double(batches), "single_device", 1, exact, arguments | {"precision": "64-true"})
+        rounding = _Compared(Path(folder))
+        _run(module, batches, "single_device", 1, rounding, arguments)
+        for strategy in strategies:
+            name = strategy if isinstance(strategy, str) else type(strategy).__name__
+            compared = _Compared(Path(folder))
+            verdict = Verdict(name, one_process=rounding.last())
+            try:
+                _run(module, batches, strategy, devices, compared, arguments)
+            except Exception as error:
+                verdict.failure = f"{type(error).__name__}: {error}"
+            else:
+                verdict.error = compared.last()
+                verdict.step, verdict.parameter = compared.departs(rounding, tolerance)
+            report.verdicts.append(verdict)
+    return report
+
+
+def _run(
+    module: TrainingModule,
+    batches: Iterable[Any],
+    strategy: str | Strategy,
+    devices: int,
+    recorder: Callback,
+    arguments: dict[str, Any],
+) -> None:
+    """Train a copy of the module on the batches; the recorder looks after each update."""
+    torch.manual_seed(_SEED)
+    learner = copy.deepcopy(module)
+    for part in learner.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    ours = {"devices": devices, "strategy": strategy, "callbacks": recorder, "limit_val_batches": 0}
+    given: dict[str, Any] = {**quiet, "max_epochs": 1, **arguments, **ours, "use_distributed_sampler": False}
+    trainer = Trainer(**given)
+    if isinstance(trainer.strategy, DistributedStrategy):
+        started = trainer.strategy.device.type == "cuda" and torch.cuda.is_initialized()
+        trainer.strategy.start_method = "spawn" if started else "fork"
+    trainer.fit(learner, _Part(batches, trainer))
+    if isinstance(recorder, _Compared) and len(recorder.errors) < 2:
+        raise RuntimeError(f"{strategy!r} made no optimizer step on the {len(list(batches))} batches it was given.")
+
+
+def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:
+    """The first batches of a loader, going over it again when it ends."""
+    found: list[Any] = []
+    epoch = 0
+    while len(found) < count:
+        seed_shuffling(loader, _SEED, epoch)
+        before = len(found)
+        for batch in loader:
+            found.append(batch)
+            if len(found) == count:
+                break
+        if len(found) == before:
+            raise ValueError(f"verify got a loader that yields nothing after {before} of {count} batches.")
+        epoch += 1
+    release_shuffling(loader)
+    return found
+
+
+def _double(module: TrainingModule) -> TrainingModule:
+    return copy.deepcopy(module).double()
+
+
+def _in_double(batches: list[Any]) -> list[Any]:
+    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batches)
+
+
+class _Part:
+    """The part of each batch that this process's share of the data is."""
+
+    def __init__(self, batches: Iterable[Any], trainer: Trainer) -> None:
+        self.batches = list(batches)
+        self.trainer = trainer
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        strategy = self.trainer.strategy
+        rank, count = strategy.data_rank, strategy.num_data_ranks
+        for batch in self.batches:
+            yield pytree.tree_map_only(Tensor, lambda tensor: _slice(tensor, rank, count), batch)
+
+
+def _slice(tensor: Tensor, rank: int, count: int) -> Tensor:
+    if tensor.dim() == 0:
+        return tensor
+    size, rest = divmod(len(tensor), count)
+    if rest:
+        raise ValueError(
+            f"verify splits every batch over {count} processes, but one has {len(tensor)} samples. Choose a batch_size "
+            f"that {count} divides, and drop_last=True."
+        )
+    return tensor[rank * size : (rank + 1) * size]
+
+
+class _Exact(Callback):
+    """Keeps the parameters after each update in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.look(0, trainer.strategy.model_state(pl_module), trainer.is_global_zero)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.state.stepped:
+            self.look(trainer.state.updates, trainer.strategy.model_state(pl_module), trainer.is_global_zero)
+
+    def look(self, step: int, state: dict[str, Any], first: bool) -> None:
+        """Take in the parameters after an update; every process calls."""
+        torch.save(state, self.folder / f"{step}.pt")
+
+
+class _Compared(_Exact):
+    """Compares the parameters after each update with those in the files."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.errors: list[dict[str, float]] = []
+        self.norms: dict[str, float] = {}
+
+    def look(self, step: int, state: dict[str, Any], first: bool) -> None:
+        if not first:
+            return
+        exact = torch.load(self.folder / f"{step}.pt", weights_only=True, map_location="cpu")
+        exact = {name: value.double() for name, value in exact.items() if value.is_floating_point()}
+        for name, value in exact.items():
+            self.norms[name] = max(self.norms.get(name, 1e-12), float(value.norm()))
+        off = {name: float((state[name].detach().cpu().double() - value).norm()) for name, value in exact.items()}
+        self.errors.append({name: error / self.norms[name] for name, error in off.items()})
+
+    def last(self) -> float:
+        """The largest error after the last update."""
+        return max(self.errors[-1].values())
+
+    def departs(self, rounding: _Compared, tolerance: float) -> tuple[int | None, str]:
+        """The first step and parameter whose error is more than rounding."""
+        allowed = tolerance
+        for step, (mine, usual) in enumerate(zip(self.errors, rounding.errors, strict=True)):
+            allowed = max(allowed, _FACTOR * max(usual.values()))
+            worst = max(mine, key=lambda name: mine[name])
+            if not mine[worst] <= allowed:
+                return step, worst
+        return None, ""
