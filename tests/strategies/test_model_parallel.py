@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from paceline import Trainer, TrainingModule
 from paceline.strategies import ModelParallelStrategy, Strategy
@@ -231,6 +232,22 @@ def weights_on(mesh: str, make: Callable[[], TrainingModule] = Language, **more:
 def test_ten_steps_equal_one_process_with_the_global_batch(mesh: str, accumulate: int) -> None:
     how = {**DOUBLE, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.3}
     assert furthest(weights_on(mesh, **how), trained("cpu", Language(), batches(), **how)[0]) < EXACT
+
+
+def test_a_loader_gives_a_group_one_share_of_the_data() -> None:
+    def run(strategy: Callable[[], Any], size: int) -> Any:
+        torch.set_num_threads(1)
+        torch.manual_seed(5)
+        loader = DataLoader(torch.cat(batches(6)), batch_size=size, shuffle=True)  # type: ignore[arg-type]
+        how = {**QUIET, **DOUBLE, "use_distributed_sampler": True, "max_epochs": 2}
+        trainer = Trainer(strategy=strategy(), **how)
+        torch.manual_seed(5)
+        trainer.fit(Language(), loader)
+        return whole_weights(trainer)
+
+    one = run(lambda: "cpu", BATCH)
+    two = ranks(4, run, lambda: ModelParallelStrategy(tensor_parallel=2), BATCH // 2)[0]
+    assert furthest(two, one) < EXACT
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
