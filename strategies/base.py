@@ -241,7 +241,7 @@ class Strategy:
         """The process group over which the hosts talk, for a library that wants one; None: there is none."""
         return None
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """An error ends the run: no longer wait for other processes, who may not have it."""
 
     def explain(self, error: BaseException) -> BaseException | None:

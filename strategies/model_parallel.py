@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -12,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
 
 from ..loggers import messages
 from . import shards as parts
 from .distributed import DistributedStrategy
 from .fsdp import FSDPStrategy
+from .pipeline_strategy import PipelineSteps
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ class ModelParallelStrategy(FSDPStrategy):
             and pairs of linear layers are found by their names and shapes. An attention then computes some of its heads
             on each process: an attribute such as ``num_heads`` is divided, and ``forward`` must leave the width to be
             found, as in ``q.view(batch, length, self.num_heads, -1)``.
+        loss_parallel: split the layer that gives the logits by classes too, so that no process holds all logits. Only
+            ``cross_entropy`` takes such logits (without label smoothing), in training and evaluation.
         context_parallel_dims: which dimension of a batch's tensors is the sequence that ``context_parallel`` splits:
             ``1`` for all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple: ``{0: 1}``).
             The step gets its part of the sequence: positions must come with the batch, and inputs be shifted against
@@ -80,8 +85,6 @@ class ModelParallelStrategy(FSDPStrategy):
         """With ``pipeline_parallel`` above 1 it is the class that runs pipelines."""
         stages = options.get("pipeline_parallel", 1)
         if cls is ModelParallelStrategy and isinstance(stages, int) and stages > 1:
-            from .pipeline_strategy import PipelineParallelStrategy
-
             return super().__new__(PipelineParallelStrategy)  # type: ignore[reportArgumentType]
         return super().__new__(cls)
 
@@ -95,6 +98,7 @@ class ModelParallelStrategy(FSDPStrategy):
         pipeline_parallel: int = 1,
         context_parallel: int = 1,
         plan: Mapping[str, Any] | Literal["auto"] = "auto",
+        loss_parallel: bool = False,
         context_parallel_dims: int | Mapping[Any, int] | None = None,
         pipeline_schedule: str | None = None,
         microbatches: int | None = None,
@@ -122,6 +126,7 @@ class ModelParallelStrategy(FSDPStrategy):
         #: All processes, dimensions named as in AXES; exists from ``setup_environment`` on.
         self.mesh: DeviceMesh | None = None
         self.plan: Any = plan
+        self.loss_parallel = loss_parallel
         self._flat: DeviceMesh | None = None
         self.context_dims = context_parallel_dims
         if context_parallel > 1 and context_parallel_dims is None:
@@ -218,7 +223,12 @@ class ModelParallelStrategy(FSDPStrategy):
             return None
         from .tensor_parallel import Splitter
 
-        return Splitter(module, self._parameters_over("tp"), None if self.plan == "auto" else self.plan)
+        plan = None if self.plan == "auto" else self.plan
+        return Splitter(module, self._parameters_over("tp"), plan, self._splits_loss)
+
+    @property
+    def _splits_loss(self) -> bool:
+        return self.loss_parallel and self.axis_sizes["tp"] > 1
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         return super()._blocks(module) if self.spreads_data or self.activation_checkpointing else {}
@@ -277,6 +287,10 @@ class ModelParallelStrategy(FSDPStrategy):
         return None
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
+        if self._splits_loss:
+            from .tensor_parallel import SplitLoss
+
+            step = SplitLoss().bind(step, training)
         if training and self.axis_sizes["cp"] > 1 and self.mesh is not None and self.context_dims is not None:
             from .context_parallel import SplitSequences
 
@@ -293,10 +307,11 @@ class ModelParallelStrategy(FSDPStrategy):
             super().complete_gradients(optimizer)
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        if self.spreads_data:
-            super().backward(loss, how)
-        else:
-            DistributedStrategy.backward(self, loss, how)
+        backward = super().backward if self.spreads_data else partial(DistributedStrategy.backward, self)
+        if not self._splits_loss:
+            return backward(loss, how)
+        with loss_parallel():
+            return backward(loss, how)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         parameters = list(parameters)
@@ -342,12 +357,17 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+class PipelineParallelStrategy(PipelineSteps, ModelParallelStrategy):
+    """What ``ModelParallelStrategy(pipeline_parallel=...)`` makes."""
+
+
 def _known_options(options: dict[str, Any]) -> dict[str, Any]:
     own = ("self", "precision", "sharding", "data_parallel_replicate", "data_parallel_shard", "device_mesh")
     known = [name for name in inspect.signature(FSDPStrategy.__init__).parameters if name not in own]
     for name in options:
         if name not in known:
-            raise TypeError(messages.unknown("argument of ModelParallelStrategy", name, [*ARGUMENTS.values(), *known]))
+            mine = [key for key in inspect.signature(ModelParallelStrategy.__init__).parameters if key != "options"]
+            raise TypeError(messages.unknown("argument of ModelParallelStrategy", name, [*mine[2:], *known]))
     return options
 
 

@@ -333,7 +333,7 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
             raise ValueError(f"{name}={value!r} is not a number of pieces. Pass 1 or more, or leave it out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
-            f"virtual_stages={virtual_stages} with pipeline_schedule={schedule!r}, which has one stage on each process. "
+            f"virtual_stages={virtual_stages} with pipeline_schedule={schedule!r}, one stage on each process. "
             "Use pipeline_schedule='interleaved_1f1b', or leave virtual_stages out."
         )
     if schedule == "interleaved_1f1b" and virtual_stages == 1:

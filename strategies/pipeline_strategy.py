@@ -1,9 +1,9 @@
-"""What ``ModelParallelStrategy(pipeline_parallel=...)`` makes: a strategy whose module lies in stages."""
+"""What changes in ModelParallelStrategy where ``pipeline_parallel`` is above 1: the module lies in stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,16 +14,20 @@ from torch.distributed.tensor.experimental import implicit_replication
 from . import shards
 from .base import move_optimizer_state
 from .distributed import DistributedStrategy
+from .fsdp_materialize import Materializer
 from .fsdp_wrapping import bottom_up
-from .model_parallel import ModelParallelStrategy
-from .pipeline import Pipeline
 from .precision.base import Precision, gradients
+
+if TYPE_CHECKING:
+    from .model_parallel import ModelParallelStrategy as Base
+else:
+    Base = DistributedStrategy
 
 T = TypeVar("T")
 
 
-class PipelineParallelStrategy(ModelParallelStrategy):
-    """Successive blocks on successive processes; for what the arguments mean see :class:`ModelParallelStrategy`."""
+class PipelineSteps(Base):
+    """Successive blocks on successive processes; goes before ModelParallelStrategy in a class's bases."""
 
     splits_batches: ClassVar[bool] = True
 
@@ -37,6 +41,8 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         split_points: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
+        from .pipeline import Pipeline
+
         super().__init__(precision, **options)
         self.pipeline = Pipeline(self, pipeline_schedule or "1f1b", microbatches, virtual_stages, split_points)
         for name, given in (("wrap", "auto"), ("activation_checkpointing", None)):
@@ -55,6 +61,11 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             raise ValueError(
                 f"ModelParallelStrategy(context_parallel={self.asked['cp']}, pipeline_parallel={self.asked['pp']}): a "
                 "sequence cannot be split between the stages of a pipeline. Use one of the two."
+            )
+        if self.loss_parallel:
+            raise ValueError(
+                "ModelParallelStrategy(loss_parallel=True) with pipeline_parallel: the schedule runs backward by "
+                "itself, where split logits have none. Leave loss_parallel out."
             )
         self._fill_replicas = self.asked["dp_shard"] == "auto" and self.asked["dp_replicate"] == 1
         self.asked["dp_shard"] = 1
@@ -102,7 +113,11 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         return None if self.mesh is None else self.mesh["tp"].get_group()  # the stages agree after this
 
     def _give_values(self, module: nn.Module) -> None:
-        """Rank 0's values for all, one tensor at a time on the device."""
+        """Rank 0's values for all, one tensor at a time on the device; what has no memory gets initial ones first."""
+        materializer = Materializer(module, torch.device("cpu"))
+        for name, part in bottom_up(module):
+            materializer.fill(name, part)
+        self._unfilled = materializer.unfilled
         with torch.no_grad(), self._at("giving every rank rank 0's weights"):
             for tensor in (*module.parameters(), *module.buffers()):
                 value = tensor.detach().to(self.device).contiguous()
@@ -110,6 +125,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
                 tensor.copy_(value)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
+        self._must_be_filled(module)
         self.pipeline.check_training(module)
         self._agree_on_random_numbers()
         return module
@@ -172,6 +188,7 @@ class PipelineParallelStrategy(ModelParallelStrategy):
             return module.load_state_dict(state, strict=strict)
         own = module.state_dict(keep_vars=True)
         parts = {name: _cut_like(value, own.get(name)) for name, value in state.items()}
+        self._unfilled = [name for name in self._unfilled if name not in state]
         return self.pipeline.held.load_model_state(parts, strict)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

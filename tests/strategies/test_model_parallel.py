@@ -383,6 +383,47 @@ def test_an_overflow_on_one_process_skips_the_step_of_all(mesh: str) -> None:
     assert all(value.isfinite().all() for value in found[0][2].values())
 
 
+class Late(Language):
+    """Makes its layers when it is told where; without memory if ``meta``."""
+
+    def __init__(self, meta: bool) -> None:
+        super().__init__()
+        del self.embed, self.head, self.blocks
+        self.meta = meta
+
+    def configure_model(self) -> None:
+        if "embed" in self._modules:
+            return
+        torch.manual_seed(9)
+        with torch.device("meta" if self.meta else "cpu"):
+            self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+            self.blocks = nn.ModuleList(Block(WIDTH, 4, 0.0) for _ in range(2))
+
+
+@pytest.mark.parametrize("mesh", ["shard 2 x tp 2", "stages 2 x tp 2"])
+def test_layers_without_memory_get_the_initial_values_of_one_process(mesh: str) -> None:
+    reference, _ = trained("cpu", Late(False), batches(2), **DOUBLE)
+    assert furthest(weights_on(mesh, partial(Late, True), data=batches(2), **DOUBLE), reference) < EXACT
+
+
+def test_a_module_that_is_split_runs_again() -> None:
+    def several_runs(strategy: Callable[[], Any]) -> Any:
+        torch.set_num_threads(1)
+        module = Language()
+        trainer, other = (Trainer(strategy=strategy(), max_epochs=1, **QUIET, **DOUBLE) for _ in range(2))
+        before = trainer.validate(module, batches(2), verbose=False)
+        trainer.fit(module, batches(3), batches(2))
+        after = trainer.validate(module, batches(2), verbose=False)
+        other.fit(module, batches(3))
+        return before[0]["val_loss"], after[0]["val_loss"], whole_weights(other), module.blocks[0].attention.num_heads
+
+    alone = several_runs(lambda: "cpu")
+    found, _ = ranks(2, several_runs, lambda: "model_parallel")
+    assert found[:2] == pytest.approx(alone[:2], rel=1e-6)
+    assert furthest(found[2], alone[2]) < EXACT
+    assert (found[3], alone[3]) == (2, 4)
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -507,6 +548,30 @@ def test_a_plan_of_the_users_is_followed() -> None:
     assert "blocks.0.network.0.weight" in split
     assert "blocks.1.network.0.weight" not in split
     assert heads == 2
+
+
+@pytest.mark.parametrize("mesh", ["tp x2", "shard 2 x tp 2"])
+def test_logits_may_be_split_by_classes(mesh: str) -> None:
+    class Untied(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, WORDS + 1)
+
+        def forward(self, words: Tensor) -> Tensor:
+            logits = super().forward(words)
+            self.classes = local_part(logits).shape[-1]
+            return logits
+
+    def run() -> Any:
+        strategy = ModelParallelStrategy(tensor_parallel=2, loss_parallel=True)
+        state, trainer = trained(strategy, Untied(), batches(4), val=batches(1)[:1], **DOUBLE)
+        return state, trainer.training_module.classes, trainer.callback_metrics["val_loss"]
+
+    state, classes, loss = ranks(MESHES[mesh][0], run)[0]
+    reference, alone = trained("cpu", Untied(), batches(4), val=batches(1)[:1], **DOUBLE)
+    assert furthest(state, reference) < EXACT
+    assert loss.item() == pytest.approx(alone.callback_metrics["val_loss"].item(), rel=1e-6)
+    assert classes == (WORDS + 1) // 2
 
 
 def test_a_plan_may_split_the_sequence_between_layers() -> None:

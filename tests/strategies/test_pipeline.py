@@ -483,7 +483,7 @@ def test_what_a_pipeline_cannot_run_is_said(module: Any, kind: type[Exception], 
     ("options", "says"),
     [
         ({"pipeline_schedule": "1f2b"}, "Unknown pipeline schedule '1f2b'. Did you mean '1f1b'?"),
-        ({"virtual_stages": 2}, "which has one stage on each process"),
+        ({"virtual_stages": 2}, "one stage on each process"),
         ({"virtual_stages": 1, "pipeline_schedule": "interleaved_1f1b"}, "is '1f1b'"),
         ({"microbatches": 0}, "microbatches=0 is not a number of pieces"),
         ({"data_parallel_shard": 2}, "not sharded further"),
