@@ -20,6 +20,7 @@ from ..loggers import messages
 from . import shards as parts
 from .distributed import DistributedStrategy
 from .fsdp import FSDPStrategy
+from .pipeline_strategy import PipelineSteps
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -85,8 +86,6 @@ class ModelParallelStrategy(FSDPStrategy):
         """With ``pipeline_parallel`` above 1 it is the class that runs pipelines."""
         stages = options.get("pipeline_parallel", 1)
         if cls is ModelParallelStrategy and isinstance(stages, int) and stages > 1:
-            from .pipeline_strategy import PipelineParallelStrategy
-
             return super().__new__(PipelineParallelStrategy)  # type: ignore[reportArgumentType]
         return super().__new__(cls)
 
@@ -363,6 +362,10 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class PipelineParallelStrategy(PipelineSteps, ModelParallelStrategy):
+    """What ``ModelParallelStrategy(pipeline_parallel=...)`` makes."""
 
 
 def _known_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -161,7 +161,21 @@ class Pipeline:
         """
         self._plans.clear()
         self._fresh = True
+        self._refuse_compiled()
         return lambda batch, *more: self._run(step, logs, batch, more, training)
+
+    def _refuse_compiled(self) -> None:
+        """A compiled network would run past its blocks' calls, between which the pipeline is cut."""
+        stages = self.held.stages
+        around = {name.rpartition(".")[0] for name in stages.names}
+        around |= {outer[:end] for outer in around for end, sign in enumerate(outer) if sign == "."} | {""}
+        for name in sorted(around):
+            module = stages.module.get_submodule(name)
+            if module._compiled_call_impl is not None:
+                raise ValueError(
+                    f"{type(module).__name__} ({name or 'the module itself'}) is compiled as a whole, but a pipeline "
+                    f"cuts between its blocks. Compile those instead: for block in ...: block.compile()."
+                )
 
     def _run(self, step: Callable[..., Any], logs: Any, batch: Any, more: tuple[Any, ...], training: bool) -> Any:
         weights = self.held
@@ -333,7 +347,7 @@ def _check(schedule: str, microbatches: int | None, virtual_stages: int | None) 
             raise ValueError(f"{name}={value!r} is not a number of pieces. Pass 1 or more, or leave it out.")
     if schedule != "interleaved_1f1b" and (virtual_stages or 1) > 1:
         raise ValueError(
-            f"virtual_stages={virtual_stages} with pipeline_schedule={schedule!r}, which has one stage on each process. "
+            f"virtual_stages={virtual_stages} with pipeline_schedule={schedule!r}, one stage on each process. "
             "Use pipeline_schedule='interleaved_1f1b', or leave virtual_stages out."
         )
     if schedule == "interleaved_1f1b" and virtual_stages == 1:

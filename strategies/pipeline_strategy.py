@@ -1,9 +1,9 @@
-"""What ``ModelParallelStrategy(pipeline_parallel=...)`` makes: a strategy whose module lies in stages."""
+"""What changes in ModelParallelStrategy where ``pipeline_parallel`` is above 1: the module lies in stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,18 @@ from .base import move_optimizer_state
 from .distributed import DistributedStrategy
 from .fsdp_materialize import Materializer
 from .fsdp_wrapping import bottom_up
-from .model_parallel import ModelParallelStrategy
-from .pipeline import Pipeline
 from .precision.base import Precision, gradients
+
+if TYPE_CHECKING:
+    from .model_parallel import ModelParallelStrategy as Base
+else:
+    Base = DistributedStrategy
 
 T = TypeVar("T")
 
 
-class PipelineParallelStrategy(ModelParallelStrategy):
-    """Successive blocks on successive processes; for what the arguments mean see :class:`ModelParallelStrategy`."""
+class PipelineSteps(Base):
+    """Successive blocks on successive processes; goes before ModelParallelStrategy in a class's bases."""
 
     splits_batches: ClassVar[bool] = True
 
@@ -38,6 +41,8 @@ class PipelineParallelStrategy(ModelParallelStrategy):
         split_points: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
+        from .pipeline import Pipeline
+
         super().__init__(precision, **options)
         self.pipeline = Pipeline(self, pipeline_schedule or "1f1b", microbatches, virtual_stages, split_points)
         for name, given in (("wrap", "auto"), ("activation_checkpointing", None)):

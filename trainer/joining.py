@@ -44,12 +44,12 @@ class JoiningStep:
         self.step, self.module, self.store = step, module, store
         #: Whether what the step returns is wanted on every rank.
         self.returns = name == "predict_step"
-        self._heard: dict[int, tuple[Any, list[_Call]]] = {}
+        self._heard: dict[int, tuple[Any, Any, list[_Call]]] = {}
 
     def __call__(self, batch: Any, *more: Any) -> Any:
         """Run the step on a micro-batch; one that runs again replaces what it logged before."""
         calls: list[_Call] = []
-        self._heard[id(batch)] = (batch_size_of(batch) or 1, calls)
+        self._heard[id(batch)] = (batch, None, calls)
         store = self.store
         before, store.records = store.records, {}  # empty, so that every call of self.log asks for its record
         store.listener = lambda name, value, options: _Call(calls, name, options)
@@ -58,14 +58,15 @@ class JoiningStep:
         finally:
             store.records, store.listener = before, None
         if isinstance(output, Mapping) and output.get("num_items") is not None:
-            self._heard[id(batch)] = (output["num_items"], calls)  # means are over items
+            self._heard[id(batch)] = (batch, output["num_items"], calls)  # means are over items
         return output
 
     def take(self) -> tuple[tuple[Logged, ...], list[Any]]:
         """What was logged for the batch, joined over its micro-batches, and its values; then start over."""
         heard, self._heard = list(self._heard.values()), {}
         found: dict[tuple[str, int], list[tuple[Any, _Call]]] = {}
-        for size, calls in heard:
+        for batch, items, calls in heard:
+            size = (batch_size_of(batch) or 1) if items is None else items
             times: dict[str, int] = {}
             for call in calls:
                 times[call.name] = times.get(call.name, -1) + 1

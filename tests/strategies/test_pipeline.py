@@ -147,10 +147,14 @@ def test_every_schedule_gives_the_numbers_of_one_process(accumulate: int) -> Non
         assert logged == pytest.approx(metrics, rel=1e-5)
 
 
-def test_copies_of_a_pipeline_give_the_numbers_of_one_process() -> None:
+def test_four_stages_and_two_copies_of_two_give_the_numbers_of_one_process() -> None:
     exact, _, _ = fit(Language(tied=False), data(), precision="64-true", accumulate_grad_batches=3)
+    exact_tied, _, _ = fit(Language(), data(), precision="64-true")
 
     def run() -> Any:
+        return fit(Language(), data(), pipeline(4), 4), copies()
+
+    def copies() -> Any:
         strategy = pipeline()
         share = [{"words": batch["words"][rank_of(strategy) :: 2]} for batch in data()]
         options = {"accumulate_grad_batches": 3, "use_distributed_sampler": False}
@@ -160,8 +164,9 @@ def test_copies_of_a_pipeline_give_the_numbers_of_one_process() -> None:
         strategy.place([torch.device("cpu")] * 4)
         return strategy.data_rank
 
-    results = ranks(4, run)
-    assert error(results[0][0], exact) < 1e-6
+    four, two_copies = ranks(4, run)[0]
+    assert error(four[0], exact_tied) < 1e-6
+    assert error(two_copies[0], exact) < 1e-6
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
@@ -420,6 +425,18 @@ def test_models_of_transformers_are_cut_as_they_are(kind: str) -> None:
     assert error(state, exact) < 2e-6
 
 
+def test_blocks_may_be_compiled() -> None:
+    class Compiled(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.compile(backend="eager")
+
+    exact, _, _ = fit(Language(), data(), precision="64-true")
+    (state, _, _), _ = ranks(2, lambda: fit(Compiled(), data(), pipeline(), 2))
+    assert error(state, exact) < 1e-6
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -455,6 +472,12 @@ class Newton(Language):
         return torch.optim.LBFGS(self.parameters())
 
 
+class CompiledWhole(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compile(backend="eager")
+
+
 class Fails(Language):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
@@ -469,6 +492,7 @@ class Fails(Language):
         (NoLoss, TypeError, "returned None for a micro-batch"),
         (Manual, ValueError, "manual optimization"),
         (Newton, ValueError, "LBFGS needs all weights"),
+        (CompiledWhole, ValueError, "is compiled as a whole"),
         (Fails, KeyError, "of the user's"),
     ],
 )
@@ -483,7 +507,7 @@ def test_what_a_pipeline_cannot_run_is_said(module: Any, kind: type[Exception], 
     ("options", "says"),
     [
         ({"pipeline_schedule": "1f2b"}, "Unknown pipeline schedule '1f2b'. Did you mean '1f1b'?"),
-        ({"virtual_stages": 2}, "which has one stage on each process"),
+        ({"virtual_stages": 2}, "one stage on each process"),
         ({"virtual_stages": 1, "pipeline_schedule": "interleaved_1f1b"}, "is '1f1b'"),
         ({"microbatches": 0}, "microbatches=0 is not a number of pieces"),
         ({"data_parallel_shard": 2}, "not sharded further"),
