@@ -21,6 +21,7 @@ With two GPUs the processes meet over NCCL and compute there; else over gloo, on
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import subprocess
@@ -169,33 +170,38 @@ def measure_memory(names: list[str], job: Job, rounds: int) -> bool:
 
 
 def time_start(rounds: int) -> bool:
-    """Print seconds from the start of a command to the end of its first step."""
-
-    def ask(way: str, _: str) -> Any:
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            started = time.time()
-            done = subprocess.run(
-                command(way, folder), env=quiet_environment(), capture_output=True, text=True, check=False
-            )
-            stamps = [float(file.read_text()) for file in Path(folder).glob("stamp*")]
-            if done.returncode or len(stamps) != 2:
-                raise RuntimeError((done.stderr.strip().splitlines() or ["no answer"])[-1])
-            return max(stamps) - started, time.time() - started
-
+    """Print seconds from the start of a command to the end of its first step, and the CPU time of its processes."""
     visits = Rounds(WAYS)
-    found = {way: runs for (_, way), runs in visits.run(rounds, ["start"], ask).items()}
-    base = found.get("by hand, torchrun", [])
+    found = {way: runs for (_, way), runs in visits.run(rounds, ["start"], lambda way, _: start(way)).items()}
+    base = found.get(WAYS[0], [])
     rows = []
     for way, runs in found.items():
-        first, whole = ([run[i] for run in runs] for i in (0, 1))
-        ratios = [run[0] / one[0] for run, one in zip(runs, base, strict=False)]
-        ratio = f"{statistics.median(ratios):.2f}x" if ratios else None
-        rows.append(
-            [way, f"{statistics.median(first):.2f}", f"{spread(first):.2f}", ratio, f"{statistics.median(whole):.2f}"]
-        )
-    rows.sort(key=lambda row: float(row[1]))
-    print(f"\n### Start\n\n{table(['', 'first step done after, s', '+-', 'ratio', 'command ends after, s'], rows)}")
+        row: list[Any] = [way]
+        for i in range(2):
+            ratios = [run[i] / one[i] for run, one in zip(runs, base, strict=False)] or [float("nan")]
+            row += [
+                statistics.median([run[i] for run in runs]),
+                f"{statistics.median(ratios):.2f}x",
+                f"{spread(ratios):.2f}",
+            ]
+        rows.append(row)
+    rows.sort(key=lambda row: row[4])
+    header = ["", "first step done after, s", "ratio", "+-", "CPU time of the whole, s", "ratio", "+-"]
+    print(f"\n### Start\n\n{table(header, rows)}")
     return not visits.broken
+
+
+def start(way: str) -> tuple[float, float]:
+    """Run a command; seconds until both ranks have made their first step, and CPU seconds of all its processes."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, tempfile.TemporaryFile("w+") as log:
+        began = time.time()
+        process = subprocess.Popen(command(way, folder), env=quiet_environment(), stdout=log, stderr=log)
+        _, status, used = os.wait4(process.pid, 0)
+        stamps = [float(file.read_text()) for file in Path(folder).glob("stamp*")]
+        if status or len(stamps) != 2:
+            log.seek(0)
+            raise RuntimeError((log.read().strip().splitlines() or ["no answer"])[-1])
+        return max(stamps) - began, used.ru_utime + used.ru_stime
 
 
 def gpu_jobs(smoke: bool) -> dict[str, Job]:

@@ -16,7 +16,7 @@ WAYS = (
     "lightning, python",
     "accelerate, torchrun",
 )
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def command(way: str, folder: str) -> list[str]:

@@ -123,6 +123,7 @@ class DistributedStrategy(Strategy):
         if self._host is None:
             self._host = dist.new_group(backend="gloo", timeout=self.timeout)
             self._watch = Watch(self.global_rank, self.world_size, lambda: self.progress())
+            atexit.register(self._watch.close)  # a thread inside torch while Python ends aborts the process
         self._abandoned = False
 
     @property

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as dtensor_empty
 
@@ -69,6 +69,8 @@ class FSDPStrategy(DistributedStrategy):
         data_parallel_replicate: number of copies of the model (hybrid sharding).
         data_parallel_shard: number of processes that share one copy.
         device_mesh: a mesh of your own, 1-D or 2-D (replicate, shard).
+        find_unused_parameters: processes may use different parameters in a step: one that a process did not use gets a
+            gradient of zero there. Without it all must use the same. Which blocks run must not differ in any case.
         state_dict_type: ``"full"``: checkpoints are one file, gathered on rank 0; ``"sharded"``: a folder to which each
             process writes its part. Both load under every strategy and number of processes.
         process_group_backend: None: gloo for the CPU, NCCL for CUDA.
@@ -93,6 +95,7 @@ class FSDPStrategy(DistributedStrategy):
         data_parallel_replicate: int | None = None,
         data_parallel_shard: int | None = None,
         device_mesh: DeviceMesh | None = None,
+        find_unused_parameters: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -115,6 +118,11 @@ class FSDPStrategy(DistributedStrategy):
                 f"FSDPStrategy(mixed_precision={mixed_precision!r}) is a {type(mixed_precision).__name__}. Pass a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy, or write Trainer(precision='bf16-mixed')."
             )
+        if find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ValueError(
+                f"FSDPStrategy(find_unused_parameters=True) needs torch 2.13; this is {torch.__version__}. Upgrade "
+                "torch, or let every process use every parameter: add 0.0 * parameter.sum() to the loss."
+            )
         self.wrap = wrap
         self.sharding = sharding
         self.reshard_after_forward = sharding != "grad_op" if reshard_after_forward is None else reshard_after_forward
@@ -123,6 +131,7 @@ class FSDPStrategy(DistributedStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.sizes = (data_parallel_replicate, data_parallel_shard)
         self.device_mesh = device_mesh
+        self.find_unused_parameters = find_unused_parameters
         self.state_dict_type = state_dict_type
         self._holder: Any = None
         self._unfilled: list[str] = []
@@ -204,7 +213,15 @@ class FSDPStrategy(DistributedStrategy):
                 f"This {type(module).__name__} is sharded already, by an FSDPStrategy with other arguments. Use that "
                 "one again, or build a new module and load the weights from a checkpoint."
             )
+        elif self._holder.broken:
+            raise RuntimeError(
+                f"The run before left this {type(module).__name__} in the middle of a step, by an error, and torch "
+                f"{torch.__version__} cannot reset it. Build a new module and load the weights from a checkpoint, or "
+                "upgrade torch to 2.13."
+            )
         self._holder.set_requires_gradient_sync(True)
+        if hasattr(self._holder, "set_reduce_scatter_unused_params"):
+            self._holder.set_reduce_scatter_unused_params(self.find_unused_parameters)
         self._holder.reshard()
         return module
 
@@ -450,6 +467,7 @@ class FSDPStrategy(DistributedStrategy):
         if holder is not None:
             if failed and hasattr(holder, "reset_iter_state"):
                 holder.reset_iter_state()
+            holder.broken = failed and not hasattr(holder, "reset_iter_state")
             holder.reshard()
 
 

@@ -107,7 +107,7 @@ class Watch:
         """Stop to answer."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(_ANSWER_SECONDS)
+            self._thread.join(self._answer_seconds)
 
     # ---- answering -------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Watch:
         places: dict[str, list[int]] = {f"is at {self._here()}": [self.rank]}
         deadline = time.monotonic() + self._answer_seconds
         for rank in range(self.world_size):
-            if rank != self.rank:
+            if rank != self.rank and not self._closed.is_set():
                 place = _read(store, f"answer/{question}/{rank}", deadline)
                 places.setdefault(_SILENT if place is None else f"is at {place}", []).append(rank)
         store.set(f"told/{question}", json.dumps(places))

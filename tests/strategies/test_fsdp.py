@@ -14,7 +14,7 @@ import torch.distributed as dist
 from processes import RanksError, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
@@ -731,6 +731,25 @@ def test_parameters_that_are_thawed_between_epochs_learn_from_then_on() -> None:
     )
 
 
+def test_ranks_may_use_different_parameters_if_they_say_so() -> None:
+    class Choosing(Transformer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.ones(5))
+            self.optimizer = partial(torch.optim.SGD, lr=0.5)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss + self.extra.sum() if os.environ["RANK"] == "0" else loss
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        with pytest.raises(ValueError, match=r"needs torch 2\.13"):
+            FSDPStrategy(find_unused_parameters=True)
+        return
+    found = on_ranks(2, Choosing, partial(FSDPStrategy, find_unused_parameters=True), batches=2)
+    assert found["extra"].tolist() == [0.5] * 5  # two steps of 0.5 times the mean of 1 and 0
+
+
 class Failing(Transformer):
     fails = True
 
@@ -741,7 +760,7 @@ class Failing(Transformer):
         return loss
 
 
-def test_a_module_can_be_trained_on_after_an_error() -> None:
+def test_a_module_can_be_trained_on_after_an_error_or_says_that_it_cannot() -> None:
     def run() -> dict[str, Tensor]:
         module = Failing()
         with pytest.raises(ValueError, match="on every rank"):
@@ -749,6 +768,10 @@ def test_a_module_can_be_trained_on_after_an_error() -> None:
         module.fails = False
         return weights(train(module, FSDPStrategy(), 2, 3, precision="64-true"))
 
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        with pytest.raises(RanksError, match=r"left this Failing in the middle of a step.*upgrade torch"):
+            ranks(2, run)
+        return
     module = Transformer()
     train(module, batches=1, precision="64-true")
     assert furthest(weights(train(module, batches=3, precision="64-true")), ranks(2, run)[0]) < EXACT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 from typing import Any
 
@@ -66,6 +67,18 @@ def test_ranks_that_give_up_together_all_name_the_missing_one() -> None:
         assert f"Rank {rank} waited in vain" in said
         assert f"Rank {1 - rank} is at {__file__}" in said
         assert f"Rank 2 is at {__file__}" in said
+
+
+def test_the_thread_is_gone_when_python_ends() -> None:
+    def end() -> list[bool]:
+        atexit._clear()  # what the parent has registered
+        thread = joined(2)._watch._thread  # type: ignore[union-attr]
+        assert thread is not None
+        before = thread.is_alive()
+        atexit._run_exitfuncs()
+        return [before, thread.is_alive()]
+
+    assert ranks(2, end) == [[True, False]] * 2
 
 
 def test_the_looks_of_all_ranks_together_are_bounded() -> None:

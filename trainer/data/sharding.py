@@ -42,6 +42,9 @@ _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weight
 #: Where torchdata's BatchSampler is from, which cuts as torch's does and can save its place.
 _STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
 
+#: Iterators that run nobody's code, so that nothing is drawn while they are read: changing states costs 0.2 ms.
+_DRAWS_NOTHING = (type(iter([])), type(iter(())), type(iter(range(0))))
+
 #: What iterable data sets keep that ask for the process's rank themselves: of Hugging Face, LitData and Mosaic.
 _KNOWS_RANKS = ("_distributed", "distributed_env", "_unique_rank_world")
 
@@ -295,6 +298,9 @@ def _privately(source: Any, seed: int, at_once: int) -> Iterator[Any]:
     states = PrivateRandomness(seed)
     with states:
         items = iter(source)
+    if type(items) in _DRAWS_NOTHING:
+        yield from items
+        return
     try:
         while True:
             with states:
