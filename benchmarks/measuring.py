@@ -55,6 +55,8 @@ class Clock:
     def tick(self) -> None:
         self.count += 1
         if self.count == self.next:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # what was asked for counts when it is done
             self.marks.append((time.perf_counter(), time.process_time()))
             self.next = self.count + self.block if self.count + self.block <= self.last else -1
 

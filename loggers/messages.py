@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import warnings
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,28 +21,55 @@ log = logging.getLogger("paceline")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOMS = tuple(os.path.join(_PACKAGE, room, "") for room in ("trainer", "callbacks", "strategies", "loggers"))
 
-_rank = 0
+#: What a process has said before it started others by running its command again: its id and checksums, for those.
+SAID = "PACELINE_SAID"
+#: Where launchers write which process this is. The strategies read them with more care, and then call set_rank.
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PMI_RANK", "SLURM_PROCID")
+
+_REMEMBERED = 1000
+_rank: int | None = None
 _said: set[str] = set()
+_spoken: dict[str, None] = {}
 
 
 class PacelineWarning(UserWarning):
     """Something that works but probably is not what you want; the text says what to change."""
 
 
-def set_rank(rank: int) -> None:
-    """Tell the messages which process this is; ranks other than 0 stay silent."""
+def set_rank(rank: int | None) -> None:
+    """Tell the messages which process this is; ranks other than 0 stay silent. None: as the environment says."""
     global _rank
     _rank = rank
 
 
 def is_rank_zero() -> bool:
     """Whether this process is the one that speaks and writes."""
-    return _rank == 0
+    if _rank is not None:
+        return _rank == 0
+    told = next((value for name in _RANK_VARIABLES if (value := os.environ.get(name))), "0")
+    return told == "0" or not told.isdecimal()
+
+
+def spoken() -> str:
+    """What this process has said so far, for the variable :data:`SAID` of processes that run the same command."""
+    return ",".join([str(os.getpid()), *_spoken])
+
+
+def _is_mine(text: str) -> bool:
+    """Whether this process is to say it: on rank 0, and not if the one that started it has said so already."""
+    if not is_rank_zero():
+        return False
+    checksum = f"{zlib.crc32(text.encode()):x}"
+    if checksum in _spoken or len(_spoken) >= _REMEMBERED:
+        return True
+    _spoken[checksum] = None
+    parent, *said = os.environ.get(SAID, "").split(",")
+    return checksum not in said or parent != str(os.getppid())
 
 
 def info(text: str) -> None:
     """Print one line to the person, through the ``paceline`` logger; on standard error if logging is not set up."""
-    if _rank == 0:
+    if _is_mine(text):
         info_anywhere(text)
 
 
@@ -60,7 +88,7 @@ def error(text: str) -> None:
 
 def warn(text: str) -> None:
     """Warn through :mod:`warnings` (category :class:`PacelineWarning`), on rank 0, as from the user's own line."""
-    if _rank == 0:
+    if _is_mine(text):
         warnings.warn(text, PacelineWarning, stacklevel=_callers_level())
 
 

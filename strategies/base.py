@@ -99,6 +99,11 @@ class Strategy:
         return self.world_size
 
     @property
+    def data_group(self) -> Any:
+        """The process group in which each share of the data is seen once; None: all processes."""
+        return None
+
+    @property
     def holds_output(self) -> bool:
         """Whether this process is the one of those with its share of the data whose step outputs count."""
         return True
@@ -236,7 +241,7 @@ class Strategy:
         """The process group over which the hosts talk, for a library that wants one; None: there is none."""
         return None
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """An error ends the run: no longer wait for other processes, who may not have it."""
 
     def explain(self, error: BaseException) -> BaseException | None:

@@ -69,7 +69,8 @@ def find_cluster(environ: Environment | None = None) -> Cluster | None:
     """The launcher that started this process; None when nobody did.
 
     Torchrun's variables win, so that ``torchrun`` under ``srun`` counts as torchrun; then the launchers that may run
-    inside an allocation of another (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a cluster of one.
+    inside an allocation of another (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a cluster of one. A
+    WORLD_SIZE without a RANK, which many batch scripts export, must agree with the launcher's.
 
     Args:
         environ: the variables to read; those of this process if None.
@@ -78,9 +79,12 @@ def find_cluster(environ: Environment | None = None) -> Cluster | None:
         RuntimeError: the variables are incomplete or contradict each other.
     """
     environ = os.environ if environ is None else environ
-    cluster = next((found for find in (_torchrun, _lsf, _open_mpi, _hydra, _slurm) if (found := find(environ))), None)
+    others = (_lsf, _open_mpi, _hydra, _slurm)
+    finders = (_torchrun, *others) if "RANK" in environ else (*others, _torchrun)
+    cluster = next((found for find in finders if (found := find(environ))), None)
     if cluster is not None:
         _check(cluster)
+        _agrees(cluster, environ)
     return cluster
 
 
@@ -338,6 +342,15 @@ def _check(cluster: Cluster) -> None:
         raise RuntimeError(
             f"The environment of {cluster.name} says {' and '.join(wrong)}, which cannot be (ranks count from 0). "
             f"Set {variables} to agree, or unset them to run on your own."
+        )
+
+
+def _agrees(cluster: Cluster, environ: Environment) -> None:
+    """A batch script's own WORLD_SIZE says what the launcher says."""
+    if "RANK" not in environ and _number(environ, "WORLD_SIZE", cluster.world_size) not in (1, cluster.world_size):
+        raise RuntimeError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but {cluster.name} started {cluster.world_size} processes. "
+            "Start as many as it says, or leave WORLD_SIZE to the launcher (unset it in the batch script)."
         )
 
 

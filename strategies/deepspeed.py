@@ -39,8 +39,7 @@ SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
-    2020) by the package DeepSpeed.
+    """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations, 2020) by the package DeepSpeed.
 
     Stage 1 splits the optimizer's state over the processes, stage 2 gradients too, stage 3 weights too. One optimizer
     of ``configure_optimizers`` is stepped on flat float32 slices of the weights, so it must treat each element by
@@ -260,7 +259,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self.precision.scaler is None or self._overflow is not None:
             return
-        inverse = self.precision.inverse_scale()
+        precision: Any = self.precision  # the one with a scaler
+        inverse = precision.inverse_scale()
         found = torch.zeros((), device=self.device)
         for grad in zero.gradients(self._engine.optimizer):
             grad.mul_(inverse.to(grad.device))
@@ -301,8 +301,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         if not stepped:
             for grad in lasting:  # what is not finite would stay in the padding, which backward does not write
                 grad.zero_()
+        precision: Any = self.precision
         if self._overflow is not None:
-            self.precision.settle(optimizer, self._overflow)
+            precision.settle(optimizer, self._overflow)
             self._overflow = None
         elif not stepped and self.precision.name != "16-true":
             messages.warn_once(
@@ -466,14 +467,14 @@ def _use_device(kind: str) -> None:
     chosen = import_module("deepspeed").get_accelerator().device_name()
     if chosen != kind:
         raise RuntimeError(
-            f"DeepSpeed was imported for {chosen!r} before the Trainer, which runs on {kind!r}. Make the Trainer first, "
-            f"or set DS_ACCELERATOR={kind} in the environment."
+            f"DeepSpeed was imported for {chosen!r} before the Trainer, which runs on {kind!r}. Make the Trainer "
+            f"first, or set DS_ACCELERATOR={kind} in the environment."
         )
     # Paceline counts steps that fp16 leaves out, and says what it makes of others.
     logging.getLogger("DeepSpeed").addFilter(_no_overflow)
     if kind == "cpu":
         # It would compile a shared-memory collective for inference at start: a minute, and an error without a compiler.
-        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+        vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
 
 
 def _no_overflow(record: logging.LogRecord) -> bool:

@@ -187,8 +187,8 @@ def refuse_other_batch_size(config: Mapping[str, Any], micro: int | None, world_
         if config.get(key, real) != real:
             raise ValueError(
                 f"The DeepSpeed configuration says {key}={config[key]}, but the train loader has batch_size={micro}"
-                f"{'' if real == micro else f', which makes {real} on {world_size} ranks'}. The loader decides: leave "
-                f'{key} out, or write "auto".'
+                f"{'' if real == micro else f', which makes {real} a step'}. The loader decides: leave {key} out, or "
+                'write "auto".'
             )
 
 

@@ -123,6 +123,7 @@ class DistributedStrategy(Strategy):
         if self._host is None:
             self._host = dist.new_group(backend="gloo", timeout=self.timeout)
             self._watch = Watch(self.global_rank, self.world_size, lambda: self.progress())
+            atexit.register(self._watch.close)  # a thread inside torch while Python ends aborts the process
         self._abandoned = False
 
     @property
@@ -269,8 +270,9 @@ class DistributedStrategy(Strategy):
         work.wait(timeout)
         return bool(both[0] == -both[1])
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """From here to the end of the run this rank no longer waits for the others, who may not have failed."""
+        launch.note_failure(error)
         self._abandoned = True
 
     def explain(self, error: BaseException) -> BaseException | None:

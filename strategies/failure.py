@@ -57,7 +57,8 @@ def register_failure_hook() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Write down now that ``error`` ended the run, before the tidying up that makes the others fail too."""
+    """Say that ``error`` ends the run, before the tidying up that makes the others fail too: its moment is now."""
+    _moment(error)
     if _registered:
         write_failure(error, Path(os.environ[_FILE]))
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as dtensor_empty
 
@@ -49,6 +49,12 @@ class FSDPStrategy(DistributedStrategy):
 
     Accumulating micro-batches communicate no gradients; what they accumulate is a whole gradient on each process.
 
+    Rank 0's initial weights count. Layers that ``configure_model`` makes on the meta device
+    (``trainer.init_module(empty_init=True)``) get memory and values one after the other, each only until it is sharded:
+    the values that one process draws with the same seed, as far as each layer fills itself when it is made.
+
+    Buffers are whole on each process and not reduced; rank 0's are saved.
+
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         wrap: which modules are gathered on their own. ``"auto"``: the repeated block; a class, a class name or several;
@@ -63,6 +69,8 @@ class FSDPStrategy(DistributedStrategy):
         data_parallel_replicate: number of copies of the model (hybrid sharding).
         data_parallel_shard: number of processes that share one copy.
         device_mesh: a mesh of your own, 1-D or 2-D (replicate, shard).
+        find_unused_parameters: processes may use different parameters in a step: one that a process did not use gets a
+            gradient of zero there. Without it all must use the same. Which blocks run must not differ in any case.
         state_dict_type: ``"full"``: checkpoints are one file, gathered on rank 0; ``"sharded"``: a folder to which each
             process writes its part. Both load under every strategy and number of processes.
         process_group_backend: None: gloo for the CPU, NCCL for CUDA.
@@ -87,6 +95,7 @@ class FSDPStrategy(DistributedStrategy):
         data_parallel_replicate: int | None = None,
         data_parallel_shard: int | None = None,
         device_mesh: DeviceMesh | None = None,
+        find_unused_parameters: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -109,6 +118,11 @@ class FSDPStrategy(DistributedStrategy):
                 f"FSDPStrategy(mixed_precision={mixed_precision!r}) is a {type(mixed_precision).__name__}. Pass a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy, or write Trainer(precision='bf16-mixed')."
             )
+        if find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ValueError(
+                f"FSDPStrategy(find_unused_parameters=True) needs torch 2.13; this is {torch.__version__}. Upgrade "
+                "torch, or let every process use every parameter: add 0.0 * parameter.sum() to the loss."
+            )
         self.wrap = wrap
         self.sharding = sharding
         self.reshard_after_forward = sharding != "grad_op" if reshard_after_forward is None else reshard_after_forward
@@ -117,6 +131,7 @@ class FSDPStrategy(DistributedStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.sizes = (data_parallel_replicate, data_parallel_shard)
         self.device_mesh = device_mesh
+        self.find_unused_parameters = find_unused_parameters
         self.state_dict_type = state_dict_type
         self._holder: Any = None
         self._unfilled: list[str] = []
@@ -181,7 +196,14 @@ class FSDPStrategy(DistributedStrategy):
         self._synced = True
         self._unfilled = []
         self._holder = vars(module).get(_HOLDER)
-        settings = self._mesh(), self.wrap, self.reshard_after_forward, self.mixed_precision, self.offload
+        settings = (
+            self._mesh(),
+            self.wrap,
+            self.reshard_after_forward,
+            self.mixed_precision,
+            self.offload,
+            self.activation_checkpointing,
+        )
         if self._holder is None:
             self._holder = _Holder(self.precision.convert_module(module), settings)
             self._shard(module)
@@ -191,15 +213,23 @@ class FSDPStrategy(DistributedStrategy):
                 f"This {type(module).__name__} is sharded already, by an FSDPStrategy with other arguments. Use that "
                 "one again, or build a new module and load the weights from a checkpoint."
             )
+        elif self._holder.broken:
+            raise RuntimeError(
+                f"The run before left this {type(module).__name__} in the middle of a step, by an error, and torch "
+                f"{torch.__version__} cannot reset it. Build a new module and load the weights from a checkpoint, or "
+                "upgrade torch to 2.13."
+            )
         self._holder.set_requires_gradient_sync(True)
+        if hasattr(self._holder, "set_reduce_scatter_unused_params"):
+            self._holder.set_reduce_scatter_unused_params(self.find_unused_parameters)
         self._holder.reshard()
         return module
 
     def _shard(self, module: nn.Module) -> None:
-        blocks = self._blocks(module)
-        checkpoint_activations(module, self.activation_checkpointing, blocks)
         _check_shapes(module)
         self.same_model(module)
+        blocks = self._blocks(module)
+        checkpoint_activations(module, self.activation_checkpointing, blocks)
         materializer = Materializer(module, self.device)
         chosen = {id(block) for block in blocks.values()}
         for name, part in bottom_up(module):
@@ -437,6 +467,7 @@ class FSDPStrategy(DistributedStrategy):
         if holder is not None:
             if failed and hasattr(holder, "reset_iter_state"):
                 holder.reset_iter_state()
+            holder.broken = failed and not hasattr(holder, "reset_iter_state")
             holder.reshard()
 
 
@@ -492,11 +523,11 @@ def _broadcast(tensors: list[Tensor]) -> None:
 def _cut_if_fits(value: Any, own: Any) -> Any:
     """This process's part of a whole tensor; what does not fit stays, for ``load_state_dict`` to complain."""
     fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
-    return shards.cut(value, own) if fits and not isinstance(value, DTensor) else value
+    return shards.cut(value, own) if fits else value
 
 
 def _cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
         return value
     if value.shape == parameter.shape:
         return shards.cut(value, parameter)

@@ -67,7 +67,8 @@ def rerun(
     """Run this process's command ``num_processes`` times, wait, and exit with the status of what failed first.
 
     Ctrl-C and SIGTERM are passed on; the processes get the time torch elastic gives them (30 seconds, or
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step.
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end as when
+    this one is killed (see :func:`register_failure_hook`).
 
     Args:
         num_processes: on this machine.
@@ -86,6 +87,7 @@ def rerun(
     place = _place(num_nodes, node_rank, address, port)
     os.chdir(_DIRECTORY)
     os.environ[LAUNCHED] = str(os.getpid())
+    os.environ[messages.SAID] = messages.spoken()
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(num_processes)))
     world_size = num_processes * num_nodes
     with TemporaryDirectory(prefix="paceline_") as folder:

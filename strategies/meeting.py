@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import (
-    PrefixStore,
+    PrefixStore,  # type: ignore[reportPrivateImportUsage]
     TCPStore,  # type: ignore[reportPrivateImportUsage]
 )
 

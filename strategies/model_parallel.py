@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
 
 from ..loggers import messages
 from . import shards as parts
@@ -61,6 +64,8 @@ class ModelParallelStrategy(FSDPStrategy):
             and pairs of linear layers are found by their names and shapes. An attention then computes some of its heads
             on each process: an attribute such as ``num_heads`` is divided, and ``forward`` must leave the width to be
             found, as in ``q.view(batch, length, self.num_heads, -1)``.
+        loss_parallel: split the layer that gives the logits by classes too, so that no process holds all logits. Only
+            ``cross_entropy`` takes such logits (without label smoothing), in training and evaluation.
         context_parallel_dims: which dimension of a batch's tensors is the sequence that ``context_parallel`` splits:
             ``1`` for all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple: ``{0: 1}``).
             The step gets its part of the sequence: positions must come with the batch, and inputs be shifted against
@@ -94,6 +99,7 @@ class ModelParallelStrategy(FSDPStrategy):
         pipeline_parallel: int = 1,
         context_parallel: int = 1,
         plan: Mapping[str, Any] | Literal["auto"] = "auto",
+        loss_parallel: bool = False,
         context_parallel_dims: int | Mapping[Any, int] | None = None,
         pipeline_schedule: str | None = None,
         microbatches: int | None = None,
@@ -121,6 +127,7 @@ class ModelParallelStrategy(FSDPStrategy):
         #: All processes, dimensions named as in AXES; exists from ``setup_environment`` on.
         self.mesh: DeviceMesh | None = None
         self.plan: Any = plan
+        self.loss_parallel = loss_parallel
         self._flat: DeviceMesh | None = None
         self.context_dims = context_parallel_dims
         if context_parallel > 1 and context_parallel_dims is None:
@@ -131,6 +138,7 @@ class ModelParallelStrategy(FSDPStrategy):
             )
         self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
         self._splitter: Splitter | None = None
+        self._data_group: Any = None
 
     # ---- processes ----------------------------------------------------------------------------------------------
 
@@ -145,6 +153,7 @@ class ModelParallelStrategy(FSDPStrategy):
             self._mesh_shape()
             sizes = tuple(self.axis_sizes[axis] for axis in AXES)
             self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=AXES)
+            logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_of_use)
 
     def _mesh(self) -> DeviceMesh:
         """Of the processes over which parameters are sharded."""
@@ -178,6 +187,25 @@ class ModelParallelStrategy(FSDPStrategy):
         return self.axis_sizes["dp_replicate"] * self.axis_sizes["dp_shard"]
 
     @property
+    def data_group(self) -> Any:
+        if self.num_data_ranks == self.world_size or self.mesh is None:
+            return None
+        if self._data_group is None:
+            self._data_group = self.mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+        return self._data_group
+
+    def compute_metric(self, metric: Any) -> Any:
+        """The value over each share of the data once: processes that split layers have seen the same samples."""
+        group = self.data_group
+        if group is None:
+            return super().compute_metric(metric)
+        before, metric.process_group = metric.process_group, group
+        try:
+            return metric.compute()
+        finally:
+            metric.process_group = before
+
+    @property
     def spreads_data(self) -> bool:
         """Whether parameters are sharded or replicated over processes that see different data."""
         return self.num_data_ranks * self.axis_sizes["cp"] > 1 or self._needs_sharding
@@ -197,7 +225,12 @@ class ModelParallelStrategy(FSDPStrategy):
             return None
         from .tensor_parallel import Splitter
 
-        return Splitter(module, self._parameters_over("tp"), None if self.plan == "auto" else self.plan)
+        plan = None if self.plan == "auto" else self.plan
+        return Splitter(module, self._parameters_over("tp"), plan, self._splits_loss)
+
+    @property
+    def _splits_loss(self) -> bool:
+        return self.loss_parallel and self.axis_sizes["tp"] > 1
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         return super()._blocks(module) if self.spreads_data or self.activation_checkpointing else {}
@@ -256,6 +289,10 @@ class ModelParallelStrategy(FSDPStrategy):
         return None
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
+        if self._splits_loss:
+            from .tensor_parallel import SplitLoss
+
+            step = SplitLoss().bind(step, training)
         if training and self.axis_sizes["cp"] > 1 and self.mesh is not None and self.context_dims is not None:
             from .context_parallel import SplitSequences
 
@@ -272,10 +309,11 @@ class ModelParallelStrategy(FSDPStrategy):
             super().complete_gradients(optimizer)
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        if self.spreads_data:
-            super().backward(loss, how)
-        else:
-            DistributedStrategy.backward(self, loss, how)
+        backward = super().backward if self.spreads_data else partial(DistributedStrategy.backward, self)
+        if not self._splits_loss:
+            return backward(loss, how)
+        with loss_parallel():
+            return backward(loss, how)
 
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         parameters = list(parameters)
@@ -317,6 +355,11 @@ class ModelParallelStrategy(FSDPStrategy):
         return super().__getstate__() | {"mesh": None, "_flat": None}
 
 
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """False for torch's advice, on every process, that a tensor cut along two dimensions takes two gathers."""
+    return "sequential" not in str(record.msg)
+
+
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -330,7 +373,8 @@ def _known_options(options: dict[str, Any]) -> dict[str, Any]:
     known = [name for name in inspect.signature(FSDPStrategy.__init__).parameters if name not in own]
     for name in options:
         if name not in known:
-            raise TypeError(messages.unknown("argument of ModelParallelStrategy", name, [*ARGUMENTS.values(), *known]))
+            mine = [key for key in inspect.signature(ModelParallelStrategy.__init__).parameters if key != "options"]
+            raise TypeError(messages.unknown("argument of ModelParallelStrategy", name, [*mine[2:], *known]))
     return options
 
 

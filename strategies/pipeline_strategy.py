@@ -62,6 +62,11 @@ class PipelineSteps(Base):
                 f"ModelParallelStrategy(context_parallel={self.asked['cp']}, pipeline_parallel={self.asked['pp']}): a "
                 "sequence cannot be split between the stages of a pipeline. Use one of the two."
             )
+        if self.loss_parallel:
+            raise ValueError(
+                "ModelParallelStrategy(loss_parallel=True) with pipeline_parallel: the schedule runs backward by "
+                "itself, where split logits have none. Leave loss_parallel out."
+            )
         self._fill_replicas = self.asked["dp_shard"] == "auto" and self.asked["dp_replicate"] == 1
         self.asked["dp_shard"] = 1
 

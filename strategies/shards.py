@@ -46,7 +46,15 @@ def detached(value: Any, known: dict[int, Tensor] | None = None) -> Any:
 
 
 def cut(full: Tensor, like: DTensor) -> DTensor:
-    """This process's part of a whole tensor that every process has, laid out as ``like`` (nothing is sent)."""
+    """This process's part of a tensor, laid out as ``like``.
+
+    Nothing is sent for a whole tensor, which every process must have, and for one that is laid out so already; one that
+    lies in other parts is put together first, and every process must call.
+    """
+    if isinstance(full, DTensor):
+        if full.device_mesh == like.device_mesh and full.placements == like.placements:
+            return full
+        full = full.full_tensor()
     spread = distribute_tensor(full.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None)
     local = spread.to_local().clone()  # a part that shares memory would keep the whole alive
     return DTensor.from_local(
@@ -65,6 +73,7 @@ def without_memory(tensor: Tensor) -> Tensor:
 
 def replicate(full: Tensor, like: DTensor) -> DTensor:
     """A tensor that every process holds whole, on the mesh of ``like``."""
+    full = full.full_tensor() if isinstance(full, DTensor) else full
     full = full.to(like.to_local().device)
     return DTensor.from_local(full, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 

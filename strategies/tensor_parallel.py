@@ -7,23 +7,26 @@ communicated in forward, and one in backward (Shoeybi et al., Megatron-LM, 2019)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, loss_parallel, parallelize_module
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from ..loggers import messages
-from .tensor_plan import Found, find, inputs, is_transposed
+from .tensor_plan import Found, find, find_head, inputs, is_transposed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 STYLES = ("colwise", "rowwise")
 #: By how much a network may depart from itself for being computed in another order; 16 bits are the reason.
@@ -38,6 +41,7 @@ class Splitter:
         mesh: one dimension.
         plan: pattern of layer names (``"blocks.*.attn.q"``) -> ``"colwise"``, ``"rowwise"`` or a ``ParallelStyle``;
             None: find linear layers that can be split.
+        logits: split the layer that gives the logits by its outputs, for :class:`SplitLoss`.
 
     Attributes:
         styles: how each layer is split, by its name.
@@ -46,11 +50,15 @@ class Splitter:
         ValueError: a pattern matches no layer, nothing was found, or heads do not divide by the number of processes.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any] | None, logits: bool = False
+    ) -> None:
         size = mesh.size()
         self.module, self.mesh, self.automatic = module, mesh, plan is None
         self.found = find(module, size, strict=plan is None)
         self.styles = _from_found(module, self.found, size) if plan is None else _from_plan(module, plan)
+        if logits:
+            self.styles[find_head(module, size, self.styles)] = ColwiseParallel(use_local_output=False)
         self.attentions = [
             attention
             for attention in self.found.attentions
@@ -184,6 +192,35 @@ def _tell(styles: dict[str, Any], found: Found, fewer: dict[str, str], size: int
     if fewer:
         said += f". Heads of one process: {', '.join(f'{name} {change}' for name, change in fewer.items())}"
     messages.info_once(f"{said}.")
+
+
+# ---- a loss of split logits ------------------------------------------------------------------------------------------
+
+
+class SplitLoss(TorchFunctionMode):
+    """While active, ``cross_entropy`` of logits that are split by classes is computed without putting them together.
+
+    What it returns is a plain tensor, the same on every process. Its backward must run in ``loss_parallel()`` too.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.cross_entropy or not isinstance(args[0], DTensor):
+            return func(*args, **(kwargs or {}))
+        with loss_parallel():
+            return func(*args, **(kwargs or {})).full_tensor()
+
+    def bind(self, step: Callable[..., T], training: bool) -> Callable[..., T]:
+        """Return the step with its losses computed so."""
+
+        def with_split_loss(*args: Any) -> T:
+            with self:
+                return step(*args)
+
+        def evaluating(*args: Any) -> T:  # in inference mode torch would not take cross_entropy apart
+            with self, torch.inference_mode(False), torch.no_grad():
+                return step(*args)
+
+        return with_split_loss if training else evaluating
 
 
 # ---- the two ways to split a linear layer ----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -57,6 +57,8 @@ HEAD_DIMS = ("head_dim", "d_head", "dim_head", "head_size", "attention_head_size
 #: Attributes with the width of all heads together.
 WIDTHS = ("all_head_size", "inner_dim")
 FUSED = ("qkv", "qkv_proj", "c_attn", "in_proj", "query_key_value", "Wqkv", "to_qkv", "attn_qkv", "to_kv", "kv_proj")
+#: Names of the layer that gives the logits.
+LAST = ("head", "lm_head", "output", "classifier", "logits", "unembed", "to_logits", "out", "decoder", "proj_out")
 #: What works on each feature alone, between the two linear layers of a network.
 FEATUREWISE = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid,
@@ -124,6 +126,42 @@ def find(module: nn.Module, size: int, strict: bool = True) -> Found:
         _find_network(name, owner, layers, size, found)
     found.left = list(dict.fromkeys(found.left))
     return found
+
+
+def find_head(module: nn.Module, size: int, taken: Iterable[str]) -> str:
+    """The linear layer that gives a model's logits.
+
+    Args:
+        module: any.
+        size: number of processes its outputs are split over.
+        taken: names of layers that are split otherwise.
+
+    Raises:
+        ValueError: there is none, its weight is another layer's too, or its outputs do not divide.
+    """
+    taken = set(taken)
+    named = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if name.rpartition(".")[2] in LAST and type(layer) is nn.Linear and name not in taken
+    ]
+    if not named:
+        raise ValueError(
+            f"ModelParallelStrategy(loss_parallel=True) found no layer of logits in {type(module).__name__} (a Linear "
+            f"called {', '.join(LAST[:3])} or the like). Leave loss_parallel out, or rename the layer."
+        )
+    name, head = named[-1]
+    if id(head) in _shared_weights(module):
+        raise ValueError(
+            f"ModelParallelStrategy(loss_parallel=True): the weight of {name} is another layer's too, which needs it "
+            "whole. Untie them, or leave loss_parallel out."
+        )
+    if _outputs(head) % size:
+        raise ValueError(
+            f"ModelParallelStrategy(loss_parallel=True): the {_outputs(head)} outputs of {name} cannot be split over "
+            f"tensor_parallel={size} processes. Pad them to a multiple of {size}, or leave loss_parallel out."
+        )
+    return name
 
 
 def _shared_weights(module: nn.Module) -> set[int]:

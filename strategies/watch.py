@@ -24,8 +24,6 @@ from ..loggers import messages
 
 #: How long a rank waits in a collective before it says so.
 NOTICE_SECONDS = 60.0
-#: A rank looks once a second whether it is asked; of many ranks each looks less often, so that the one store behind
-#: them never gets more looks a second than this.
 _LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
 _SILENT = "does not answer (it has ended, or its machine is out of reach)"
@@ -39,6 +37,11 @@ _NOT_THE_USERS = (
 )
 _TIMED_OUT = ("timed out", "timeout")
 _GONE = ("connection closed", "connection reset", "broken pipe", "socket closed", "connection refused")
+
+
+def poll_seconds(world_size: int) -> float:
+    """How often a rank looks whether it is asked: once a second, or less often when many share the one store."""
+    return max(1.0, world_size / _LOOKS_PER_SECOND)
 
 
 class Watch:
@@ -56,7 +59,7 @@ class Watch:
         self._since = 0.0
         self._noticed = False
         self._answered = 0
-        self._poll_seconds = max(1.0, world_size / _LOOKS_PER_SECOND)
+        self._poll_seconds = poll_seconds(world_size)
         self._answer_seconds = 2 * self._poll_seconds + _ANSWER_SECONDS
         self._closed = threading.Event()
         self._main = threading.main_thread().ident or 0
@@ -104,7 +107,7 @@ class Watch:
         """Stop to answer."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(_ANSWER_SECONDS)
+            self._thread.join(self._answer_seconds)
 
     # ---- answering -------------------------------------------------------------------------------------------------
 
@@ -116,6 +119,7 @@ class Watch:
                 while self._store.check([f"ask/{self._answered}"]):
                     self._store.set(f"answer/{self._answered}/{self.rank}", self._here())
                     self._answered += 1
+                    self._noticed = bool(self._since)  # who asked says it for all that wait
                 self._notice()
             except Exception:  # the store has gone with the rank that held it: the run is over
                 return
@@ -128,41 +132,42 @@ class Watch:
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
-        """Say that this rank waits, unless another has just begun to say so: one message, not one of each rank."""
+        """Say that this rank waits, unless another has said so: one message, not one of each rank."""
         if not self._since or self._noticed or time.monotonic() - self._since < NOTICE_SECONDS:
             return
         self._noticed = True
         question = self._answered
-        if self._is_mine(question):
+        if self._is_mine(question, self._store):
             self._answered = question + 1
-            waited, others = time.monotonic() - self._since, self._told(self._all_places(question))
+            waited, others = time.monotonic() - self._since, self._told(self._all_places(question, self._store))
             messages.info_anywhere(f"Rank {self.rank} has waited {waited:.0f} s at {self._here()}. {others}")
 
     def _where_all_are(self) -> str:
         """Sentences with the places of the other ranks. One rank asks for all that want to know at the same time."""
         question = self._answered
         try:
-            if self._is_mine(question):
-                return self._told(self._all_places(question))
-            told = self._read(f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
+            store = self._store.clone()  # waiting in that of the thread would keep it from answering
+            if self._is_mine(question, store):
+                return self._told(self._all_places(question, store))
+            told = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
         except RuntimeError:  # the store has gone with the rank that held it
             told = None
         return self._told(json.loads(told)) if told is not None else "Where the others are is not known."
 
-    def _is_mine(self, question: int) -> bool:
+    def _is_mine(self, question: int, store: Any) -> bool:
         """Whether this rank is the first to ask it."""
         me = str(self.rank)
-        return self._store.compare_set(f"ask/{question}", "", me).decode() == me
+        return store.compare_set(f"ask/{question}", "", me).decode() == me
 
-    def _all_places(self, question: int) -> dict[str, list[int]]:
+    def _all_places(self, question: int, store: Any) -> dict[str, list[int]]:
         """What every rank answers, its ranks by place; kept in the store for the others that want to know."""
         places: dict[str, list[int]] = {f"is at {self._here()}": [self.rank]}
         deadline = time.monotonic() + self._answer_seconds
         for rank in range(self.world_size):
-            if rank != self.rank:
-                place = self._read(f"answer/{question}/{rank}", deadline)
+            if rank != self.rank and not self._closed.is_set():
+                place = _read(store, f"answer/{question}/{rank}", deadline)
                 places.setdefault(_SILENT if place is None else f"is at {place}", []).append(rank)
-        self._store.set(f"told/{question}", json.dumps(places))
+        store.set(f"told/{question}", json.dumps(places))
         return places
 
     def _told(self, places: dict[str, list[int]]) -> str:
@@ -173,12 +178,13 @@ class Watch:
             if ranks
         )
 
-    def _read(self, key: str, deadline: float) -> str | None:
-        try:
-            self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-            return self._store.get(key).decode()
-        except RuntimeError:
-            return None
+
+def _read(store: Any, key: str, deadline: float) -> str | None:
+    try:
+        store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+        return store.get(key).decode()
+    except RuntimeError:
+        return None
 
 
 def _plural(place: str) -> str:

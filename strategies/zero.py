@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -196,8 +197,6 @@ def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
         module: its parameters keep as much as they had.
         keep: whether this rank wants the result; the others only take part.
     """
-    from deepspeed.runtime.zero import GatheredParameters
-
     state = module.state_dict(keep_vars=True)
     whole: dict[int, Tensor] = {}
     for name, value in state.items():
@@ -205,7 +204,7 @@ def model_state(module: nn.Module, keep: bool) -> dict[str, Any]:
             state[name] = value.detach() if isinstance(value, Tensor) else value
             continue
         if id(value) not in whole:
-            with GatheredParameters([value]):
+            with _together([value]):
                 whole[id(value)] = value.detach().cpu().clone() if keep else torch.empty(0)
         state[name] = whole[id(value)]
     return state if keep else {}
@@ -217,7 +216,6 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
     Raises:
         ValueError: what is missing, unexpected or of another shape.
     """
-    from deepspeed.runtime.zero import GatheredParameters
     from torch.nn.modules.module import _IncompatibleKeys
 
     missing: list[str] = []
@@ -228,7 +226,7 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
 
     def load(child: nn.Module, prefix: str) -> None:
         own = [p for p in child.parameters(recurse=False) if is_split(p)]
-        with GatheredParameters(own, modifier_rank=0, enabled=bool(own)):
+        with _together(own, modifier_rank=0, enabled=bool(own)):
             local = metadata.get(prefix[:-1], {})
             child._load_from_state_dict(given, prefix, local, True, missing, unexpected, problems)
         for name, grandchild in child.named_children():
@@ -246,3 +244,8 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
             "arguments it had when it was saved."
         )
     return _IncompatibleKeys(missing, unexpected)
+
+
+def _together(parameters: list[Any], **given: Any) -> Any:
+    """Context in which parameters that are split are whole."""
+    return import_module("deepspeed.runtime.zero").GatheredParameters(parameters, **given)

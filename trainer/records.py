@@ -155,7 +155,7 @@ class SumRecord(Record):
             return total, self.weight
         total = torch.as_tensor(total, dtype=torch.float64).to(strategy.device)
         both = torch.stack([total, torch.full_like(total, self.weight)])
-        both = strategy.reduce(both, "sum", self.options.sync_dist_group)
+        both = strategy.reduce(both, "sum", self.options.sync_dist_group or strategy.data_group)
         alike = strategy.world_size // strategy.num_data_ranks  # processes that saw the same data, and logged the same
         return both[0] / alike, both[1] / alike
 

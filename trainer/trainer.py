@@ -412,7 +412,7 @@ class Trainer(TrainerStatus):
         """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
         self.state.status = "interrupted"
         if not self.state.signum:
-            self.strategy.abandon()
+            self.strategy.abandon(error)
         self._run_all([lambda: self._metrics.drain()])
         if self._hooks is not None:
             self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])

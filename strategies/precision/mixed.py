@@ -120,7 +120,7 @@ class MixedPrecision(Precision):
         return not skipped
 
     def inverse_scale(self) -> Tensor:
-        """What takes the loss scale out of gradients, scalar, for a strategy that has them elsewhere than in ``grad``."""
+        """What takes the loss scale out of gradients, shape (), for a strategy that keeps them elsewhere."""
         return self.scaler._scale.double().reciprocal().float()
 
     def settle(self, optimizer: Optimizer, overflow: Tensor) -> None:

@@ -318,3 +318,9 @@ def test_export_writes_what_torchrun_writes(monkeypatch: pytest.MonkeyPatch) -> 
     assert os.environ["GROUP_RANK"] == os.environ["NODE_RANK"] == "1"
     again = found(dict(os.environ))
     assert again == Cluster("torchrun", *[getattr(cluster, name) for name in list(Cluster.__dataclass_fields__)[1:]])
+
+
+def test_a_batch_scripts_world_size_agrees_with_srun_or_is_an_error() -> None:
+    assert found({**SRUN, "WORLD_SIZE": SRUN["SLURM_NTASKS"]}) == found(SRUN)
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=99 is set, but SLURM started \d+ processes.*unset it"):
+        find_cluster({**SRUN, "WORLD_SIZE": "99"})

@@ -132,7 +132,7 @@ def test_after_an_error_nobody_is_waited_for() -> None:
         strategy = joined(timeout=timedelta(seconds=5))
         if strategy.global_rank == 1:
             return None
-        strategy.abandon()
+        strategy.abandon(ValueError())
         strategy.barrier("alone")
         found = strategy.broadcast("mine", src=1), strategy.agree(False), strategy.reduce(torch.ones(1))
         with pytest.raises(RuntimeError, match="all_gather after an error"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, UserDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ import torch.distributed as dist
 from processes import RanksError, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Trainer, TrainingModule
+from paceline.callbacks import Callback, EMAWeightAveraging
 from paceline.strategies import DDPStrategy, FSDPStrategy
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
@@ -356,7 +357,6 @@ def test_ranks_agree_on_an_overflow_that_one_of_them_has() -> None:
         {"sharding": "hybrid"},
         {"data_parallel_replicate": 2, "data_parallel_shard": 1},
     ],
-    ids=str,
 )
 def test_every_way_to_shard_gives_the_same_numbers_and_names(arguments: dict[str, Any]) -> None:
     how = {"precision": "64-true", "batches": 3, "accumulate_grad_batches": 2}
@@ -697,3 +697,105 @@ def test_a_wrapped_blocks_weight_used_from_outside_has_an_error_that_says_so() -
 def test_one_process_alone_can_run_it() -> None:
     how = {"precision": "64-true", "batches": 2}
     assert furthest(run_at("single", Transformer, **how), on_ranks(1, Transformer, FSDPStrategy, **how)) < EXACT
+
+
+# ---- with the rest of a run ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hybrid_shard", "fsdp_cpu_offload"])
+def test_the_names_train(name: str) -> None:
+    how = {"precision": "64-true", "batches": 2}
+    assert furthest(run_at("single", Transformer, **how), on_ranks(2, Transformer, lambda: name, **how)) < EXACT
+
+
+def test_averaged_weights_are_averages_of_whole_weights() -> None:
+    def run() -> dict[str, Tensor]:
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        strategy = FSDPStrategy() if world > 1 else "single_device"
+        average = EMAWeightAveraging(decay=0.5)
+        return weights(train(Transformer(), strategy, world, 4, precision="64-true", callbacks=[average]))
+
+    assert furthest(run(), ranks(2, run)[0]) < EXACT
+
+
+def test_parameters_that_are_thawed_between_epochs_learn_from_then_on() -> None:
+    class Thawing(Transformer):
+        def on_train_epoch_start(self) -> None:
+            for part in (self.blocks[1], self.embedding):
+                part.requires_grad_(self.current_epoch > 0)
+
+    make = partial(Thawing, False, OPTIMIZERS["adamw"])
+    assert (
+        furthest(run_at("single", make, **DOUBLE, max_epochs=2), run_at("fsdp x2", make, **DOUBLE, max_epochs=2))
+        < EXACT
+    )
+
+
+def test_ranks_may_use_different_parameters_if_they_say_so() -> None:
+    class Choosing(Transformer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.ones(5))
+            self.optimizer = partial(torch.optim.SGD, lr=0.5)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss + self.extra.sum() if os.environ["RANK"] == "0" else loss
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        with pytest.raises(ValueError, match=r"needs torch 2\.13"):
+            FSDPStrategy(find_unused_parameters=True)
+        return
+    found = on_ranks(2, Choosing, partial(FSDPStrategy, find_unused_parameters=True), batches=2)
+    assert found["extra"].tolist() == [0.5] * 5  # two steps of 0.5 times the mean of 1 and 0
+
+
+class Failing(Transformer):
+    fails = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.fails and batch_idx == 1:
+            raise ValueError("on every rank")
+        return loss
+
+
+def test_a_module_can_be_trained_on_after_an_error_or_says_that_it_cannot() -> None:
+    def run() -> dict[str, Tensor]:
+        module = Failing()
+        with pytest.raises(ValueError, match="on every rank"):
+            train(module, FSDPStrategy(), 2, precision="64-true")
+        module.fails = False
+        return weights(train(module, FSDPStrategy(), 2, 3, precision="64-true"))
+
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        with pytest.raises(RanksError, match=r"left this Failing in the middle of a step.*upgrade torch"):
+            ranks(2, run)
+        return
+    module = Transformer()
+    train(module, batches=1, precision="64-true")
+    assert furthest(weights(train(module, batches=3, precision="64-true")), ranks(2, run)[0]) < EXACT
+
+
+def test_after_an_error_nobody_waits_for_parts_that_may_not_come() -> None:
+    def run() -> str:
+        class Saving(Callback):
+            def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+                with pytest.raises(RuntimeError, match=r"After an error a state cannot be saved"):
+                    trainer.save_checkpoint("never.ckpt")
+
+        with pytest.raises(ValueError, match=r"on every rank"):
+            train(Failing(), FSDPStrategy(), 2, callbacks=[Saving()])
+        return "came here"
+
+    assert ranks(2, run) == ["came here"] * 2
+
+
+def test_a_dict_of_another_kind_may_carry_the_loss() -> None:
+    class Carrying(Transformer):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return UserDict(loss=super().training_step(batch, batch_idx))
+
+    how = {"precision": "64-true", "batches": 2}
+    together = on_ranks(2, Carrying, partial(FSDPStrategy, wrap=None), **how)
+    assert furthest(run_at("single", Carrying, **how), together) < EXACT

@@ -70,7 +70,6 @@ def test_auto_without_a_repeated_block_takes_the_root_alone_and_says_so(caplog: 
         (25, ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp", "head"]),
         (45, ["layers.0", "layers.1", "layers.2"]),
     ],
-    ids=str,
 )
 def test_policies_name_modules(policy: Any, found: list[str]) -> None:
     assert names(policy) == found

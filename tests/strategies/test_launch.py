@@ -22,7 +22,7 @@ from paceline.strategies import launch
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their environment, in /proc")
 
 #: Everything ends within this, on a busy machine too; it takes a few seconds.
-LIMIT = 60.0
+LIMIT = 120.0
 
 RERUN = """
 import os, signal, sys, time
@@ -286,6 +286,9 @@ def work(what, module, name):
         raise ValueError("mine")
     if what == "exit" and rank == 1:
         sys.exit(3)
+    if what == "cuda":
+        dist.destroy_process_group()
+        return torch.ones(2, device="cuda")
     if what == "quit":
         dist.destroy_process_group()
         sys.exit()
@@ -381,3 +384,18 @@ def test_a_fork_after_cuda_was_used_is_refused() -> None:
     torch.ones(1, device="cuda")
     with pytest.raises(RuntimeError, match=r"CUDA was already used in this process.*'ddp_spawn'"):
         launch.start(print, (), 2, "fork", devices_kind="cuda")
+
+
+@pytest.mark.gpu
+def test_starting_forks_leaves_the_gpu_usable_in_them(environ: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(START.partition("if __name__")[0] + CUDA_FORK)
+    code, out, err = finish(begin([str(script)], environ, tmp_path))
+    assert (code, out, err) == (0, "cpu [1.0, 1.0]\n", "")
+
+
+CUDA_FORK = """
+if __name__ == "__main__":
+    result = start(work, ("cuda", torch.nn.Linear(2, 2), ""), 2, "fork", devices_kind="cuda")
+    print(result.device, result.tolist())
+"""

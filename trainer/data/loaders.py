@@ -356,9 +356,8 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool) -> 
     elif "state_dict" in state:
         lost.append("its position (the loader has no load_state_dict now)")
     shard = shard_of(loader)
-    draws_anew = not positioned or (
-        shard is not None and not shard.alike
-    )  # a shared order is gone through from its start
+    # What is shared by a sampler goes through the whole order once more, wherever the loader goes on.
+    draws_anew = not positioned or (shard is not None and not shard.alike)
     saved = state.get("generators_at_epoch_start" if mid_epoch and draws_anew else "generators", [])
     generators = _generators(loader)
     if len(saved) == len(generators):

@@ -42,6 +42,9 @@ _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weight
 #: Where torchdata's BatchSampler is from, which cuts as torch's does and can save its place.
 _STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
 
+#: Iterators that run nobody's code, so that nothing is drawn while they are read: changing states costs 0.2 ms.
+_DRAWS_NOTHING = (type(iter([])), type(iter(())), type(iter(range(0))))
+
 #: What iterable data sets keep that ask for the process's rank themselves: of Hugging Face, LitData and Mosaic.
 _KNOWS_RANKS = ("_distributed", "distributed_env", "_unique_rank_world")
 
@@ -166,7 +169,7 @@ class RankSampler(Shard, Sampler[Any]):
     def record(self) -> Iterator[list[Any]]:
         """See :func:`batch_indices`."""
         records = self._records = deque()
-        return iter(records.popleft, None)
+        return iter(lambda: records.popleft() if records else None, None)
 
 
 class RankStream(Shard, IterableDataset[Any]):
@@ -295,6 +298,9 @@ def _privately(source: Any, seed: int, at_once: int) -> Iterator[Any]:
     states = PrivateRandomness(seed)
     with states:
         items = iter(source)
+    if type(items) in _DRAWS_NOTHING:
+        yield from items
+        return
     try:
         while True:
             with states:
@@ -348,7 +354,7 @@ def _say_all_read(source: Any, world: int) -> None:
 
 
 def _from(owner: Any, place: str, name: str) -> Any:
-    """An attribute that ``owner`` lacks, of what it stands for. Not while it is being copied or unpickled."""
-    if name.startswith("__") or place not in vars(owner):
+    """An attribute that ``owner`` lacks, of what it stands for. Special ones are looked for before it has that."""
+    if name.startswith("__"):
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
     return getattr(vars(owner)[place], name)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, SequentialSampler
-
 from ...loggers import messages
 from ..hooks import overridden
 from .combined import length_of
@@ -19,9 +17,10 @@ from .loaders import (
     release_shuffling,
     seed_shuffling,
     train_loader,
+    users_generators,
     without_shuffling,
 )
-from .sharding import last_share, shard_evaluation, shard_training
+from .sharding import batch_indices, last_share, shard_evaluation, shard_training
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -125,6 +124,8 @@ class DataSource:
         if strategy.world_size == 1 or self._agreed_on is self.train_loader:
             return
         self._agreed_on = self.train_loader
+        for generator in users_generators(self.train_loader):
+            generator.set_state(strategy.broadcast(generator.get_state()))
         found = strategy.gather_objects(self.num_training_batches)
         if INF in found:
             self.num_training_batches = INF
@@ -221,11 +222,8 @@ class DataSource:
 
     def track_indices(self, loader: Any) -> Callable[[], list[int]] | None:
         """A function that gives the sample indices of each next batch; None where the order is not known beforehand."""
-        sampler = getattr(loader, "batch_sampler", None)
-        if type(sampler) is not BatchSampler or not isinstance(sampler.sampler, SequentialSampler):
-            return None
-        indices = iter(sampler)
-        return lambda: list(next(indices))
+        indices = batch_indices(loader)
+        return None if indices is None else lambda: next(indices)
 
     def release(self) -> None:
         """Leave the loaders as they were given; once a run has ended."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
-from paceline.strategies import DDPStrategy, FSDPStrategy
+from paceline.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from paceline.trainer.checkpoint import sharded
 from paceline.trainer.checkpoint.read import read
 from paceline.trainer.checkpoint.replace import take_place
@@ -32,6 +32,16 @@ PLACES: dict[str, tuple[int, Any]] = {
     "sharded x2": (2, SHARDED),
     "sharded x3": (3, SHARDED),
     "sharded 2x2": (4, partial(SHARDED, data_parallel_replicate=2)),
+    "sharded and split": (
+        4,
+        partial(
+            ModelParallelStrategy,
+            data_parallel_shard=2,
+            tensor_parallel=2,
+            plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"},
+            state_dict_type="sharded",
+        ),
+    ),
 }
 
 
@@ -44,7 +54,7 @@ class Net(TrainingModule):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.first = nn.Linear(6, 6, bias=False)
-            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)])
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2)])
             self.norm = nn.BatchNorm1d(6)
             self.last = nn.Linear(6, 6)
         self.last.weight = self.first.weight
@@ -64,8 +74,7 @@ class Net(TrainingModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
 
 
-def loader(batches: int = 3, size: int = 12) -> DataLoader:
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def loader(rank: int, world: int, batches: int = 3, size: int = 12) -> DataLoader:
     data = torch.randn(batches * size, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     share = size // world
     order = [b * size + rank * share + i for b in range(batches) for i in range(share)]
@@ -84,7 +93,8 @@ def fit(strategy: Any, seed: int = 1, ckpt_path: Any = None, callbacks: Any = No
         "use_distributed_sampler": False,
     }
     trainer = Trainer(strategy=strategy, callbacks=callbacks, **{**settings, **arguments})
-    trainer.fit(Net(seed), loader(), ckpt_path=ckpt_path)
+    strategy = trainer.strategy
+    trainer.fit(Net(seed), loader(strategy.data_rank, strategy.num_data_ranks), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -118,7 +128,7 @@ def test_a_run_goes_on_from_a_folder_at_any_place(place: str, folder: Path) -> N
     assert furthest(run_at("single", max_epochs=2), run_at(place, seed=2, ckpt_path=folder, max_epochs=2)) < EXACT
 
 
-@pytest.mark.parametrize("place", ["sharded x3", "sharded 2x2"])
+@pytest.mark.parametrize("place", ["sharded x3", "sharded 2x2", "sharded and split"])
 def test_any_number_of_processes_writes_a_folder(place: str, tmp_path: Path) -> None:
     run_at(place, tmp_path / "it.ckpt")
     went_on = run_at("sharded x2", seed=2, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)

@@ -93,6 +93,13 @@ class SizedDrawn(Drawn):
         return self.count
 
 
+class EagerDrawn(Drawn):
+    """Draws everything at the moment iteration starts."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__()))
+
+
 class Unsized(Sampler):
     def __init__(self, count: int) -> None:
         self.count = count
@@ -331,7 +338,7 @@ def test_every_sampler_gives_the_order_of_one_process(sampler):
     assert evaluation(make, 3) == flat(one(make))
 
 
-@pytest.mark.parametrize("kind", [Drawn, SizedDrawn])
+@pytest.mark.parametrize("kind", [Drawn, SizedDrawn, EagerDrawn])
 @pytest.mark.parametrize("source", ["random", "numpy", "torch"])
 def test_a_sampler_that_draws_from_the_process_draws_alike_on_all_ranks(source, kind):
     def make() -> DataLoader:
@@ -480,6 +487,12 @@ def test_a_loader_of_a_subclass_keeps_its_class_and_attributes():
     assert numbers(sharded) == [[3, 4, 5], [8, 9]]
 
 
+def test_running_workers_of_the_users_loader_are_not_taken_over():
+    original = DataLoader(range(9), 2, num_workers=1, persistent_workers=True)
+    assert len(list(original)) == 5
+    assert numbers(shard_training(original, 1, 2)) == [[2, 3], [6, 7], [8]]
+
+
 def test_the_sampler_that_was_given_can_be_seen():
     original = DataLoader(range(10), 3, shuffle=True, drop_last=True)
     sharded = shard_training(original, 0, 2)
@@ -594,12 +607,16 @@ def test_the_indices_of_each_batch_are_known(workers):
         seed_shuffling(loader, 0, epoch)
         indices = batch_indices(loader)
         assert all([index + 50 for index in next(indices)] == batch.tolist() for batch in loader)
+        list(loader)  # a pass that nobody asked about
+        assert not list(indices)
 
 
 def test_the_indices_of_whole_batches_and_single_samples_are_known():
     batches = shard_evaluation(DataLoader(range(9), batch_sampler=[(0, 1), (2,), (3, 4)]), 0, 2)
+    lists = BatchSampler(SequentialSampler(range(7)), 2, drop_last=False)
+    bulk = shard_evaluation(DataLoader(torch.arange(7), batch_size=None, sampler=lists), 1, 2)
     single = shard_evaluation(DataLoader({"ab": 1, "cd": 2}, batch_size=None, sampler=["ab", "cd"]), 1, 2)
-    for loader, expected in ((batches, [[0, 1], [3, 4]]), (single, [["cd"]])):
+    for loader, expected in ((batches, [[0, 1], [3, 4]]), (bulk, [[2, 3], [6]]), (single, [["cd"]])):
         indices = batch_indices(loader)
         assert [next(indices) for _ in loader] == expected
 
@@ -653,10 +670,11 @@ def test_the_samples_of_a_sized_stream_are_counted():
 @pytest.mark.parametrize("split", [True, False])
 def test_every_workers_stream_is_shared(split):
     def make(size: int = 2) -> DataLoader:
-        return DataLoader(Stream(22, split), size, num_workers=2, persistent_workers=size == 2)
+        return DataLoader(SizedStream(22, split), size, num_workers=2, persistent_workers=size == 2)
 
     assert training(make) == one(lambda: make(4))
     loaders, batches = on_ranks(shard_training, make)
+    assert [last_share(loader) for loader in loaders] == ([4 / 3, 2 / 3] if split else [1.0, 1.0])
     assert numbers(loaders[1]) == batches[1]  # once more, with the same workers
 
 
@@ -821,6 +839,10 @@ def test_an_iterators_resources_are_freed_when_the_epoch_is_cut_off():
 
     class Opening:
         def __iter__(self) -> Iterator[int]:
+            self.opened = self.read()  # held, so that going out of sight does not close it
+            return self.opened
+
+        def read(self) -> Iterator[int]:
             try:
                 yield from range(10)
             finally:
