@@ -297,6 +297,7 @@ def test_a_resumed_pipeline_goes_on_to_the_bit_and_its_file_fits_one_process(tmp
         module = Language(dropout=dropout, adam=True)
         one = trainer(strategy, devices, max_epochs=epochs, accumulate_grad_batches=3)
         one.fit(module, data(), ckpt_path=resume)
+        assert not any(parameter.is_meta for parameter in one.optimizers[0].state)
         if save:
             one.save_checkpoint(save)
         return one.strategy.model_state(module)
