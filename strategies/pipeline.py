@@ -16,6 +16,7 @@ from . import microbatches as micro
 from .pipeline_plan import Call, Plan
 from .pipeline_weights import Weights
 from .stages import Stages
+from .transfer import move
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -216,7 +217,9 @@ class Pipeline:
         if not call.training:
             output = micro.join(call.outputs, call.sizes) if self.last else None
             self._share(("", None), [], logs)
-            return self._from(self.size - 1, output) if getattr(logs, "returns", False) else output
+            if not getattr(logs, "returns", False):
+                return output
+            return move(self._from(self.size - 1, move(output, _HOST)), self.strategy.device)
         found, form = call.loss() if self.last else ([], None)
         (by_items, dtype), numbers = self._share(form, found, logs, weights)
         self._leaf = loss = numbers[0].to(getattr(torch, dtype)).requires_grad_()

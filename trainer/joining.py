@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .data.batches import batch_size_of
-from .records import Options, check_value, reduction_of, taken
+from .records import Options, check_value, not_synced, reduction_of, taken
 
 if TYPE_CHECKING:
     from .metrics import MetricStore
@@ -79,12 +79,19 @@ class JoiningStep:
         sized = [size for size in given if size is not None]
         batch_size = sum(sized) if len(sized) == len(calls) else None
         value, options = first.value, first.options._replace(enable_graph=False)
-        if not isinstance(value, (Tensor, float, int)):
-            name = next((n for n, m in self.module.named_modules() if m is value), None)
-            if name is not None:
-                shown = value._forward_cache
-                number = 0.0 if shown is None or options.on_step is False or shown.numel() != 1 else shown
-                return Logged(first.name, options, batch_size, "float32", name), number
+        if options.sync_dist_group is not None:
+            raise ValueError(
+                f"self.log({first.name!r}, sync_dist_group=...) in a step that runs on micro-batches: its values are "
+                "brought to all processes of a pipeline first. Leave sync_dist_group out."
+            )
+        if isinstance(value, nn.Module):
+            name = next((name for name, module in self.module.named_modules() if module is value), None)
+            if name is None:
+                raise ValueError(
+                    f"self.log({first.name!r}) got a {type(value).__name__} that is not part of the module, so other "
+                    "processes of the pipeline do not know it. Make it an attribute in __init__."
+                )
+            return Logged(first.name, options, batch_size, "float32", name), self._shown(value, options)
         values = [taken(call.name, call.value) for call in calls]
         kind = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.get_default_dtype()
         reduction = reduction_of(first.name, options.reduce_fx)
@@ -92,8 +99,18 @@ class JoiningStep:
             size if call.batch_size is None else call.batch_size for size, call in zip(sizes, calls, strict=True)
         ]
         joined = _reduced(values, weights, reduction)
-        options = options._replace(reduce_fx=reduction, sync_dist_group=None)
+        options = options._replace(reduce_fx=reduction)
         return Logged(first.name, options, batch_size, str(kind).removeprefix("torch."), None), joined
+
+    def _shown(self, metric: Any, options: Options) -> Any:
+        """The step's value of a metric object: that of the last micro-batch; 0 if nobody asks for one."""
+        on_step = self.store.moment.on_step if options.on_step is None else options.on_step
+        if not on_step:
+            return 0.0
+        if metric._forward_cache is not None:
+            return metric._forward_cache
+        with not_synced(metric):
+            return metric.compute()
 
     def put(self, logged: Sequence[Logged], values: Tensor) -> None:
         """Log values of :meth:`take`, shape (n,), on this rank."""
