@@ -141,6 +141,11 @@ def _averaged_places(module: nn.Module, use_buffers: bool) -> Iterator[tuple[str
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = prefix + "." if prefix else ""
         for key, parameter in owner._parameters.items():
+            if hasattr(parameter, "ds_id"):
+                raise NotImplementedError(
+                    f"Weights cannot be averaged under DeepSpeed's stage 3, which leaves a piece of {dot + key} on "
+                    "a rank. Use strategy='deepspeed_stage_2' or 'fsdp'."
+                )
             if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
                 yield dot + key, owner._parameters, key
         for key, buffer in owner._buffers.items() if use_buffers else ():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import import_module
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -22,6 +19,7 @@ from torch import Tensor, nn
 from ..loggers import messages
 from . import deepspeed_config as configuration
 from . import zero
+from .deepspeed_package import quiet, require_deepspeed, use_device
 from .distributed import DistributedStrategy, StartMethod
 from .precision.base import Precision
 
@@ -33,7 +31,6 @@ T = TypeVar("T")
 #: Optimizers that look at more than one element at a time, or make their state before ZeRO cuts the parameters.
 WHOLE_PARAMETERS = ("Adafactor", "Adagrad", "LBFGS", "Muon", "SparseAdam")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-OLDEST = (0, 19)
 #: What DeepSpeed's loss scaler remembers.
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -98,7 +95,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         )
         self.config = configuration.read_config(config)
         self.stage = configuration.zero_stage(self.config, stage, offload_parameters)
-        _require_deepspeed(self.stage)
+        require_deepspeed(self.stage)
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.communicates_forward = self.stage == 3
         self._root: _Root | None = None
@@ -117,7 +114,12 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise ValueError(
                 f"DeepSpeed has no precision {self.precision.name!r}. Choose {messages.names(PRECISIONS, last='or')}."
             )
-        _use_device(self.device.type)
+        use_device(self.device.type)
+        if self.precision.name == "16-true" and not import_module("deepspeed").get_accelerator().is_fp16_supported():
+            raise ValueError(
+                f"Trainer(precision='16-true') with DeepSpeed: {self.device} does not compute in fp16. Use 'bf16-true' "
+                "or '16-mixed'."
+            )
         os.environ.setdefault("LOCAL_RANK", str(self.local_rank))
         import_module("deepspeed").init_distributed(dist_init_required=False, auto_mpi_discovery=False)
 
@@ -151,6 +153,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         accumulate = getattr(trainer, "accumulate_grad_batches", None)
         clip = getattr(trainer, "gradient_clip_val", None)
         configuration.refuse_contradictions(self.config, self.precision.name, accumulate, clip)
+        self.same_model(module)
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)
         self._drop_engine()
@@ -191,7 +194,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         # Buckets are allocated in full: none larger than there are gradients.
         config["zero_optimization"].setdefault("reduce_bucket_size", min(500_000_000, numel + 1024))
         where = SimpleNamespace(device_rank=self.device.index or 0)
-        with _quiet(logging.ERROR):  # every optimizer but Adam is "untested" to it
+        with quiet(logging.ERROR):  # every optimizer but Adam is "untested" to it
             made = import_module("deepspeed").initialize(where, self._root, optimizer, config=config)
         self._engine = made[0]
 
@@ -253,17 +256,15 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._engine.optimizer.loss_scale
 
     def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
-        for grad in zero.gradients(self._engine.optimizer):
-            grad.mul_(factor)
+        _multiply(zero.gradients(self._engine.optimizer), factor)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self.precision.scaler is None or self._overflow is not None:
             return
         precision: Any = self.precision  # the one with a scaler
-        inverse = precision.inverse_scale()
-        found = torch.zeros((), device=self.device)
-        for grad in zero.gradients(self._engine.optimizer):
-            grad.mul_(inverse.to(grad.device))
+        grads, found = zero.gradients(self._engine.optimizer), torch.zeros((), device=self.device)
+        _multiply(grads, precision.inverse_scale())
+        for grad in grads:
             found += (~torch.isfinite(grad).all()).to(self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         self._overflow = found.clamp(max=1.0)
@@ -277,9 +278,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         else:
             total = self.reduce(local**norm_type, "sum") ** (1.0 / norm_type)
         total = total / self._loss_scale
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for grad in grads:
-            grad.mul_(factor)
+        _multiply(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
         return total
 
     def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
@@ -334,8 +333,12 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
         if not any(zero.is_split(parameter) for parameter in module.parameters()):
-            return super().load_model_state(module, state, strict)
-        return zero.load_model_state(module, state, strict)
+            result = super().load_model_state(module, state, strict)
+        else:
+            result = zero.load_model_state(module, state, strict)
+        if self._engine is not None and self._pieces and self._root is not None and module is self._root.inner:
+            self._engine.optimizer.refresh_fp32_params()  # else the next step would bring the weights before back
+        return result
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """As of any strategy, a tensor a parameter; the 16-bit modes add float32 weights and the loss scale."""
@@ -409,6 +412,14 @@ class _Root(nn.Module):
         return through_root
 
 
+def _multiply(grads: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients by a number or a scalar tensor, which may be on another device (theirs are offloaded)."""
+    if isinstance(factor, Tensor) and grads:
+        factor = factor.to(grads[0].device)
+    if grads:
+        torch._foreach_mul_(grads, factor)  # type: ignore[reportPrivateImportUsage]
+
+
 def _double(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """An optimizer of the same class and settings with groups of its own, for ZeRO to put its partitions into."""
     double = object.__new__(type(optimizer))
@@ -434,59 +445,3 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
                 "it needs whole parameters. Use an optimizer that treats each element by itself (SGD, AdamW, ...), or "
                 "strategy='ddp'."
             )
-
-
-# ---- the package -----------------------------------------------------------------------------------------------------
-
-
-def _require_deepspeed(stage: int) -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        instead = (
-            "'fsdp', which is what its stage 3 does" if stage == 3 else "'ddp' (as stage 0) or 'fsdp' (as stage 3)"
-        )
-        raise ModuleNotFoundError(
-            f"DeepSpeedStrategy needs the package deepspeed, which is not installed: pip install 'deepspeed>=0.19'. "
-            f"Without it, write strategy={instead}.",
-            name="deepspeed",
-        )
-    found = version("deepspeed")
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        raise RuntimeError(
-            f"DeepSpeedStrategy needs deepspeed 0.19 or newer, but {found} is installed: pip install 'deepspeed>=0.19'."
-        )
-
-
-def _use_device(kind: str) -> None:
-    """Import DeepSpeed for this kind of device.
-
-    Raises:
-        RuntimeError: it was imported for another one already.
-    """
-    os.environ["DS_ACCELERATOR"] = kind
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
-    chosen = import_module("deepspeed").get_accelerator().device_name()
-    if chosen != kind:
-        raise RuntimeError(
-            f"DeepSpeed was imported for {chosen!r} before the Trainer, which runs on {kind!r}. Make the Trainer "
-            f"first, or set DS_ACCELERATOR={kind} in the environment."
-        )
-    # Paceline counts steps that fp16 leaves out, and says what it makes of others.
-    logging.getLogger("DeepSpeed").addFilter(_no_overflow)
-    if kind == "cpu":
-        # It would compile a shared-memory collective for inference at start: a minute, and an error without a compiler.
-        vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
-
-
-def _no_overflow(record: logging.LogRecord) -> bool:
-    return "OVERFLOW!" not in str(record.msg)
-
-
-@contextmanager
-def _quiet(level: int) -> Iterator[None]:
-    logger = logging.getLogger("DeepSpeed")
-    before = logger.level
-    logger.setLevel(level)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Trainer, TrainingModule
+from paceline.callbacks import WeightAveraging
 from paceline.strategies import DeepSpeedStrategy
 
 if importlib.util.find_spec("deepspeed") is None:  # imported in the ranks alone, it chooses its device once
@@ -175,6 +176,14 @@ class Items(Transformer):
         return {"loss": loss, "num_items": len(kept)}
 
 
+class Loads(Transformer):
+    """Gets other weights when everything is set up."""
+
+    def on_train_start(self) -> None:
+        other = {name: torch.full_like(value, 0.01) for name, value in Transformer().state_dict().items()}
+        self.trainer.strategy.load_model_state(self, other)
+
+
 #: Each: the module, and the settings of the run. 40 samples are 10 batches, 37 leave one rank a shorter last batch.
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (Transformer, {}),
@@ -189,6 +198,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "scheduled": (partial(Scheduled, SGD), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
     "items": (partial(Items, SGD), {"accumulate_grad_batches": 2}),
+    "loaded late": (partial(Loads, SGD), {}),
 }
 OFFLOADED = ("adamw", "uneven windows", "clipped by norm", "clipped by value")
 
@@ -574,6 +584,9 @@ def test_what_zero_cannot_do_is_refused() -> None:
     for (kind, text), (_, _, expected, said) in zip(found, REFUSED, strict=True):
         assert kind == expected, text
         assert said in text
+    [(kind, text)] = errors([lambda: fit(strategy(3), Transformer(), callbacks=[WeightAveraging()])])
+    assert kind == "NotImplementedError"
+    assert "averaged under DeepSpeed's stage 3" in text
 
 
 def test_a_loss_without_a_graph_is_explained_as_on_one_process() -> None:
