@@ -10,16 +10,22 @@ import re
 import sys
 import types
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from processes import ranks
+from tiny import TinyModule, tiny_loader
 from torch import nn
 
 import paceline
 from paceline import DataModule, Trainer, TrainingModule
+from paceline.callbacks import ModelCheckpoint
 from paceline.callbacks.base import FIT_PSEUDO_CODE
 from paceline.loggers.messages import PacelineWarning
 from paceline.strategies.precision.choose import ALIASES, NAMES
@@ -83,7 +89,7 @@ def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
 
 
 def test_every_block_says_what_it_is() -> None:
-    known = ("python", "text", "text output", "diff", "sh")
+    known = ("python", "text", "text output", "diff", "sh", "yaml")
     for page in PAGES:
         for block in blocks(page):
             reason = re.fullmatch(r"python no-run: \w.*", block.info)
@@ -215,3 +221,36 @@ def test_the_tables_of_checkpoint_keys_are_complete(tmp_path: Path) -> None:
     for comment, found in (("checkpoint keys", file), ("paceline keys", file["paceline"])):
         in_file = {names.get(key, f"`{key}`") for key in found}
         assert {row[0] for row in rows_after(comment)} == in_file
+
+
+def test_the_host_exchanges_in_an_epoch_what_the_table_says(tmp_path: Path) -> None:
+    def exchanged(epochs: int, batches: int, validates: bool, saves: bool) -> Counter[str]:
+        counts: Counter[str] = Counter()
+
+        def counted(name: str, call: Any, *args: Any, **given: Any) -> Any:
+            counts[name] += 1
+            return call(*args, **given)
+
+        for name in ("all_reduce", "broadcast_object_list"):
+            setattr(dist, name, partial(counted, name, getattr(dist, name)))
+        callbacks = [ModelCheckpoint(tmp_path / f"{epochs}-{batches}")] if saves else []
+        silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(
+            max_epochs=epochs, accelerator="cpu", enable_checkpointing=saves, callbacks=callbacks, **silent
+        )
+        trainer.fit(TinyModule(), tiny_loader(batches), tiny_loader(batches) if validates else None)
+        return counts
+
+    def each_epoch(validates: bool = False, saves: bool = False) -> Counter[str]:
+        (short, _), (long, _) = (ranks(2, exchanged, n, 2 * n, validates, saves) for n in (1, 2))
+        return long - short
+
+    plain = each_epoch()
+    seen = {
+        "a training epoch's end": plain,
+        "a validation": each_epoch(validates=True) - plain,
+        "a checkpoint": each_epoch(saves=True) - plain,
+    }
+    for moment, all_reduces, broadcasts in rows_after("host collectives"):
+        found = seen[moment]
+        assert [found["all_reduce"], found["broadcast_object_list"]] == [int(all_reduces), int(broadcasts)], moment
