@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -399,6 +400,8 @@ def _run(job: _Job) -> None:
         _forget_handlers()
         torch.set_num_threads(1)
     rank, folder = int(os.environ["RANK"]), Path(job.folder)
+    if job.start_method == "fork":
+        _wait_for_all(folder, rank)
     try:
         work = job.work or _load(folder / "work.pt", None)
         result = work.function(*work.args)
@@ -413,6 +416,16 @@ def _run(job: _Job) -> None:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         write_failure(error, folder / f"rank{rank}.json")
         sys.exit(1)
+
+
+def _wait_for_all(folder: Path, rank: int) -> None:
+    """Return when every process is forked.
+
+    The agent's store serves from a thread: one that works while a process is forked leaves it locks that stay taken.
+    """
+    (folder / f"forked{rank}").touch()
+    while len(list(folder.glob("forked*"))) < int(os.environ["LOCAL_WORLD_SIZE"]):
+        time.sleep(0.005)
 
 
 def _forget_handlers() -> None:
