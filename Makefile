@@ -24,7 +24,7 @@ types: .venv/installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 tests: .venv/installed
-	$(BIN)/python -m pytest tests -n 2
+	$(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
