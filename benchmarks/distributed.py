@@ -2,14 +2,15 @@
 
     python benchmarks/distributed.py                            # everything but gpu: about half an hour
     python benchmarks/distributed.py time --rounds 10 --only "by hand" paceline
-    python benchmarks/distributed.py collectives memory start
+    python benchmarks/distributed.py count memory start
     python benchmarks/distributed.py gpu                        # one GPU: a transformer of 100 M parameters
-    python benchmarks/distributed.py time collectives memory start gpu --smoke      # does it all work?
+    python benchmarks/distributed.py time count memory start gpu --smoke      # does it all work?
 
 time         a step, replicated (ddp) and sharded (fsdp), tiny and of about 10 ms. A pair of processes per contestant
              stays warm; a round visits every pair in random order and times by hand, contestant, by hand back to back
              there, so that drifts of a shared machine cancel. Final weights are compared with the hand-written loop's.
-collectives  how many torch.distributed operations a step issues, of which kind, seen by torch's profiler. Exact.
+count        how many torch.distributed operations a step issues, of which kind, seen by torch's profiler; and how many
+             functions written in Python it calls. Exact: these figures need no quiet machine.
 memory       peak resident memory of rank 0 while it shards and trains a transformer, in fresh processes.
 start        from the start of the command to the end of the first step, on both ranks, in fresh processes.
 gpu          steps of one process, plain and sharded over one, in bf16-mixed; on a machine without a GPU a tiny model
@@ -109,8 +110,8 @@ def time_row(name: str, runs: list[dict[str, float]]) -> list[Any]:
     return [name, ms, over, f"{ratios[0]}x", ratios[1], f"{ratios[2]}x", ratios[3]]
 
 
-def count_collectives(names: list[str], jobs: dict[str, Job]) -> bool:
-    """Print how many collectives of each kind a batch issues."""
+def count(names: list[str], jobs: dict[str, Job]) -> bool:
+    """Print what a batch costs in figures that do not depend on the machine: collectives and Python calls."""
     rows, well = [], True
     for name in names:
         pair = Pair(name)
@@ -118,16 +119,16 @@ def count_collectives(names: list[str], jobs: dict[str, Job]) -> bool:
             if not CONTESTANTS[name].can(job):
                 continue
             try:
-                counts = pair.ask("count", replace(job, steps=20, warmup=8, block=20, tail=8))
+                kinds, calls = pair.ask("count", replace(job, steps=20, warmup=8, block=20, tail=8))
             except RuntimeError as error:
                 progress(f"{name}, {key}: {error}")
                 well = False
                 break
-            listed = ", ".join(f"{count:g} {kind}" for kind, count in counts.items()) or "none"
-            rows.append([key, name, listed])
+            listed = ", ".join(f"{count:g} {kind}" for kind, count in kinds.items()) or "none"
+            rows.append([key, name, listed, calls])
         pair.close()
     rows.sort(key=lambda row: list(jobs).index(row[0]))
-    print(f"\n### Collectives a batch\n\n{table(['', 'who', 'rank 0 issues'], rows)}")
+    print(f"\n### What a batch issues\n\n{table(['', 'who', 'collectives of rank 0', 'Python calls'], rows)}")
     return well
 
 
@@ -152,11 +153,11 @@ def measure_memory(names: list[str], job: Job, rounds: int) -> bool:
     rows = []
     for name in names:
         if name in medians:
-            before, start, steps = medians[name]
+            before, begin, steps = medians[name]
             over = (
-                [f"{mine / his - 1:+.1%}" for mine, his in zip((start, steps), base[1:], strict=True)] if base else []
+                [f"{mine / his - 1:+.1%}" for mine, his in zip((begin, steps), base[1:], strict=True)] if base else []
             )
-            rows.append([name, before, start, over[0] if over else None, steps, over[1] if over else None])
+            rows.append([name, before, begin, over[0] if over else None, steps, over[1] if over else None])
     header = [
         "",
         "before, MB",
@@ -169,9 +170,9 @@ def measure_memory(names: list[str], job: Job, rounds: int) -> bool:
     return not visits.broken
 
 
-def time_start(rounds: int) -> bool:
+def time_start(names: list[str], rounds: int) -> bool:
     """Print seconds from the start of a command to the end of its first step, and the CPU time of its processes."""
-    visits = Rounds(WAYS)
+    visits = Rounds([way for way in WAYS if way.partition(",")[0] in names])
     found = {way: runs for (_, way), runs in visits.run(rounds, ["start"], lambda way, _: start(way)).items()}
     base = found.get(WAYS[0], [])
     rows = []
@@ -216,7 +217,7 @@ def gpu_jobs(smoke: bool) -> dict[str, Job]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["time", "collectives", "memory", "start"]
+    parts = ["time", "count", "memory", "start"]
     parser.add_argument("parts", nargs="*", default=parts, choices=[*parts, "gpu"], help="default: all but gpu")
     parser.add_argument("--rounds", type=int, default=20, help="of step times; memory and start take half as many")
     parser.add_argument("--only", nargs="*", default=list(CONTESTANTS), choices=list(CONTESTANTS))
@@ -233,13 +234,13 @@ def main() -> None:
     well = True
     if "time" in args.parts:
         well &= time_steps(names, jobs, rounds, size=2)
-    if "collectives" in args.parts:
+    if "count" in args.parts:
         four = {f"{key}, a step every 4": replace(job, accumulate=4) for key, job in jobs.items() if job.layers}
-        well &= count_collectives(names, jobs | four)
+        well &= count(names, jobs | four)
     if "memory" in args.parts:
         well &= measure_memory(names, replace(LARGE, layers=2) if args.smoke else LARGE, max(1, rounds // 2))
     if "start" in args.parts:
-        well &= time_start(max(1, rounds // 2))
+        well &= time_start(names, max(1, rounds // 2))
     if "gpu" in args.parts:
         well &= time_steps(names, gpu_jobs(args.smoke), rounds, size=1)
     sys.exit(not well)

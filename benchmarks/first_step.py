@@ -1,4 +1,4 @@
-"""The shortest two-process training, each way: ``distributed.py`` starts these and looks when the first step is done."""
+"""The shortest training in two processes, each way; ``distributed.py`` starts it and looks when the first step ends."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -48,10 +50,9 @@ class Pair:
         """
         if not self.processes:
             self.start()
-        assert_open = self.answers
         for process in self.processes:
             print(json.dumps([what, asdict(job)]), file=process.stdin, flush=True)
-        line = assert_open.readline() if assert_open else ""
+        line = self.answers.readline() if self.answers else ""
         if not line:
             raise RuntimeError(self.last_words())
         return json.loads(line)
@@ -61,7 +62,7 @@ class Pair:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when something has failed
         for rank in range(self.size):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
             place |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "pair"}
@@ -131,40 +132,53 @@ def time_of(contestant: Any, job: Job) -> dict[str, float]:
     return {"wall": mine[0], "cpu": mine[1], "raw_wall": raw_wall, "raw_cpu": raw_cpu}
 
 
-def count_of(contestant: Any, job: Job) -> dict[str, float]:
-    """Collectives a batch, by kind, between two ticks of the clock."""
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    tick, first, last = Clock.tick, job.warmup, job.warmup + job.steps
+@contextmanager
+def at_tick(actions: dict[int, Callable[[], Any]]) -> Iterator[None]:
+    """Run an action each when the clock comes to a count."""
+    tick = Clock.tick
 
-    def tick_and_look(clock: Clock) -> None:
-        if clock.count + 1 == first:
-            profile.start()
-        elif clock.count + 1 == last:
-            profile.stop()
+    def tick_and_act(clock: Clock) -> None:
+        action = actions.get(clock.count + 1)
+        if action is not None:
+            action()
         tick(clock)
 
-    Clock.tick = tick_and_look
+    Clock.tick = tick_and_act
     try:
-        timed(contestant, job)
+        yield
     finally:
         Clock.tick = tick
-    names = Counter(event.name for event in profile.events() or [] if event.name.startswith("c10d::"))
-    return {name.removeprefix("c10d::").strip("_"): count / job.steps for name, count in sorted(names.items())}
+
+
+def count_of(contestant: Any, job: Job) -> tuple[dict[str, float], float]:
+    """Collectives a batch, by kind, and calls of Python functions a batch; between two ticks of the clock."""
+    first, last = job.warmup, job.warmup + job.steps
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with at_tick({first: profile.start, last: profile.stop}):
+        timed(contestant, job)
+    kinds = Counter(event.name for event in profile.events() or [] if event.name.startswith("c10d::"))
+    calls = 0
+
+    def called(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    with at_tick({first: lambda: sys.setprofile(called), last: lambda: sys.setprofile(None)}):
+        timed(contestant, job)
+    shown = {name.removeprefix("c10d::").strip("_"): count / job.steps for name, count in sorted(kinds.items())}
+    return shown, calls / job.steps
 
 
 def memory_of(contestant: Any, job: Job) -> list[float]:
     """Resident memory before, its peak until the third step, its peak in the steps after that, MB."""
     found = [rss_mb()]
-    tick = Clock.tick
 
-    def tick_and_look(clock: Clock) -> None:
-        tick(clock)
-        if clock.count in (2, job.warmup + job.steps):
-            found.append(rss_mb("VmHWM"))
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    def note_peak() -> None:
+        found.append(rss_mb("VmHWM"))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 
-    Clock.tick = tick_and_look
-    timed(contestant, job)
+    with at_tick({2: note_peak, job.warmup + job.steps: note_peak}):
+        timed(contestant, job)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -152,6 +153,7 @@ class ModelParallelStrategy(FSDPStrategy):
             self._mesh_shape()
             sizes = tuple(self.axis_sizes[axis] for axis in AXES)
             self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=AXES)
+            logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_of_use)
 
     def _mesh(self) -> DeviceMesh:
         """Of the processes over which parameters are sharded."""
@@ -351,6 +353,11 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"mesh": None, "_flat": None}
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """False for torch's advice, on every process, that a tensor cut along two dimensions takes two gathers."""
+    return "sequential" not in str(record.msg)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

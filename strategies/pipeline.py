@@ -16,6 +16,7 @@ from . import microbatches as micro
 from .pipeline_plan import Call, Plan
 from .pipeline_weights import Weights
 from .stages import Stages
+from .transfer import move
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -161,7 +162,21 @@ class Pipeline:
         """
         self._plans.clear()
         self._fresh = True
+        self._refuse_compiled()
         return lambda batch, *more: self._run(step, logs, batch, more, training)
+
+    def _refuse_compiled(self) -> None:
+        """A compiled network would run past its blocks' calls, between which the pipeline is cut."""
+        stages = self.held.stages
+        around = {name.rpartition(".")[0] for name in stages.names}
+        around |= {outer[:end] for outer in around for end, sign in enumerate(outer) if sign == "."} | {""}
+        for name in sorted(around):
+            module = stages.module.get_submodule(name)
+            if module._compiled_call_impl is not None:
+                raise ValueError(
+                    f"{type(module).__name__} ({name or 'the module itself'}) is compiled as a whole, but a pipeline "
+                    f"cuts between its blocks. Compile those instead: for block in ...: block.compile()."
+                )
 
     def _run(self, step: Callable[..., Any], logs: Any, batch: Any, more: tuple[Any, ...], training: bool) -> Any:
         weights = self.held
@@ -202,7 +217,9 @@ class Pipeline:
         if not call.training:
             output = micro.join(call.outputs, call.sizes) if self.last else None
             self._share(("", None), [], logs)
-            return self._from(self.size - 1, output) if getattr(logs, "returns", False) else output
+            if not getattr(logs, "returns", False):
+                return output
+            return move(self._from(self.size - 1, move(output, _HOST)), self.strategy.device)
         found, form = call.loss() if self.last else ([], None)
         (by_items, dtype), numbers = self._share(form, found, logs, weights)
         self._leaf = loss = numbers[0].to(getattr(torch, dtype)).requires_grad_()

@@ -37,7 +37,7 @@ class Weights:
     """
 
     def __init__(self, pipeline: Pipeline, stages: Stages) -> None:
-        self.pipeline = pipeline
+        self.pipeline, self.stages = pipeline, stages
         self.module: nn.Module = stages.module
         self.optimizers: list[Optimizer] = []
         self.holders = {

@@ -296,11 +296,11 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.on and self.seen is None:
             return func(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
         if not self.on:
+            leaves = pytree.tree_leaves((args, kwargs))
             self.seen |= {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)}  # type: ignore[operator]
-            return func(*args, **kwargs)
-        if any(isinstance(leaf, FakeTensor) or is_weight(leaf) for leaf in leaves):
+        elif _has_no_value(args) or _has_no_value(kwargs.values()):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
             self._refuse_writing(func, leaves)
             leaves = [self.stages.without_value(leaf) if is_weight(leaf) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -322,6 +322,17 @@ class _Mode(TorchFunctionMode):
 def flatten(values: Any) -> tuple[list[Any], Any]:
     """The leaves of nested tuples, lists and dicts; other objects are leaves, whatever they hold."""
     return pytree.tree_flatten(values, is_leaf=lambda x: not isinstance(x, _CONTAINERS))
+
+
+def _has_no_value(values: Any) -> bool:
+    """Whether a weight, or what was computed from one, is among an operation's arguments."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if isinstance(value, FakeTensor) or is_weight(value):
+                return True
+        elif isinstance(value, (list, tuple)) and _has_no_value(value):
+            return True
+    return False
 
 
 def is_weight(leaf: Any) -> bool:

@@ -42,15 +42,21 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     readers, pids = [], []
+    # Nobody calls the store before the last one is forked: its thread would take locks that a fork copies as taken.
+    gate, opener = os.pipe()
     for rank in range(count):
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reader)
+            os.close(opener)
+            os.read(gate, 1)
             _in_child(writer, rank, count, store.port, function, args)
         os.close(writer)
         readers.append(reader)
         pids.append(pid)
+    os.close(opener)
+    os.close(gate)
     try:
         answers, waiting = _collect(readers, time.monotonic() + limit)
         for pid in [pids[readers.index(reader)] for reader in waiting]:

@@ -33,7 +33,7 @@ def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Cal
     if name != "predict_step" and overridden(module, name, TrainingModule) is None:
         raise NotImplementedError(f"{type(module).__name__} has no {name}. Define {name}(self, batch, batch_idx).")
     called = _with_arguments(step, name, type(module).__name__, several_loaders)  # type: ignore[arg-type]
-    if trainer.strategy.splits_batches and not trainer.barebones:
+    if trainer.strategy.splits_batches:
         called = JoiningStep(called, name, module, trainer._metrics)
     bound = trainer.strategy.bind_step(called, trainer.model, training=name == "training_step")
     if trainer.detect_anomaly and name == "training_step":

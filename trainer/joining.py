@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .data.batches import batch_size_of
-from .records import Options, check_value, reduction_of, taken
+from .records import Options, check_value, not_synced, reduction_of, taken
 
 if TYPE_CHECKING:
     from .metrics import MetricStore
@@ -44,12 +44,12 @@ class JoiningStep:
         self.step, self.module, self.store = step, module, store
         #: Whether what the step returns is wanted on every rank.
         self.returns = name == "predict_step"
-        self._heard: dict[int, tuple[Any, list[_Call]]] = {}
+        self._heard: dict[int, tuple[Any, Any, list[_Call]]] = {}
 
     def __call__(self, batch: Any, *more: Any) -> Any:
         """Run the step on a micro-batch; one that runs again replaces what it logged before."""
         calls: list[_Call] = []
-        self._heard[id(batch)] = (batch_size_of(batch) or 1, calls)
+        self._heard[id(batch)] = (batch, None, calls)
         store = self.store
         before, store.records = store.records, {}  # empty, so that every call of self.log asks for its record
         store.listener = lambda name, value, options: _Call(calls, name, options)
@@ -58,14 +58,15 @@ class JoiningStep:
         finally:
             store.records, store.listener = before, None
         if isinstance(output, Mapping) and output.get("num_items") is not None:
-            self._heard[id(batch)] = (output["num_items"], calls)  # means are over items
+            self._heard[id(batch)] = (batch, output["num_items"], calls)  # means are over items
         return output
 
     def take(self) -> tuple[tuple[Logged, ...], list[Any]]:
         """What was logged for the batch, joined over its micro-batches, and its values; then start over."""
         heard, self._heard = list(self._heard.values()), {}
         found: dict[tuple[str, int], list[tuple[Any, _Call]]] = {}
-        for size, calls in heard:
+        for batch, items, calls in heard:
+            size = (batch_size_of(batch) or 1) if items is None else items
             times: dict[str, int] = {}
             for call in calls:
                 times[call.name] = times.get(call.name, -1) + 1
@@ -78,12 +79,19 @@ class JoiningStep:
         sized = [size for size in given if size is not None]
         batch_size = sum(sized) if len(sized) == len(calls) else None
         value, options = first.value, first.options._replace(enable_graph=False)
-        if not isinstance(value, (Tensor, float, int)):
-            name = next((n for n, m in self.module.named_modules() if m is value), None)
-            if name is not None:
-                shown = value._forward_cache
-                number = 0.0 if shown is None or options.on_step is False or shown.numel() != 1 else shown
-                return Logged(first.name, options, batch_size, "float32", name), number
+        if options.sync_dist_group is not None:
+            raise ValueError(
+                f"self.log({first.name!r}, sync_dist_group=...) in a step that runs on micro-batches: its values are "
+                "brought to all processes of a pipeline first. Leave sync_dist_group out."
+            )
+        if isinstance(value, nn.Module):
+            name = next((name for name, module in self.module.named_modules() if module is value), None)
+            if name is None:
+                raise ValueError(
+                    f"self.log({first.name!r}) got a {type(value).__name__} that is not part of the module, so other "
+                    "processes of the pipeline do not know it. Make it an attribute in __init__."
+                )
+            return Logged(first.name, options, batch_size, "float32", name), self._shown(value, options)
         values = [taken(call.name, call.value) for call in calls]
         kind = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.get_default_dtype()
         reduction = reduction_of(first.name, options.reduce_fx)
@@ -91,8 +99,18 @@ class JoiningStep:
             size if call.batch_size is None else call.batch_size for size, call in zip(sizes, calls, strict=True)
         ]
         joined = _reduced(values, weights, reduction)
-        options = options._replace(reduce_fx=reduction, sync_dist_group=None)
+        options = options._replace(reduce_fx=reduction)
         return Logged(first.name, options, batch_size, str(kind).removeprefix("torch."), None), joined
+
+    def _shown(self, metric: Any, options: Options) -> Any:
+        """The step's value of a metric object: that of the last micro-batch; 0 if nobody asks for one."""
+        on_step = self.store.moment.on_step if options.on_step is None else options.on_step
+        if not on_step:
+            return 0.0
+        if metric._forward_cache is not None:
+            return metric._forward_cache
+        with not_synced(metric):
+            return metric.compute()
 
     def put(self, logged: Sequence[Logged], values: Tensor) -> None:
         """Log values of :meth:`take`, shape (n,), on this rank."""

@@ -179,6 +179,11 @@ class MetricStore:
             self.state.stage or "", self.state.stage or ""
         )
 
+    @property
+    def moment(self) -> Moment:
+        """Where the run is, as far as ``self.log`` has to know."""
+        return self._moment
+
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def _records_of(self, stage: str | None) -> Iterator[tuple[tuple[str, str, int | None], Record]]:

@@ -258,7 +258,7 @@ class MetricRecord(Record):
 
     def compute(self, strategy: Strategy) -> Tensor | float:
         if self.alone:
-            with _not_synced(self.metric):
+            with not_synced(self.metric):
                 value = self.metric.compute()
         else:
             value = strategy.compute_metric(self.metric)
@@ -276,7 +276,8 @@ class MetricRecord(Record):
 
 
 @contextmanager
-def _not_synced(metric: Any) -> Iterator[None]:
+def not_synced(metric: Any) -> Iterator[None]:
+    """Let a torchmetrics ``Metric`` compute from what this process has."""
     before, metric._to_sync = metric._to_sync, False
     try:
         yield

@@ -34,7 +34,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
 
 
 def cells() -> list[Any]:
-    """Every strategy with every network it can take: tensor parallelism splits linear layers of blocks, not pictures."""
+    """Every strategy with every network it can take: tensor parallelism splits the linear layers of blocks."""
     found = []
     for strategy in STRATEGIES:
         marks = [NEEDS_DEEPSPEED] if strategy.startswith("deepspeed") else []

@@ -147,10 +147,14 @@ def test_every_schedule_gives_the_numbers_of_one_process(accumulate: int) -> Non
         assert logged == pytest.approx(metrics, rel=1e-5)
 
 
-def test_copies_of_a_pipeline_give_the_numbers_of_one_process() -> None:
+def test_four_stages_and_two_copies_of_two_give_the_numbers_of_one_process() -> None:
     exact, _, _ = fit(Language(tied=False), data(), precision="64-true", accumulate_grad_batches=3)
+    exact_tied, _, _ = fit(Language(), data(), precision="64-true")
 
     def run() -> Any:
+        return fit(Language(), data(), pipeline(4), 4), copies()
+
+    def copies() -> Any:
         strategy = pipeline()
         share = [{"words": batch["words"][rank_of(strategy) :: 2]} for batch in data()]
         options = {"accumulate_grad_batches": 3, "use_distributed_sampler": False}
@@ -160,8 +164,9 @@ def test_copies_of_a_pipeline_give_the_numbers_of_one_process() -> None:
         strategy.place([torch.device("cpu")] * 4)
         return strategy.data_rank
 
-    results = ranks(4, run)
-    assert error(results[0][0], exact) < 1e-6
+    four, two_copies = ranks(4, run)[0]
+    assert error(four[0], exact_tied) < 1e-6
+    assert error(two_copies[0], exact) < 1e-6
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
@@ -232,7 +237,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all() -> None:
 def test_evaluation_gives_the_values_of_one_process_on_every_stage() -> None:
     def run(strategy: Any, devices: int) -> Any:
         module, batches = Language(), data(6, 3)
-        one = trainer(strategy, devices, max_epochs=1)
+        one = trainer(strategy, devices, num_sanity_val_steps=1)
         one.fit(module, data(), batches)
         values = one.validate(module, batches, verbose=False)[0]
         return values, {k: v.item() for k, v in one.callback_metrics.items()}, one.predict(module, batches)
@@ -292,6 +297,7 @@ def test_a_resumed_pipeline_goes_on_to_the_bit_and_its_file_fits_one_process(tmp
         module = Language(dropout=dropout, adam=True)
         one = trainer(strategy, devices, max_epochs=epochs, accumulate_grad_batches=3)
         one.fit(module, data(), ckpt_path=resume)
+        assert not any(parameter.is_meta for parameter in one.optimizers[0].state)
         if save:
             one.save_checkpoint(save)
         return one.strategy.model_state(module)
@@ -302,10 +308,10 @@ def test_a_resumed_pipeline_goes_on_to_the_bit_and_its_file_fits_one_process(tmp
         train(pipeline(), 2, dropout, 1, save=file)
         return whole, train(pipeline(), 2, dropout, 2, resume=file)
 
-    for dropout in (0.0, 0.2):
-        whole, resumed = ranks(2, run, dropout)[0]
+    found = ranks(2, lambda: {dropout: run(dropout) for dropout in (0.0, 0.2)})[0]
+    for whole, resumed in found.values():
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    whole, _ = ranks(2, run, 0.0)[0]
+    whole, _ = found[0.0]
     assert error(train("auto", 1, 0.0, 2, resume=f"{path}0.0"), whole) < 1e-6
     saved = torch.load(f"{path}0.0", weights_only=True)
     assert len(saved["optimizer_states"][0]["state"]) == len(list(Language().parameters()))
@@ -420,6 +426,18 @@ def test_models_of_transformers_are_cut_as_they_are(kind: str) -> None:
     assert error(state, exact) < 2e-6
 
 
+def test_blocks_may_be_compiled() -> None:
+    class Compiled(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            for block in self.blocks:
+                block.compile(backend="eager")
+
+    exact, _, _ = fit(Language(), data(), precision="64-true")
+    (state, _, _), _ = ranks(2, lambda: fit(Compiled(), data(), pipeline(), 2))
+    assert error(state, exact) < 1e-6
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -455,6 +473,12 @@ class Newton(Language):
         return torch.optim.LBFGS(self.parameters())
 
 
+class CompiledWhole(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compile(backend="eager")
+
+
 class Fails(Language):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
@@ -469,6 +493,7 @@ class Fails(Language):
         (NoLoss, TypeError, "returned None for a micro-batch"),
         (Manual, ValueError, "manual optimization"),
         (Newton, ValueError, "LBFGS needs all weights"),
+        (CompiledWhole, ValueError, "is compiled as a whole"),
         (Fails, KeyError, "of the user's"),
     ],
 )
