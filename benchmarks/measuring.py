@@ -163,4 +163,6 @@ def progress(text: str) -> None:
 def quiet_environment() -> dict[str, str]:
     """The environment of a measured process: one thread, no network, no warnings."""
     quiet = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    return {**os.environ, **quiet, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    # An installed package has its bytecode; a checkout gets it in the first process that imports it.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**inherited, **quiet, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}

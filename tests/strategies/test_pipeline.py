@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from paceline import Callback, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
+from paceline.loggers import CSVLogger
 from paceline.strategies import ModelParallelStrategy
 
 WORDS, WIDTH = 11, 8
@@ -248,6 +250,20 @@ def test_evaluation_gives_the_values_of_one_process_on_every_stage() -> None:
         assert found[0] == pytest.approx(values, rel=1e-5)
         assert found[1] == pytest.approx(metrics, rel=1e-5)
         assert all(torch.equal(a, b) for a, b in zip(found[2], predictions, strict=True))
+
+
+def test_loggers_of_the_first_process_get_what_the_last_stage_logs(tmp_path: Path) -> None:
+    def run(strategy: Any, devices: int, name: str) -> list[float]:
+        logger = CSVLogger(tmp_path, name=name)
+        trainer(strategy, devices, logger=logger, log_every_n_steps=1).fit(Language(), data())
+        if devices > 1 and torch.distributed.get_rank():
+            return []
+        rows = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+        return [float(row["loss_step"]) for row in rows if row["loss_step"]]
+
+    alone = run("auto", 1, "one")
+    assert len(alone) == 10
+    assert ranks(2, lambda: run(pipeline(), 2, "two"))[0] == pytest.approx(alone, rel=1e-5)
 
 
 def test_values_are_there_for_whoever_monitors_them(tmp_path: Path) -> None:

@@ -354,10 +354,11 @@ def test_a_sampler_that_draws_from_the_process_draws_alike_on_all_ranks(source, 
     assert alone(0) != alone(1)
 
 
-@pytest.mark.parametrize("kind", ["sampler", "stream", "iterable"])
+@pytest.mark.parametrize("kind", ["sampler", "eager sampler", "stream", "iterable"])
 def test_drawing_alike_leaves_the_random_states_of_the_process_alone(kind):
     loader = {
         "sampler": DataLoader(range(19), 2, sampler=Drawn(19, "torch")),
+        "eager sampler": DataLoader(range(19), 2, sampler=EagerDrawn(19, "torch")),
         "stream": DataLoader(ShuffledStream(19), 2),
         "iterable": SimpleNamespace(__iter__=None),
     }[kind]
