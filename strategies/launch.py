@@ -43,6 +43,7 @@ _PICKLE_FIX = (
     "strategy='ddp_fork', which copies this process, or 'ddp', which runs the script again."
 )
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_ATTEMPTS = 10
 _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 
@@ -178,7 +179,7 @@ def _launch(
         with _quiet(), _signals():
             if place.num_nodes == 1:
                 # Torch elastic meets on this very server, found by its port: no moment in which another can take it.
-                server = TCPStore(place.address, port, is_master=True, multi_tenant=True, wait_for_workers=False)
+                server = _serve(TCPStore, place.address, port)
                 port = server.port
             config = _config(num_processes, place, port, folder, start_method, _numa_options(devices_kind, numa))
             elastic_launch(config, entrypoint)(*arguments)
@@ -191,6 +192,20 @@ def _launch(
     except DistError as error:
         raise _cannot_meet(error, place) from error
     return {}, None
+
+
+def _serve(store: Any, address: str, port: int) -> Any:
+    """A store that serves at ``port``, or where it is free for 0.
+
+    The system may give two programs the same free port at one moment; the later one then hears that it is in use.
+    """
+    for _ in range(0 if port else _ATTEMPTS):
+        try:
+            return store(address, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+        except Exception as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+    return store(address, port, is_master=True, multi_tenant=True, wait_for_workers=False)
 
 
 def _config(

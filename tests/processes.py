@@ -40,7 +40,7 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
     Raises:
         RanksError: a rank raised, ended by itself, or did not end in ``limit`` seconds; the text has every traceback.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _serve()
     readers, pids = [], []
     # Nobody calls the store before the last one is forked: its thread would take locks that a fork copies as taken.
     gate, opener = os.pipe()
@@ -74,6 +74,14 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
         text = "\n".join(f"rank {rank}: {story}" for rank, (_, error, story) in enumerate(found) if error is not None)
         raise RanksError([error for _, error, _ in found], text)
     return [value for value, _, _ in found]
+
+
+def _serve() -> dist.TCPStore:
+    """A store at a free port. Two programs may get the same one at one moment; the later one then tries again."""
+    for _ in range(10):
+        with contextlib.suppress(dist.DistNetworkError):
+            return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _in_child(

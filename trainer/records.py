@@ -156,8 +156,7 @@ class SumRecord(Record):
         total = torch.as_tensor(total, dtype=torch.float64).to(strategy.device)
         both = torch.stack([total, torch.full_like(total, self.weight)])
         both = strategy.reduce(both, "sum", self.options.sync_dist_group or strategy.data_group)
-        alike = strategy.world_size // strategy.num_data_ranks  # processes that saw the same data, and logged the same
-        return both[0] / alike, both[1] / alike
+        return both[0], both[1]
 
     def compute(self, strategy: Strategy) -> Tensor | float:
         return self._sums(strategy)[0]
