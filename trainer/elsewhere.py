@@ -11,14 +11,22 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..strategies.distributed import leave
+from .seed import set_random_states
 from .state import RunState
 
 if TYPE_CHECKING:
     from .trainer import Request, Trainer
 
 
-def run_and_report(trainer: Trainer, request: Request) -> bytes | None:
-    """Run a request in this process, one of those started for it. Rank 0 returns a report for :func:`take_over`."""
+def run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) -> bytes | None:
+    """Run a request in this process, one of those started for it. Rank 0 returns a report for :func:`take_over`.
+
+    Args:
+        trainer: as it was where the run was asked for.
+        request: what to run.
+        random: the random states there, which a fresh process goes on from.
+    """
+    set_random_states(random)
     result = trainer._run(request)
     weights = trainer.strategy.model_state(trainer.training_module)
     report = _report(trainer, result, weights) if trainer.is_global_zero else None

@@ -375,8 +375,9 @@ class Trainer(TrainerStatus):
 
     def _run_elsewhere(self, launcher: Callable[..., Any], request: Request) -> Any:
         from .elsewhere import run_and_report, take_over
+        from .seed import random_states
 
-        return take_over(self, request, launcher(run_and_report, self, request))
+        return take_over(self, request, launcher(run_and_report, self, request, random_states()))
 
     def _run(self, request: Request) -> Any:
         state = self.state

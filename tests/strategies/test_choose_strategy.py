@@ -150,9 +150,9 @@ def test_a_launcher_gets_the_run_and_gives_its_result() -> None:
     class Launches(SingleDevice):
         @property
         def launcher(self) -> Any:
-            def launch(run: Any, trainer: Any, request: Any) -> Any:
+            def launch(run: Any, trainer: Any, request: Any, random: Any) -> Any:
                 launched.append(request.fn)
-                return run(trainer, request)
+                return run(trainer, request, random)
 
             return launch
 
