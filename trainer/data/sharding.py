@@ -57,12 +57,13 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
     of the last by :func:`last_share`, and the mean over the processes is the mean over the samples. ``drop_last=True``
     drops what does not fill a batch of every process.
 
-    Batches that are not made of a sampler's single samples (a custom ``batch_sampler``, ``batch_size=None``, an
-    iterable that is no DataLoader) are dealt whole, in turn. Workers that read an iterable data set each have a
-    stream, and an end, of their own; only the end of the last one is weighed exactly.
+    Batches that are not made of a sampler's single samples (a custom ``batch_sampler``, ``batch_size=None``, a list of
+    batches) are dealt whole, in turn. Other iterables stay as they are: they may be this process's part already.
+    Workers that read an iterable data set each have a stream, and an end, of their own; only the end of the last one
+    is weighed exactly.
 
     Args:
-        loader: a DataLoader, an iterable of batches, or a ``CombinedLoader``, whose loaders are sharded one by one.
+        loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded one by one.
             What is split already (by a ``DistributedSampler``, for example) is returned as it is.
         rank: of this process.
         world: number of processes. With 1 the loader itself is returned.
@@ -231,7 +232,7 @@ class SizedRankStream(RankStream):
 
 
 class RankIterable(Shard):
-    """Takes the place of an iterable of batches: its batches in turn. What is read from it goes to that."""
+    """Takes the place of a list of batches: its batches in turn. What is read from it goes to that."""
 
     def __init__(self, whole: Any, division: Division) -> None:
         self.paceline_whole = whole
@@ -240,7 +241,7 @@ class RankIterable(Shard):
 
     def __iter__(self) -> Iterator[Any]:
         whole = self.paceline_whole
-        for part in _parts(self.division, whole, None if isinstance(whole, Sequence) else self.order_seed):
+        for part in _parts(self.division, whole, None):
             self._share = part.share
             yield part.items[0]
 
@@ -267,9 +268,14 @@ def _shard(loader: Any, rank: int, world: int, evaluation: bool) -> Any:
     loader = whole_of(loader)  # what was sharded for training may have to be evaluated
     if _is_split(loader):
         return loader
+    if not isinstance(loader, (DataLoader, Sequence)):
+        messages.info_once(
+            f"{type(loader).__name__} is no DataLoader, so every one of the {world} processes gets all its batches: it "
+            "may split them by rank itself. If it does not, let it yield each process's part, or pass a DataLoader or "
+            "a list of batches."
+        )
+        return loader
     if not isinstance(loader, DataLoader):
-        if not isinstance(loader, Sequence):
-            _say_all_read(loader, world)
         return RankIterable(loader, Division(rank, world, 1, evaluation=evaluation))
     if isinstance(loader.dataset, IterableDataset):
         _say_all_read(loader.dataset, world)

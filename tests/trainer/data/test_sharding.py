@@ -354,21 +354,17 @@ def test_a_sampler_that_draws_from_the_process_draws_alike_on_all_ranks(source, 
     assert alone(0) != alone(1)
 
 
-@pytest.mark.parametrize("kind", ["sampler", "eager sampler", "stream", "iterable"])
+@pytest.mark.parametrize("kind", ["sampler", "eager sampler", "stream"])
 def test_drawing_alike_leaves_the_random_states_of_the_process_alone(kind):
     loader = {
         "sampler": DataLoader(range(19), 2, sampler=Drawn(19, "torch")),
         "eager sampler": DataLoader(range(19), 2, sampler=EagerDrawn(19, "torch")),
         "stream": DataLoader(ShuffledStream(19), 2),
-        "iterable": SimpleNamespace(__iter__=None),
     }[kind]
-    if kind == "iterable":
-        loader = Reread(6)
     sharded = shard_training(loader, 0, 2)
     seed_shuffling(sharded, 3, 0)
     generator = torch.Generator()
-    if isinstance(sharded, DataLoader):
-        sharded.generator = generator  # the loader draws its workers' seed, here from elsewhere
+    sharded.generator = generator  # the loader draws its workers' seed, here from elsewhere
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
     assert len(list(sharded)) >= 3
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -817,46 +813,15 @@ def test_a_list_of_batches_is_dealt(rank, expected):
     assert surplus(shard_evaluation(batches, rank, 2)) == [False, True][rank]
 
 
-def test_an_iterable_that_draws_from_the_process_is_dealt_in_one_order():
-    loaders, batches = on_ranks(shard_training, lambda: Reread(7), 2, epoch=2)
-    dealt = joined(loaders, batches)
-    assert sorted(step[::2][place] for step in dealt for place in range(len(step) // 2)) == list(range(7))
-    assert [loader.epochs for loader in loaders] == [[2], [2]]
-    assert dealt == training(lambda: Reread(7), 2, epoch=2) != training(lambda: Reread(7), 2, epoch=3)
-    assert [last_share(loader) for loader in loaders] == [2.0, 0.0]
-
-
-def test_an_endless_generator_goes_on_in_the_next_epoch():
-    loader = shard_training(([number] for number in itertools.count()), 1, 2)
-    for first in (1, 5):
-        seed_shuffling(loader, 0, 0)
-        batches = Batches(loader, limit=2)
-        assert list(batches) == [[first], [first + 2]]
-        batches.close()
-
-
-def test_an_iterators_resources_are_freed_when_the_epoch_is_cut_off():
-    closed = []
-
-    class Opening:
-        def __iter__(self) -> Iterator[int]:
-            self.opened = self.read()  # held, so that going out of sight does not close it
-            return self.opened
-
-        def read(self) -> Iterator[int]:
-            try:
-                yield from range(10)
-            finally:
-                closed.append(True)
-
-    loader = shard_training(Opening(), 0, 2)
-    for seeded in (False, True):
-        if seeded:
-            seed_shuffling(loader, 0, 0)
-        batches = Batches(loader, limit=2)
-        assert list(batches) == [0, 2]
-        batches.close()
-        assert closed == [True] * (1 + seeded)
+def test_an_iterable_of_ones_own_is_left_alone_since_it_may_know_its_rank(caplog):
+    caplog.set_level("INFO", "paceline")
+    generator = ([number] for number in itertools.count())
+    for loader in (Reread(7), generator):
+        for shard in (shard_training, shard_evaluation):
+            assert shard(loader, 1, 2) is loader
+    said = caplog.text
+    assert said.count("every one of the 2 processes gets all its batches") == 2
+    assert "Reread is no DataLoader" in said
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
