@@ -15,7 +15,7 @@ from ..loggers import messages
 from . import microbatches as micro
 from .pipeline_plan import Call, Plan
 from .pipeline_weights import Weights
-from .stages import Stages
+from .stages import Passage, Stages
 from .transfer import move
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 #: Plans (buffers for micro-batches of one form) that are kept at a time.
 _KEPT_PLANS = 4
+#: They say in the bits of one number which of them use a weight.
+_MOST_PROCESSES = 62
 _HOST = torch.device("cpu")
 
 
@@ -65,6 +67,7 @@ class Pipeline:
         self.stages: Stages | None = None
         self.weights: Weights | None = None
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
+        self._passages: dict[Any, dict[int, Passage]] = {}
         self._layouts: list[Any] = []
         self._fresh = True
         self._leaf: Tensor | None = None
@@ -85,6 +88,11 @@ class Pipeline:
             if mesh[axis].size() > 1
         ]
         self.last = self.rank == self.size - 1
+        if self.size > _MOST_PROCESSES:
+            raise ValueError(
+                f"pipeline_parallel={self.size}: a pipeline has at most {_MOST_PROCESSES} processes. Use "
+                "tensor_parallel or data_parallel_replicate for the others."
+            )
         self.microbatches = self.microbatches or 4 * self.size
 
     def _host_group(self, mesh: Any, axis: str) -> Any:
@@ -111,12 +119,14 @@ class Pipeline:
     def split(self, module: nn.Module) -> None:
         """Find the stages of a module and leave out the weights of other processes' stages."""
         self._plans.clear()
+        self._passages.clear()
         self.stages = Stages(module, self.size * self.virtual, self.strategy.device, self.split_points)
         self.weights = Weights(self, self.stages)
 
     def rest(self) -> None:
         """Give the buffers back at the end of a run."""
         self._plans.clear()
+        self._passages.clear()
         self._leaf = None
 
     @property
@@ -161,6 +171,7 @@ class Pipeline:
             training: run backward too.
         """
         self._plans.clear()
+        self._passages.clear()
         self._fresh = True
         self._refuse_compiled()
         return lambda batch, *more: self._run(step, logs, batch, more, training)
@@ -201,7 +212,8 @@ class Pipeline:
         key = (form, count, mode)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(self, call, first, count)
+            plan = self._plans[key] = Plan(self, call, first, count, self._passages.get((form, mode)))
+            self._passages[form, mode] = plan.passages
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)

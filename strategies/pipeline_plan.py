@@ -115,9 +115,12 @@ class Plan:
         call: the batch.
         first: the index of the first of its micro-batches that are meant.
         count: number of micro-batches.
+        passages: what is known already of micro-batches of this form.
     """
 
-    def __init__(self, pipeline: Pipeline, call: Call, first: int, count: int) -> None:
+    def __init__(
+        self, pipeline: Pipeline, call: Call, first: int, count: int, passages: dict[int, Passage] | None = None
+    ) -> None:
         self.pipeline, self.count, self.training = pipeline, count, call.training
         stages = pipeline.stages
         if stages is None:
@@ -125,8 +128,9 @@ class Plan:
         self.stages: Stages = stages
         self.device = pipeline.strategy.device
         self.call, self.first = call, first
-        self.passages = {index: Passage() for index in pipeline.mine}
-        self._learn()
+        self.passages = passages or {index: Passage() for index in pipeline.mine}
+        if passages is None:
+            self._learn()
         self.parts = [_Part(self, index) for index in pipeline.mine]
         self.schedule = self._schedule([self._stage(part) for part in self.parts])
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _BUCKET_BYTES = 32 * 2**20
 _HOST = torch.device("cpu")
-#: How a process says in one number which weight it uses and has a gradient of, for up to 31 processes.
-_GRADIENT = 32
 
 
 class Weights:
@@ -90,22 +88,22 @@ class Weights:
         self._earlier = []
 
     def use(self) -> list[int]:
-        """For each weight that several processes hold, whether this one uses it and has a gradient of it, as bits."""
+        """Of each weight that several processes hold, whether this one uses it and whether it has a gradient."""
         mine, seen = 1 << self.pipeline.rank, self.seen or ()
         found = []
         for name in self._shared:
             parameter = self._named[name]
             has_gradient = parameter.grad is not None
-            found.append(mine * (has_gradient or id(parameter) in seen) | (mine << _GRADIENT) * has_gradient)
+            found += [mine * (has_gradient or id(parameter) in seen), mine * has_gradient]
         return found
 
     def settle(self, use: list[int]) -> None:
         """Take note of all processes' :meth:`use`; leave out what in the first step others alone use."""
         everyone, first, rank = set(range(self.pipeline.size)), self.seen is not None, self.pipeline.rank
         self.seen = None
-        for name, bits in zip(self._shared, use, strict=True):
-            now = {rank for rank in everyone if bits >> rank & 1}
-            if bits >> _GRADIENT:
+        for name, users_bits, has_gradient in zip(self._shared, use[::2], use[1::2], strict=True):
+            now = {rank for rank in everyone if users_bits >> rank & 1}
+            if has_gradient:
                 self._window.add(name)
             before = self._users.get(name, set())
             if now <= before:

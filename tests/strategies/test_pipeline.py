@@ -442,6 +442,22 @@ def test_models_of_transformers_are_cut_as_they_are(kind: str) -> None:
     assert error(state, exact) < 2e-6
 
 
+def test_frozen_stages_stay_as_they_are() -> None:
+    class Frozen(Language):
+        def __init__(self) -> None:
+            super().__init__(tied=False)
+            for part in (self.embedding, self.blocks[0], self.blocks[1]):
+                part.requires_grad_(False)
+            self.positions.requires_grad_(False)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    exact, _, _ = fit(Frozen(), data(), precision="64-true")
+    (state, _, _), _ = ranks(2, lambda: fit(Frozen(), data(), pipeline(), 2))
+    assert error(state, exact) < 1e-6
+
+
 def test_blocks_may_be_compiled() -> None:
     class Compiled(Language):
         def __init__(self) -> None:
