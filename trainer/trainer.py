@@ -23,6 +23,7 @@ from .defaults import choose_callbacks, choose_loggers
 from .environment import numerics
 from .evaluation import EvalLoop
 from .loop import FitLoop
+from .memory import out_of_memory
 from .results import show_results
 from .signals import interruption, watch
 from .state import Fn, RunState
@@ -395,7 +396,7 @@ class Trainer(TrainerStatus):
                     raise interruption(state.signum)
             failed = False
         except BaseException as error:
-            better = self.strategy.explain(error)
+            better = self.strategy.explain(error) or out_of_memory(self, error)
             self._fail(better or error)
             if better is not None:
                 raise better from error
