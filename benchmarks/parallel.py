@@ -1,7 +1,6 @@
 """The same training in several processes: by hand, with Paceline, Lightning and Accelerate.
 
-Every process of a contestant gets the batches of its rank, ready made; Paceline gets those of all ranks and deals them
-itself. ``run(job)`` builds everything, trains and returns the network.
+Every process of a contestant gets the batches of its rank, ready made. ``run(job)`` builds everything, trains and returns the network.
 """
 
 from __future__ import annotations
@@ -109,9 +108,9 @@ def weights(net: nn.Module) -> float:
 
 
 class Batches:
-    """Ready batches, of 64 different ones over and over: this rank's, every so many-th, or those of all ranks."""
+    """Ready batches, of 64 different ones over and over: this rank's, every so many-th."""
 
-    def __init__(self, job: Job, of_all: bool = False) -> None:
+    def __init__(self, job: Job) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         generator = torch.Generator().manual_seed(SEED)
         if job.layers:
@@ -120,8 +119,7 @@ class Batches:
         else:
             x = torch.randn(64, job.batch_size, job.width, generator=generator)
             distinct = list(zip(x, torch.randn(64, job.batch_size, 2, generator=generator), strict=True))
-        chosen = range(job.batches * world) if of_all else range(rank, job.batches * world, world)
-        self.batches = [distinct[i % 64] for i in chosen]
+        self.batches = [distinct[i % 64] for i in range(rank, job.batches * world, world)]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -244,7 +242,7 @@ class Paceline(Contestant):
 
         strategy = {"none": "auto"}.get(job.parallel, job.parallel)
         trainer = paceline.Trainer(strategy=strategy, **trainer_options(job))
-        trainer.fit(user_module(paceline.TrainingModule, job)(net), Batches(job, of_all=True))
+        trainer.fit(user_module(paceline.TrainingModule, job)(net), Batches(job))
         return net
 
 
