@@ -1,6 +1,7 @@
 """The same training in several processes: by hand, with Paceline, Lightning and Accelerate.
 
-Every process of a contestant gets the batches of its rank, ready made. ``run(job)`` builds everything, trains and returns the network.
+Every process of a contestant gets the batches of its rank, ready made. ``run(job)`` builds everything, trains
+and returns the network.
 """
 
 from __future__ import annotations
