@@ -104,11 +104,6 @@ class Strategy:
         return None
 
     @property
-    def holds_output(self) -> bool:
-        """Whether this process is the one of those with its share of the data whose step outputs count."""
-        return True
-
-    @property
     def is_global_zero(self) -> bool:
         """Whether this is the process that writes files and speaks to the user."""
         return self.global_rank == 0

@@ -197,11 +197,13 @@ def _launch(
 def _serve(store: Any, address: str, port: int) -> Any:
     """A store that serves at ``port``, or where it is free for 0.
 
-    The system may give two programs the same free port at one moment; the later one then hears that it is in use.
+    Two things make a free port unusable: the system gave it to two programs at one moment, or an earlier server of
+    this process had it, under whose entry torch no longer finds the new one. Then the next free port is taken.
     """
     for _ in range(0 if port else _ATTEMPTS):
         try:
-            return store(address, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+            server = store(address, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+            return store(address, server.port, is_master=True, multi_tenant=True, wait_for_workers=False)
         except Exception as error:
             if "EADDRINUSE" not in str(error):
                 raise

@@ -159,7 +159,8 @@ class EvalLoop:
         """Every rank's outputs in the data's order: a round of one batch a rank after the other, in rank order."""
         strategy = self.trainer.strategy
         outputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), kept)
-        shares = strategy.gather_objects(outputs if strategy.holds_output else [])
+        found = strategy.gather_objects((strategy.data_rank, outputs))
+        shares = [share for _, share in sorted(dict(reversed(found)).items())]  # each share of the data once
         rounds = range(max(len(share) for share in shares))
         return [share[number] for number in rounds for share in shares if number < len(share)]
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Trainer, TrainingModule
-from paceline.strategies import DDPStrategy
+from paceline.strategies import DDPStrategy, ModelParallelStrategy
 
 QUIET = {
     "logger": False,
@@ -146,6 +146,46 @@ def test_predictions_of_all_ranks_come_in_the_order_of_the_data() -> None:
     mine, theirs = ranks(2, predict, False)
     assert sorted(torch.cat([*mine, *theirs]).tolist()) == list(range(11))
     assert len(mine) == len(theirs)
+
+
+def test_processes_that_hold_parts_of_one_model_give_each_prediction_once() -> None:
+    def predict() -> list[Any]:
+        class Echo(TrainingModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in "ab")
+
+            def predict_step(self, batch: Any, batch_idx: int) -> Any:
+                return batch
+
+        strategy = ModelParallelStrategy(tensor_parallel=2, data_parallel_shard=1)
+        loader = DataLoader(torch.arange(5), batch_size=2)  # type: ignore[arg-type]
+        return Trainer(**QUIET, strategy=strategy).predict(Echo(), loader, gather=True)
+
+    for gathered in ranks(2, predict):
+        assert torch.cat(gathered).tolist() == list(range(5))
+
+
+def test_a_generator_of_each_ranks_own_is_left_alone_with_loaders_that_are_split_already() -> None:
+    def orders() -> Any:
+        import os
+
+        seen: list[int] = []
+
+        class Notes(TinyModule):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                seen.extend(batch[2].tolist())
+                return super().training_step(batch[:2], batch_idx)
+
+        generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+        x = torch.randn(8, 4)
+        loader = DataLoader(TensorDataset(x, x[:, :1], torch.arange(8)), 2, shuffle=True, generator=generator)
+        Trainer(**QUIET, strategy="ddp", max_epochs=1, use_distributed_sampler=False).fit(Notes(), loader)
+        return seen
+
+    mine, theirs = ranks(2, orders)
+    assert sorted(mine) == sorted(theirs) == list(range(8))
+    assert mine != theirs
 
 
 def counted(strategy: Any, accumulate: int, batches: int = 6) -> dict[str, int]:

@@ -233,6 +233,23 @@ def test_an_interactive_session_is_told_what_to_use(monkeypatch: pytest.MonkeyPa
         launch.rerun(2)
 
 
+def test_a_free_port_under_which_torch_does_not_find_the_server_is_given_up_for_another() -> None:
+    import torch.distributed as dist
+
+    ports: list[int] = []
+
+    def store(address: str, port: int, **options: Any) -> Any:
+        unlisted = {"multi_tenant": False} if not ports else {}
+        made = dist.TCPStore(address, port, **(options | unlisted))
+        ports.append(made.port)
+        return made
+
+    server = launch._serve(store, "127.0.0.1", 0)
+    assert len(ports) == 3
+    assert ports[0] != ports[1] == ports[2] == server.port
+    assert dist.TCPStore("127.0.0.1", server.port, is_master=True, multi_tenant=True, wait_for_workers=False)
+
+
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -53,6 +53,7 @@ class DataSource:
         self.eval: dict[str, tuple[list[Any], list[int | float]]] = {}
         self._loaded_at = 0
         self._agreed_on: Any = None
+        self._is_mine = False  # the training loader was split here, so that all ranks have to draw one order
         #: What the last training batch's loss counts for on this rank, where ranks have different numbers of samples.
         self.last_share = 1.0
 
@@ -104,7 +105,8 @@ class DataSource:
             loader = train_loader(self._load("train"))
             if self.trainer.overfit_batches:
                 loader = without_shuffling(loader)
-            loader = self._mine(loader, shard_training)
+            whole, loader = loader, self._mine(loader, shard_training)
+            self._is_mine = loader is not whole
             self.num_training_batches = count_batches(loader, self.limit("train"), "train_dataloader")
             self.train_loader = loader
             self.last_share = last_share(loader) if self.num_training_batches == length_of(loader) else 1.0
@@ -124,8 +126,9 @@ class DataSource:
         if strategy.world_size == 1 or self._agreed_on is self.train_loader:
             return
         self._agreed_on = self.train_loader
-        for generator in users_generators(self.train_loader):
-            generator.set_state(strategy.broadcast(generator.get_state()))
+        if self._is_mine:
+            for generator in users_generators(self.train_loader):
+                generator.set_state(strategy.broadcast(generator.get_state()))
         found = strategy.gather_objects(self.num_training_batches)
         if INF in found:
             self.num_training_batches = INF
