@@ -71,8 +71,9 @@ def _last(trainer: Trainer, fn: str) -> Path | None:
 
 def _folders(trainer: Trainer) -> list[Path]:
     """Where the callbacks save; with the default folder, new for every run, those of the runs before too."""
-    folders = [Path(found) for callback in trainer.callbacks if (found := getattr(callback, "dirpath", None))]
-    own = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-    if own in folders and own.parent.name.startswith("version_"):
-        folders += own.parent.parent.glob("version_*/checkpoints")
-    return folders
+    folders = [getattr(callback, "dirpath", "") for callback in trainer.callbacks]
+    given = [Path(folder) for folder in folders if folder]
+    if None not in folders:
+        return given
+    runs = trainer.loggers[0].run_dirs() if trainer.loggers else [trainer.default_root_dir]
+    return given + [Path(folder, "checkpoints") for folder in runs]
