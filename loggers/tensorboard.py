@@ -30,8 +30,8 @@ class TensorBoardLogger(FolderLogger):
     step and the wall time. A metric whose value is a dict is drawn as several curves in one plot. The settings of the
     run appear in the HParams tab with the state the run ended in, and lie in ``hparams.yaml``.
 
-    A resumed run goes on in another event file of the same folder. What the run had recorded after the checkpoint is cut
-    off its files (their names end in a text that no other run has), so that each step is there once.
+    A resumed run goes on in another event file of the same folder. What the run had recorded after the checkpoint is
+    cut off its files (their names hold a text that no other run has), so that each step is there once.
 
     Args:
         save_dir: the folder of all experiments.
@@ -165,6 +165,7 @@ class TensorBoardLogger(FolderLogger):
                 f"Event files of the run that is resumed are no longer in {self.log_dir!r}: "
                 f"{messages.names(sizes, last='and')}. Its curves begin where it goes on."
             )
+        _pass_second([path.name for path in self._files()])
         self._session_open = state["session"]
         self._hparams_due = self._hparams_due and not self._session_open
 
@@ -216,6 +217,13 @@ class TensorBoardLogger(FolderLogger):
         self._session_open = True
         session = os.path.relpath(self.log_dir, self.save_dir)
         self._record(hparams_pb(flat(self.hparams), trial_id=session).value, 0, time.time())
+
+
+def _pass_second(names: Iterable[str]) -> None:
+    """Wait out the second in which the newest of these event files was made: their names sort by seconds."""
+    newest = max((int(name.split(".")[3]) for name in names), default=0)
+    while newest <= time.time() < newest + 1:
+        time.sleep(newest + 1 - time.time())
 
 
 def _session_end(succeeded: bool) -> Any:

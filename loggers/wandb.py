@@ -163,8 +163,6 @@ class WandbLogger(Logger):
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         self._id = state["id"]
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._experiment is None:
             self._resumed_row = state["row"]
 
