@@ -52,6 +52,7 @@ class FolderLogger(Logger):
         self._save_dir = os.fspath(save_dir)
         self._name = name or ""
         self._version = version
+        self._is_named = version is not None
         self._prefix = f"{prefix}-" if prefix else ""
         self._step = -1
         self._experiment: Any = None
@@ -82,8 +83,8 @@ class FolderLogger(Logger):
         return self._dir_of(self.version)
 
     def run_dirs(self) -> list[str]:
-        """The folder of this run if its version is settled, else those of all numbered versions there are."""
-        if self._version is not None:
+        """The folders of all numbered versions there are; that of the version alone if the user named it."""
+        if self._is_named:
             return [self.log_dir]
         return [self._dir_of(path.name) for path in sorted(Path(self.root_dir).glob("version_*"))]
 

@@ -77,6 +77,7 @@ class WandbLogger(Logger):
         self._save_dir = os.fspath(save_dir if dir is None else dir)
         self._project = project or os.environ.get("WANDB_PROJECT") or "paceline_logs"
         self._id = version or id or os.environ.get("WANDB_RUN_ID")
+        self._is_named = self._id is not None or experiment is not None
         self._log_model: Literal["all"] | bool = log_model
         self._checkpoint_name = checkpoint_name
         self._add_file_policy: Literal["mutable", "immutable"] = add_file_policy
@@ -144,8 +145,8 @@ class WandbLogger(Logger):
             self.log_metrics(metrics, step=0)
 
     def run_dirs(self) -> list[str]:
-        """The folder of this run if its id is settled, else those of all runs of the project."""
-        if self._id is not None or self._experiment is not None:
+        """The folders of all runs of the project; that of the run alone if the user named it."""
+        if self._is_named:
             return [self.log_dir]
         return [str(path) for path in sorted(Path(self.root_dir).glob("*")) if path.is_dir()]
 

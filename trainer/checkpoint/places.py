@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...callbacks.run_files import CONTENTS
+from ...callbacks.manifest import CONTENTS
 from ...loggers import messages
 
 if TYPE_CHECKING:
