@@ -87,6 +87,7 @@ def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None) -> dict[str, 
         hook()
     log_hyperparameters(trainer)
     if checkpoint is not None:
+        trainer.training_module.zero_grad()  # of a window that a run before, in this process, has left open
         restore_training(trainer, checkpoint)
     return checkpoint
 
