@@ -203,9 +203,7 @@ def test_rollback_without_a_checkpoint_says_so(tmp_path: Path) -> None:
 
 def test_raise_ends_the_run_before_the_weights_change(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
-    with pytest.raises(
-        RuntimeError, match=r"loss is nan \(running mean .* step 4, epoch 0, batch 4; the weights"
-    ):
+    with pytest.raises(RuntimeError, match=r"loss is nan \(running mean .* step 4, epoch 0, batch 4; the weights"):
         fit(data(BAD), guard(action="raise", exclude_batches_path=path))
     assert [one["batch"] for one in json.loads(path.read_text())["batches"]] == [4]
 
