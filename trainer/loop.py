@@ -153,13 +153,14 @@ class FitLoop:
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
         resumed = self.resumed
-        knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0)
-        skip = 0 if knows_position else start_batch
+        ended = resumed is not None and start_batch > 0 and resumed.ended
+        knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0 and not ended)
+        skip = 0 if knows_position and not ended else start_batch
         found = self._fetched = Batches(
             loader,
             bind_mover(trainer, 0),
             lookahead,
-            source.cut() - (start_batch - skip),
+            skip if ended else source.cut() - (start_batch - skip),
             skip,
             source.keeps_step(),
             seed=mixed(state.shuffle_seed, state.epoch, trainer.strategy.data_rank),
@@ -186,8 +187,10 @@ class FitLoop:
 
     def fetched_ahead(self) -> dict[str, Any]:
         """What a checkpoint keeps so that the batch fetched ahead is fetched again as it was."""
-        found = None if self._fetched is None or self.state.epoch_done else self._fetched.before_ahead
-        return found or {}
+        batches = None if self.state.epoch_done else self._fetched
+        if batches is None or batches.exhausted:
+            return {"ended": batches is not None}
+        return batches.before_ahead or {}
 
     def finish_batch(self, schedules: Schedules) -> None:
         """Do what was still to be done after the batch at which a checkpoint was written."""

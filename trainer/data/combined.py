@@ -138,8 +138,8 @@ class CombinedLoader:
 
         Args:
             start: batches to leave out at the beginning, where the object :attr:`counts_passes`.
-            open_leaf: ``open_leaf(loader, start, index, number)`` gives a loader's iterator from its batch ``start`` on,
-                in its pass ``number``.
+            open_leaf: ``open_leaf(loader, start, index, number)`` gives the iterator of a loader's pass ``number`` from
+                its batch ``start`` on.
         """
         if self._mode == "sequential":
             return self._one_by_one()
