@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from paceline import Callback, Trainer, TrainingModule
 from paceline.trainer.seed import seed_all
-
-from processes import ranks
 
 SIZE = 22
 
@@ -367,3 +366,155 @@ def everywhere(case: Case, folder: Path) -> None:
 @pytest.mark.parametrize("case", SPREAD.values(), ids=SPREAD)
 def test_a_fit_on_two_ranks_resumed_from_any_checkpoint_is_bit_identical(case: Case, tmp_path: Path) -> None:
     ranks(2, everywhere, case, tmp_path)
+
+
+# ---- another number of ranks -----------------------------------------------------------------------------------------
+
+
+class Whole(Callback):
+    """Saves after the first batches of an epoch, inside the second window."""
+
+    def __init__(self, path: Path, batch: int) -> None:
+        self.path, self.batch = path, batch
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+def cut(path: Path, batch: int, devices: int, resume: bool = False, accumulate: int = 1) -> Any:
+    """One epoch of 24 samples in batches of 2 a rank; saved after a batch, or gone on with from there."""
+    seed_all(devices)
+    module = Net()
+    trainer = Trainer(
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        strategy="ddp" if devices > 1 else "auto",
+        devices=devices,
+        callbacks=[] if resume else [Whole(path, batch)],
+    )
+    trainer.fit(module, DataLoader(Noisy(24), 2, shuffle=True), ckpt_path=path if resume else None)
+    samples = [index for *_, digest, _ in module.seen for indices, _ in digest for index in indices]
+    return samples, {key: value.item() for key, value in trainer.callback_metrics.items()}, module.seen
+
+
+def test_on_another_number_of_ranks_the_epoch_goes_on_at_the_same_sample_and_one_message_says_what_was_derived(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="paceline")
+    two = ranks(2, cut, tmp_path / "two", 2, 2)
+    rest, metrics, seen = cut(tmp_path / "two", 0, 1, resume=True)
+    done = [two[rank][0][place : place + 2] for place in (0, 2, 4) for rank in (0, 1)]
+    assert sorted([*sum(done, []), *rest]) == list(range(24))
+    losses = [entry[3] for found in two for entry in found[2][:3]] + [entry[3] for entry in seen]
+    assert metrics["loss_epoch"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    assert metrics["least"] == min(losses)
+    (said,) = [record.message for record in caplog.records if "Derived" in record.message]
+    assert "written on 2 ranks, and this run has 1 rank" in said
+    assert "batch 6 of the epoch, which was batch 3 there" in said
+    assert "running metric values" in said
+    assert "random states" not in said
+
+
+def test_a_rank_that_was_not_there_derives_its_random_states_and_a_window_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut(tmp_path / "one", 4, 1, accumulate=4)
+    first, second = (ranks(2, resumed_on_two, tmp_path / "one") for _ in range(2))
+    assert first == second
+    assert [len(found[0]) for found in first] == [8, 8]
+    assert first[0][1] != first[1][1]
+    assert "the accumulation window, which begins anew (1 batches" in first[0][2]
+    assert "the random states of rank 1 (seeded" in first[0][2]
+    assert first[1][2] == ""
+
+
+def resumed_on_two(path: Path) -> Any:
+    import io
+    import logging
+
+    stream = io.StringIO()
+    log = logging.getLogger("paceline")
+    log.setLevel("INFO")
+    log.addHandler(logging.StreamHandler(stream))
+    samples, _, seen = cut(path, 0, 2, resume=True, accumulate=4)
+    told = [line for line in stream.getvalue().splitlines() if "Derived" in line]
+    return samples, seen[0][3], "".join(told)
+
+
+# ---- in part ---------------------------------------------------------------------------------------------------------
+
+
+def make(**arguments: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return Trainer(**{"enable_checkpointing": False, "max_epochs": 1, **quiet, **arguments})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    seed_all(0)
+    make(callbacks=[Whole(tmp_path / "x.ckpt", 3)]).fit(Net(), loader())
+    return tmp_path / "x.ckpt"
+
+
+class Steeper(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+
+
+def test_without_schedulers_a_resume_takes_the_new_learning_rate_at_the_old_place(saved: Path) -> None:
+    module, trainer = Steeper(), make(max_steps=5)
+    trainer.fit(module, loader(), ckpt_path=saved, restore=("model", "optimizer", "loops", "rng", "callbacks"))
+    assert [entry[1] for entry in module.seen] == [4]
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+    assert next(iter(trainer.optimizers[0].state.values()))["step"].item() == 5
+
+
+def test_only_the_weights_start_the_fit_anew(saved: Path) -> None:
+    weights = torch.load(saved, weights_only=True)["state_dict"]
+
+    class Compares(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            same(weights, {key: value.clone() for key, value in pl_module.state_dict().items()})
+            assert not trainer.optimizers[0].state
+            assert (trainer.global_step, trainer.current_epoch) == (0, 0)
+
+    module = Steeper()
+    make(callbacks=[Compares()]).fit(module, loader(), ckpt_path=saved, restore=["model"])
+    assert [entry[1] for entry in module.seen] == list(range(8))
+
+
+def test_a_part_that_there_is_not_is_an_error(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"Unknown restore for Trainer\.fit 'optimizers'\. Did you mean 'optimizer'"):
+        make().fit(Net(), loader(), ckpt_path=saved, restore=("model", "optimizers"))
+
+
+# ---- after a failure -------------------------------------------------------------------------------------------------
+
+
+def test_gradients_that_a_failed_fit_left_are_not_the_next_ones() -> None:
+    class Fails(Net):
+        fails = True
+
+        def on_after_backward(self) -> None:
+            if self.fails and self.trainer.state.batch_idx == 4:
+                raise ValueError("mine")
+
+        def on_train_start(self) -> None:
+            self.found = [p.grad for p in self.parameters() if p.grad is not None]
+
+    module, trainer = Fails(), make(accumulate_grad_batches=3)
+    with pytest.raises(ValueError, match="mine"):
+        trainer.fit(module, loader())
+    assert module.layers[0].weight.grad is not None
+    module.fails = False
+    trainer.fit(module, loader())
+    assert module.found == []
+    assert [entry[1] for entry in module.seen] == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
+    assert trainer.global_step == 3

@@ -236,7 +236,7 @@ class _Pass:
         length = combined._lengths()[index]
         self.number, rest = divmod(start, length) if length and combined.mode == "max_size_cycle" else (0, start)
         for number in range(self.number):
-            pass_over(self.loader, first=number == 0)
+            pass_over(self.loader, number == 0, self.limit)
         self.open(rest)
 
     def open(self, start: int) -> None:
