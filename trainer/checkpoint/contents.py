@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...callbacks.manifest import FORMAT
 from ...loggers import messages
 from . import lightning
-from .file import FORMAT
 from .parts import PARTS
 from .place import Resumed, gather_ranks, progress
 from .plain import plain
@@ -69,6 +69,7 @@ def _section(trainer: Trainer, counters: dict[str, Any]) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "data_ranks": trainer.strategy.num_data_ranks,
         "progress": counters,
+        "manifest": {"sequence": trainer._count_save()},
     }
 
 

@@ -381,7 +381,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     lost = []
     owner = _positioned(loader)
     positioned = positions and "state_dict" in state and owner is not None
-    if positioned:
+    if positioned and owner is not None:
         owner.load_state_dict(state["state_dict"])
     elif positions and "state_dict" in state:
         lost.append("its position (the loader has no load_state_dict now)")
