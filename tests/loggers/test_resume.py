@@ -73,7 +73,7 @@ def fit(
     trainer = Trainer(
         callbacks=[LearningRateMonitor("step"), Killed(kill), keeper],
         log_every_n_steps=1,
-        val_check_interval=2 if rhythm == "validations" else 1.0,
+        val_check_interval=1.0 if rhythm == "epochs" else 2,
         **QUIET,
         **settings,
     )
