@@ -1,0 +1,269 @@
+"""Strikes a training dead, starts it again with the same command until it is done, and compares with one left alone.
+
+python tests/faults/strikes.py --kills 200      # the whole matrix, with a table of what was struck and what was lost
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+LIMIT_SECONDS = 240.0
+
+#: What may be struck: any moment of the training, or one of the points of train.py.
+POINTS = ("save", "written", "synced", "renamed", "deleted", "validation", "logger", "epoch", "start")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to train."""
+
+    strategy: str
+    workers: int
+    async_save: bool
+    accumulate: int
+
+    def __str__(self) -> str:
+        how = "in the background" if self.async_save else "at once"
+        return f"{self.strategy}, {self.workers} workers, saved {how}, accumulation {self.accumulate}"
+
+    def command(self, folder: Path) -> list[str]:
+        several = ["--strategy", self.strategy, "--devices", "1" if self.strategy == "cpu" else "2"]
+        counts = ["--workers", str(self.workers), "--accumulate", str(self.accumulate)]
+        return [sys.executable, str(HERE / "train.py"), str(folder), *several, *counts, *self.flags]
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--async-save"] if self.async_save else []
+
+
+CELLS = [Cell(*one) for one in itertools.product(("cpu", "ddp", "fsdp"), (0, 2), (False, True), (1, 3))]
+
+
+@dataclass
+class Result:
+    """What came of one cell."""
+
+    cell: Cell
+    struck: Counter[str] = field(default_factory=Counter)
+    starts: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def examine(cell: Cell, kills: int, seed: int, folder: Path) -> Result:
+    """Train once left alone, then again and again under strikes, until ``kills`` of them have landed."""
+    result, chance = Result(cell), random.Random(seed)
+    alone = folder / "alone"
+    status, text = train(cell, alone, {})
+    if status != 0:
+        result.problems.append(f"the run that was left alone failed with status {status}:\n{text}")
+        return result
+    while result.struck.total() < kills and not result.problems:
+        struck = folder / f"struck{result.starts}"
+        survive(cell, struck, kills - result.struck.total(), chance, result)
+        result.problems += [] if result.problems else differences(alone, struck)
+    return result
+
+
+def survive(cell: Cell, folder: Path, kills: int, chance: random.Random, result: Result) -> None:
+    """One training under at most ``kills`` strikes, started again after each; the last start is left alone."""
+    while True:
+        result.starts += 1
+        point = "" if kills <= 0 else chance.choice((*POINTS, *["moment"] * len(POINTS)))
+        if point in ("", "moment"):
+            status, text = train(cell, folder, {}, chance if point else None)
+        else:
+            rank = chance.choice((0, 0, 1)) if cell.strategy != "cpu" and point not in ("logger", "renamed") else 0
+            times = chance.randint(1, 3)
+            strike = {"PACELINE_STRIKE": f"{point}:{times}", "PACELINE_STRIKE_RANK": str(rank)}
+            status, text = train(cell, folder, strike)
+        if status == 0:
+            return
+        if not point or "Traceback" in text:
+            result.problems.append(f"a start after {dict(result.struck)} ended with status {status}:\n{text[-3000:]}")
+            return
+        result.struck[point] += 1
+        kills -= 1
+
+
+def train(cell: Cell, folder: Path, more: dict[str, str], chance: random.Random | None = None) -> tuple[int, str]:
+    """Run the command once; with ``chance`` it, or one of its processes, is killed at some batch.
+
+    Returns:
+        The exit status, and what it said.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"} | more
+    with (folder / "said.txt").open("w+") as said:
+        process = subprocess.Popen(cell.command(folder), stdout=said, stderr=subprocess.STDOUT, env=environment)
+        try:
+            if chance is not None:
+                _strike_at_a_batch(process, folder, chance)
+            status = process.wait(LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            status = -999
+        _end(folder, process)
+        said.seek(0)
+        return status, said.read()
+
+
+def _strike_at_a_batch(process: subprocess.Popen[Any], folder: Path, chance: random.Random) -> None:
+    """Kill the command or one of its processes, a random while after it has trained some more batches."""
+    seen, batches, wait = folder / "seen-0.txt", chance.randint(0, 14), chance.random() * 0.012
+    before = _size(seen)
+    enough = before + batches * 20
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while process.poll() is None and _size(seen) <= enough and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(wait)
+    victims = [process.pid, *(pid for pid in processes_of(folder) if pid != process.pid)]
+    with suppress(ProcessLookupError):
+        os.kill(chance.choice(victims), signal.SIGKILL)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def processes_of(folder: Path) -> list[int]:
+    """The processes whose command line names the folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if str(folder).encode() in (entry / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def _end(folder: Path, process: subprocess.Popen[Any]) -> None:
+    """Wait until the others have ended too, as they must when one of them is killed; a new start would meet them."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while processes_of(folder):
+        if time.monotonic() > deadline:
+            for pid in processes_of(folder):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+            raise RuntimeError(f"Processes of {folder} were still there after {LIMIT_SECONDS:.0f} s.")
+        time.sleep(0.005)
+    process.wait()
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def differences(alone: Path, struck: Path) -> list[str]:
+    """What differs between a run that was left alone and one that was struck; nothing may."""
+    found = list(_unequal(_state(alone / "final.ckpt"), _state(struck / "final.ckpt"), ""))
+    rows = [next((folder / "logs").glob("version_*/metrics.csv")).read_text() for folder in (alone, struck)]
+    if rows[0] != rows[1]:
+        found.append("metrics.csv differs")
+    versions = [path.name for path in (struck / "logs").iterdir()]
+    if len(versions) != 1:
+        found.append(f"the run went on in several folders: {versions}")
+    for file in sorted(alone.glob("seen-*.txt")):
+        found += _unseen(file, struck / file.name)
+    return found
+
+
+def _state(file: Path) -> Any:
+    """A checkpoint without what tells one start from another: versions, marks, numbers of saves, paths."""
+    if file.is_dir():
+        from paceline.trainer.checkpoint.read import read
+
+        checkpoint = read(file)
+    else:
+        checkpoint = torch.load(file, weights_only=True)
+    section = checkpoint.pop("paceline")
+    wanted = {key: section[key] for key in ("progress", "ranks", "precision", "metrics") if key in section}
+    callbacks = {key: state for key, state in checkpoint.pop("callbacks").items() if "ModelCheckpoint" not in key}
+    return {**checkpoint, "paceline": wanted, "callbacks": callbacks}
+
+
+def _unequal(one: Any, other: Any, place: str) -> Iterator[str]:
+    """The places at which two states differ, to the bit."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.dtype != other.dtype or not torch.equal(one, other):
+            yield f"{place} differs"
+    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        for key in one:
+            yield from _unequal(one[key], other[key], f"{place}.{key}")
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from _unequal(a, b, f"{place}[{index}]")
+    elif one != other and not (one != one and other != other):
+        yield f"{place}: {one!r:.80} became {other!r:.80}"
+
+
+def _unseen(alone: Path, struck: Path) -> Iterator[str]:
+    """Whether every batch was seen, with the same content each time, and none was passed over."""
+    wanted = dict(line.split() for line in alone.read_text().splitlines())
+    reached = -1
+    for line in struck.read_text().splitlines():
+        number, digest = line.split()
+        if wanted.get(number) != digest:
+            yield f"{struck.name}: batch {number} was another one"
+        if int(number) > reached + 1:
+            yield f"{struck.name}: batch {number} came after {reached}"
+        reached = max(reached, int(number))
+    if reached + 1 != len(wanted):
+        yield f"{struck.name}: {reached + 1} of {len(wanted)} batches were seen"
+
+
+# ---- the long form ---------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, help="strikes that must land, over all cells")
+    parser.add_argument("--jobs", type=int, default=2, help="cells examined at a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="cells whose description contains this")
+    args = parser.parse_args()
+    cells = [cell for cell in CELLS if args.only in str(cell)]
+    each = -(-args.kills // len(cells))
+    with TemporaryDirectory(prefix="paceline_faults_") as folder, ThreadPoolExecutor(args.jobs) as pool:
+        jobs = [
+            pool.submit(examine, cell, each, args.seed + index, Path(folder) / str(index))
+            for index, cell in enumerate(cells)
+        ]
+        results = [_told(job.result()) for job in jobs]
+    struck = sum((result.struck for result in results), Counter())
+    lost = [problem for result in results for problem in result.problems]
+    print("\n| struck at | kills |\n|---|---:|")
+    for point, count in struck.most_common():
+        print(f"| {point} | {count} |")
+    print(
+        f"\nkills: {struck.total()}, starts: {sum(result.starts for result in results)}, lost or different: {len(lost)}"
+    )
+    sys.exit(bool(lost))
+
+
+def _told(result: Result) -> Result:
+    print(f"{result.cell}: {result.struck.total()} kills, {len(result.problems)} problems", flush=True)
+    for problem in result.problems:
+        print(f"    {problem}", flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()
