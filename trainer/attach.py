@@ -38,10 +38,9 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
     trainer.strategy.progress = trainer.state.where
     trainer.strategy.setup_environment()
     messages.set_rank(trainer.global_rank)
-    if trainer.world_size > 1:
-        trainer._log_dir = None
-        trainer._log_dir = trainer.strategy.broadcast(trainer.log_dir)
+    trainer._log_dir = None
     connect(trainer, request, module)
+    path = settle_folders(trainer, request, path)
     prepare_data(trainer)
     trainer._metrics.enter(SETUP)
     for hook in trainer._hooks.setup:
@@ -271,12 +270,30 @@ def prepare_data(trainer: Trainer) -> None:
 def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
     """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
 
-    ``"last"`` and ``"auto"`` stay words until ``setup`` has told the callbacks where they save.
+    ``"last"`` and ``"auto"`` stay words until the callbacks of this run are known, or where they save.
     """
     from .checkpoint.find import find_checkpoint
 
     asked = request.ckpt_path if trainer._ckpt_asked is None else trainer._ckpt_asked
     return asked if asked in ("last", "auto") else find_checkpoint(trainer, asked, request.fn, reused)
+
+
+def settle_folders(trainer: Trainer, request: Request, path: Any) -> Any:
+    """The loggers' folders, before anybody asks for them: of a fit that goes on, those of the run that it continues.
+
+    Returns the path of the checkpoint to go on from, None if there is none.
+    """
+    from .checkpoint import places
+    from .checkpoint.find import find_checkpoint
+
+    if request.fn == "fit" and path is not None and trainer.loggers:
+        found = find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
+        path = trainer.strategy.broadcast(found)
+        if path is not None:
+            places.take_over(trainer, path)
+    if trainer.world_size > 1:
+        trainer._log_dir = trainer.strategy.broadcast(trainer.log_dir)
+    return path
 
 
 def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..loggers import messages
 from .data.batches import batch_size_of, conflicting_sizes
-from .phases import EVAL_BATCH, SETUP, Moment
+from .phases import EVAL_BATCH, SETUP, TRAIN_BATCH, Moment
 from .records import REDUCTIONS, Options, Record, as_tensor, make_record
 
 if TYPE_CHECKING:
@@ -244,6 +244,11 @@ class MetricStore:
         if fresh:
             self._copies.append(_HostCopy(fresh, stage_step, epoch))
             self.drain(wait=False)
+
+    def flush_batch(self, stage_step: int, epoch: int) -> None:
+        """:meth:`flush_step` in the middle of a training batch's hooks; nothing at any other moment."""
+        if self._moment is TRAIN_BATCH:
+            self.flush_step(stage_step, epoch)
 
     def flush_eval_step(self) -> None:
         """Send an evaluation batch's step values, against a counter of the stage's own."""

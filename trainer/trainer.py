@@ -324,6 +324,8 @@ class Trainer(TrainerStatus):
             raise ValueError(
                 f"save_checkpoint(storage_options={storage_options!r}): files are written locally. Leave it out."
             )
+        if self.state.stepped and self.logs_this_step:  # its row is part of what has happened
+            self._metrics.flush_batch(self.state.updates, self.state.epoch)
         self._metrics.drain()
         for logger in self.loggers if self.is_global_zero else []:
             logger.save()

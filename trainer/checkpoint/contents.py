@@ -14,7 +14,7 @@ from ...callbacks.manifest import FORMAT
 from ...loggers import messages
 from .. import seed
 from ..data.loaders import loader_state
-from . import lightning
+from . import lightning, places
 from .plain import plain
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def _add_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         "precision": strategy.precision.state_dict(),
         "metrics": trainer._metrics.state_dict(),
         "loader": None if trainer.train_dataloader is None else loader_state(trainer.train_dataloader),
+        "loggers": places.gather(trainer),
     }
 
 
@@ -252,6 +253,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if "metrics" in section:
         running = {} if progress["epoch_done"] else section["metrics"]["running"]
         trainer._metrics.load_state_dict(section["metrics"] | {"running": running})
+    places.restore(trainer, section)
     if not section:
         messages.info(
             "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "
