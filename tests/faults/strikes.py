@@ -6,6 +6,8 @@ python tests/faults/strikes.py --kills 200      # the whole matrix, with a table
 from __future__ import annotations
 
 import argparse
+import csv
+import difflib
 import itertools
 import os
 import random
@@ -31,6 +33,9 @@ LIMIT_SECONDS = 240.0
 
 #: What may be struck: any moment of the training, or one of the points of train.py.
 POINTS = ("save", "written", "synced", "renamed", "deleted", "validation", "logger", "epoch", "start")
+
+#: Those of them that every rank comes by.
+SHARED_POINTS = ("start", "validation", "epoch")
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def examine(cell: Cell, kills: int, seed: int, folder: Path) -> Result:
     """Train once left alone, then again and again under strikes, until ``kills`` of them have landed."""
     result, chance = Result(cell), random.Random(seed)
     alone = folder / "alone"
-    status, text = train(cell, alone, {})
+    status, _, text = train(cell, alone)
     if status != 0:
         result.problems.append(f"the run that was left alone failed with status {status}:\n{text}")
         return result
@@ -89,55 +94,52 @@ def survive(cell: Cell, folder: Path, kills: int, chance: random.Random, result:
     while True:
         result.starts += 1
         point = "" if kills <= 0 else chance.choice((*POINTS, *["moment"] * len(POINTS)))
-        if point in ("", "moment"):
-            status, text = train(cell, folder, {}, chance if point else None)
-        else:
-            rank = chance.choice((0, 0, 1)) if cell.strategy != "cpu" and point not in ("logger", "renamed") else 0
-            times = chance.randint(1, 3)
-            strike = {"PACELINE_STRIKE": f"{point}:{times}", "PACELINE_STRIKE_RANK": str(rank)}
-            status, text = train(cell, folder, strike)
+        status, landed, text = train(cell, folder, point, chance)
         if status == 0:
             return
-        if not point or "Traceback" in text:
+        if not landed:
             result.problems.append(f"a start after {dict(result.struck)} ended with status {status}:\n{text[-3000:]}")
             return
         result.struck[point] += 1
         kills -= 1
 
 
-def train(cell: Cell, folder: Path, more: dict[str, str], chance: random.Random | None = None) -> tuple[int, str]:
-    """Run the command once; with ``chance`` it, or one of its processes, is killed at some batch.
+def train(cell: Cell, folder: Path, point: str = "", chance: random.Random | None = None) -> tuple[int, bool, str]:
+    """Run the command once; at ``point``, if there is one, it or one of its processes is killed.
 
     Returns:
-        The exit status, and what it said.
+        The exit status, whether a process was killed, and what was said.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"} | more
+    note = folder / "struck"
+    note.unlink(missing_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"}
+    if chance is not None and point not in ("", "moment"):
+        rank = chance.choice((0, 1)) if cell.strategy != "cpu" and point in SHARED_POINTS else 0
+        environment |= {"PACELINE_STRIKE": f"{point}:{chance.randint(1, 3)}", "PACELINE_STRIKE_RANK": str(rank)}
+        environment["PACELINE_STRIKE_NOTE"] = str(note)
     with (folder / "said.txt").open("w+") as said:
         process = subprocess.Popen(cell.command(folder), stdout=said, stderr=subprocess.STDOUT, env=environment)
-        try:
-            if chance is not None:
-                _strike_at_a_batch(process, folder, chance)
-            status = process.wait(LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            status = -999
-        _end(folder, process)
+        if chance is not None and point == "moment":
+            _strike_at_a_batch(process, folder, chance, note)
+        status = _end(process, folder)
         said.seek(0)
-        return status, said.read()
+        return status, note.exists(), said.read()
 
 
-def _strike_at_a_batch(process: subprocess.Popen[Any], folder: Path, chance: random.Random) -> None:
+def _strike_at_a_batch(process: subprocess.Popen[Any], folder: Path, chance: random.Random, note: Path) -> None:
     """Kill the command or one of its processes, a random while after it has trained some more batches."""
     seen, batches, wait = folder / "seen-0.txt", chance.randint(0, 14), chance.random() * 0.012
-    before = _size(seen)
-    enough = before + batches * 20
+    enough = _size(seen) + batches * 20
     deadline = time.monotonic() + LIMIT_SECONDS
     while process.poll() is None and _size(seen) <= enough and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(wait)
-    victims = [process.pid, *(pid for pid in processes_of(folder) if pid != process.pid)]
-    with suppress(ProcessLookupError):
-        os.kill(chance.choice(victims), signal.SIGKILL)
+    victim = chance.choice([process.pid, *(pid for pid in processes_of(folder) if pid != process.pid)])
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+            note.touch()
 
 
 def _size(path: Path) -> int:
@@ -154,18 +156,19 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def _end(folder: Path, process: subprocess.Popen[Any]) -> None:
-    """Wait until the others have ended too, as they must when one of them is killed; a new start would meet them."""
+def _end(process: subprocess.Popen[Any], folder: Path) -> int:
+    """The exit status, once the command and all its processes have ended, as they must when one of them is killed."""
     deadline = time.monotonic() + LIMIT_SECONDS
-    while processes_of(folder):
+    while process.poll() is None or processes_of(folder):
         if time.monotonic() > deadline:
-            for pid in processes_of(folder):
+            left = processes_of(folder)
+            for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
-            raise RuntimeError(f"Processes of {folder} were still there after {LIMIT_SECONDS:.0f} s.")
+            raise RuntimeError(f"{len(left)} processes of {folder} were still there after {LIMIT_SECONDS:.0f} s.")
         time.sleep(0.005)
-    process.wait()
+    return process.wait()
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
@@ -174,15 +177,25 @@ def _end(folder: Path, process: subprocess.Popen[Any]) -> None:
 def differences(alone: Path, struck: Path) -> list[str]:
     """What differs between a run that was left alone and one that was struck; nothing may."""
     found = list(_unequal(_state(alone / "final.ckpt"), _state(struck / "final.ckpt"), ""))
-    rows = [next((folder / "logs").glob("version_*/metrics.csv")).read_text() for folder in (alone, struck)]
+    rows = [_rows(next((folder / "logs").glob("version_*/metrics.csv"))) for folder in (alone, struck)]
     if rows[0] != rows[1]:
-        found.append("metrics.csv differs")
+        found.append("metrics.csv differs:\n" + "\n".join(_lines(*rows)))
     versions = [path.name for path in (struck / "logs").iterdir()]
     if len(versions) != 1:
         found.append(f"the run went on in several folders: {versions}")
     for file in sorted(alone.glob("seen-*.txt")):
         found += _unseen(file, struck / file.name)
     return found
+
+
+def _rows(path: Path) -> list[str]:
+    """The rows of a CSV file without the time at which each was written."""
+    with path.open(newline="") as file:
+        return [str({name: text for name, text in row.items() if name != "wall_time"}) for row in csv.DictReader(file)]
+
+
+def _lines(one: list[str], other: list[str]) -> list[str]:
+    return list(difflib.unified_diff(one, other, "alone", "struck", n=0, lineterm=""))[:12]
 
 
 def _state(file: Path) -> Any:

@@ -88,6 +88,7 @@ def strike(point: str) -> None:
         return
     _left -= 1
     if not _left:
+        Path(os.environ["PACELINE_STRIKE_NOTE"]).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -153,8 +154,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     seed_everything(7, verbose=False)
-    struck_rank, restarts = os.environ.get("PACELINE_STRIKE_RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if struck_rank == os.environ.get("RANK", "0") and restarts == "0":
+    struck_rank = os.environ.get("PACELINE_STRIKE_RANK", "0")
+    first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if struck_rank == os.environ.get("RANK", "0") and first_start:
         set_traps()
     else:
         globals().update(_point="")
