@@ -143,6 +143,9 @@ class Strategy:
         """
         return self.precision.bind_forward(step)
 
+    def before_evaluation(self, module: nn.Module) -> None:
+        """Make what each process is about to evaluate one model, where they may differ."""
+
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         """Take the user's optimizers, return those to use. State that exists already is moved to the device."""
         self.precision.setup_optimizers(optimizers)

@@ -80,6 +80,7 @@ class EvalLoop:
         for moment in ("start", "epoch_start"):
             for hook in self.hooks(moment):
                 hook()
+        trainer.strategy.before_evaluation(trainer.training_module)
         step = bind_step(trainer, f"{self.word}_step", several_loaders=len(loaders) > 1)
         if len(loaders) > 1:
             self.check_hooks()

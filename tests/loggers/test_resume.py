@@ -151,7 +151,13 @@ def test_a_version_that_the_user_names_is_kept(tmp_path: Path, read_csv: Read) -
     before = read_csv(str(tmp_path / "paceline_logs" / "a"))
     again = fit(tmp_path, logger=CSVLogger(tmp_path, version="a"), max_epochs=1, ckpt_path=path)
     assert again.log_dir == str(tmp_path / "paceline_logs" / "a")
-    assert [row["step"] for row in read_csv(str(again.log_dir)) if "train_loss_step" in row] == ["1", "2", "3", "4", "5"]
+    assert [row["step"] for row in read_csv(str(again.log_dir)) if "train_loss_step" in row] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+    ]
     other = fit(tmp_path, logger=CSVLogger(tmp_path, version="b"), max_epochs=1, ckpt_path=path)
     assert other.log_dir == str(tmp_path / "paceline_logs" / "b")
     assert [row["step"] for row in read_csv(str(other.log_dir)) if "train_loss_step" in row] == ["4", "5"]
