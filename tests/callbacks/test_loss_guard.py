@@ -107,6 +107,12 @@ def test_skipped_batches_leave_no_trace(accumulate: int, kind: type[Net]) -> Non
     assert math.isfinite(guarded.callback_metrics["train_loss_epoch"])
 
 
+@pytest.mark.gpu
+def test_skipped_batches_leave_no_trace_on_a_gpu() -> None:
+    guarded = fit(data(BAD), guard(), accelerator="gpu", devices=1)
+    same_state(guarded, fit(data(BAD, left_out=True), accelerator="gpu", devices=1))
+
+
 def test_every_event_is_told_in_one_message_and_logged(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     with pytest.warns(PacelineWarning, match="LossGuard") as told:

@@ -160,7 +160,7 @@ def test_a_version_that_the_user_names_is_kept(tmp_path: Path, read_csv: Read) -
     ]
     other = fit(tmp_path, logger=CSVLogger(tmp_path, version="b"), max_epochs=1, ckpt_path=path)
     assert other.log_dir == str(tmp_path / "paceline_logs" / "b")
-    assert [row["step"] for row in read_csv(str(other.log_dir)) if "train_loss_step" in row] == ["4", "5"]
+    assert [row["step"] for row in read_csv(str(other.log_dir)) if "train_loss_step" in row] == ["3", "4", "5"]
     assert read_csv(str(again.log_dir))[:3] == before[:3]
 
 
@@ -208,6 +208,7 @@ def test_a_torn_line_and_lost_rows_do_not_stop_a_resume(tmp_path: Path, read_csv
     path = Path(logger.log_dir) / "metrics.csv"
     with open(path, "a") as file:
         file.write("5,0,17")
+    path.with_name("metrics.csv.1.tmp").touch()
 
     def resumed() -> CSVLogger:
         logger = CSVLogger(tmp_path)
@@ -219,6 +220,8 @@ def test_a_torn_line_and_lost_rows_do_not_stop_a_resume(tmp_path: Path, read_csv
         logger.finalize("success")
         return logger
 
+    resumed()
+    assert sorted(os.listdir(logger.log_dir)) == [".CSVLogger.run", "metrics.csv"]
     seen = [{k: v for k, v in row.items() if k != "wall_time"} for row in read_csv(resumed().log_dir)]
     assert seen[2:] == [
         {"step": "2", "epoch": "0", "loss": "1.0"},
@@ -265,7 +268,8 @@ def test_wandb_goes_on_with_the_run_of_the_checkpoint(offline_wandb: Path, wandb
     trainer = run(None)
     first, second = sorted(offline_wandb.glob(f"wandb/offline-run-*/run-{trainer.loggers[0].version}.wandb"))
     before, after = wandb_history(first), wandb_history(second)
-    assert [row["trainer/global_step"] for row in after if "train_loss_step" in row] == [4, 5]
-    assert [row["trainer/global_step"] for row in before if "train_loss_step" in row][:3] == [1, 2, 3]
-    assert after[0]["_step"] == 1 + max(row["_step"] for row in before if row["trainer/global_step"] <= 3)
+    assert {row["_step"] for row in before} & {row["_step"] for row in after}  # it had gone on before it was killed
+    joined = [row for row in before if row["_step"] < after[0]["_step"]] + after
+    assert [row["_step"] for row in joined] == list(range(len(joined)))
+    assert [row["trainer/global_step"] for row in joined if "train_loss_step" in row] == [1, 2, 3, 4, 5]
     assert os.listdir(trainer.loggers[0].root_dir) == [trainer.loggers[0].version]
