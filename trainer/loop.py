@@ -124,9 +124,7 @@ class FitLoop:
                     complete = state.is_last_batch
                     break
             else:
-                if not over:
-                    self.check_length(batch_idx + 1, batches)
-                complete = not over or state.is_last_batch
+                complete = state.is_last_batch if over else self.check_length(batch_idx + 1, batches)
         self.end_epoch(schedules, complete)
 
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
@@ -285,8 +283,12 @@ class FitLoop:
             f"max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}"
         )
 
-    def check_length(self, seen: int, batches: Any) -> None:
-        """Raise if the loader ended too early, or gave nothing at all; say what other ranks' shorter ones cost."""
+    def check_length(self, seen: int, batches: Any) -> bool:
+        """Raise if the loader ended too early, or gave nothing at all; say what other ranks' shorter ones cost.
+
+        Returns:
+            True: the epoch is complete.
+        """
         if getattr(batches, "left_over", False):
             messages.info_anywhere(
                 f"Rank {self.trainer.global_rank} had batches left when another rank's train_dataloader ended after "
@@ -300,6 +302,7 @@ class FitLoop:
             )
         if seen < self.trainer.num_training_batches and self.trainer._source.length_known():
             raise RuntimeError(self.length_lie(f"only {seen}"))
+        return True
 
     def length_lie(self, seen: str) -> str:
         """The error for a loader that yields more or fewer batches than it says."""

@@ -178,7 +178,7 @@ def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
     """
     leaves = list(_leaves(loader))
     draws = any(not isinstance(leaf, (list, tuple)) and not getattr(leaf, "num_workers", 0) for leaf in leaves)
-    moves = len(leaves) == 1 and _positioned(leaves[0]) is not None
+    moves = _knows_place(loader)
     if not draws and not moves:
         return None
 
@@ -352,6 +352,12 @@ def _positioned(loader: Any) -> Any:
     dataset = getattr(loader, "dataset", None)
     here = isinstance(loader, DataLoader) and loader.num_workers == 0 and isinstance(dataset, IterableDataset)
     return dataset if here and _is_stateful(dataset) else None
+
+
+def _knows_place(loader: Any) -> bool:
+    """Whether a loader, or all of those that are combined in step, can be entered where it was by its own state."""
+    in_step = getattr(loader, "mode", "") != "max_size_cycle"
+    return in_step and all(_positioned(leaf) is not None for leaf in _leaves(loader))
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
