@@ -163,12 +163,11 @@ def load_loader_state(
             "left out, so the data start anew. Give fit the loaders of then to continue where it was."
         )
         return False
-    # Loaders that are combined are entered where they were only if they all can be.
-    positions = same_ranks and len(leaves) == 1
-    known = [
-        _load_leaf_state(leaf, kept, mid_epoch, positions) for leaf, kept in zip(leaves, states, strict=True) if kept
-    ]
-    return any(known)
+    positioned = _knows_place(loader)
+    places = same_ranks and (positioned or not mid_epoch)
+    pairs = [(leaf, kept) for leaf, kept in zip(leaves, states, strict=True) if kept]
+    known = [_load_leaf_state(leaf, kept, mid_epoch, places) for leaf, kept in pairs]
+    return positioned and any(known)
 
 
 def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
