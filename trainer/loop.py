@@ -124,9 +124,7 @@ class FitLoop:
                     complete = state.is_last_batch
                     break
             else:
-                if not over:
-                    self.check_length(batch_idx + 1, batches)
-                complete = not over or state.is_last_batch
+                complete = state.is_last_batch if over else self.check_length(batch_idx + 1, batches)
         self.end_epoch(schedules, complete)
 
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
@@ -153,13 +151,14 @@ class FitLoop:
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
         resumed = self.resumed
-        knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0)
-        skip = 0 if knows_position else start_batch
+        ended = resumed is not None and start_batch > 0 and resumed.ended
+        knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0 and not ended)
+        skip = 0 if knows_position and not ended else start_batch
         found = self._fetched = Batches(
             loader,
             bind_mover(trainer, 0),
             lookahead,
-            source.cut() - (start_batch - skip),
+            skip if ended else source.cut() - (start_batch - skip),
             skip,
             source.keeps_step(),
             seed=mixed(state.shuffle_seed, state.epoch, trainer.strategy.data_rank),
@@ -186,8 +185,10 @@ class FitLoop:
 
     def fetched_ahead(self) -> dict[str, Any]:
         """What a checkpoint keeps so that the batch fetched ahead is fetched again as it was."""
-        found = None if self._fetched is None or self.state.epoch_done else self._fetched.before_ahead
-        return found or {}
+        batches = None if self.state.epoch_done else self._fetched
+        if batches is None or batches.exhausted:
+            return {"ended": batches is not None}
+        return batches.before_ahead or {}
 
     def finish_batch(self, schedules: Schedules) -> None:
         """Do what was still to be done after the batch at which a checkpoint was written."""
@@ -282,8 +283,12 @@ class FitLoop:
             f"max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}"
         )
 
-    def check_length(self, seen: int, batches: Any) -> None:
-        """Raise if the loader ended too early, or gave nothing at all; say what other ranks' shorter ones cost."""
+    def check_length(self, seen: int, batches: Any) -> bool:
+        """Raise if the loader ended too early, or gave nothing at all; say what other ranks' shorter ones cost.
+
+        Returns:
+            True: the epoch is complete.
+        """
         if getattr(batches, "left_over", False):
             messages.info_anywhere(
                 f"Rank {self.trainer.global_rank} had batches left when another rank's train_dataloader ended after "
@@ -297,6 +302,7 @@ class FitLoop:
             )
         if seen < self.trainer.num_training_batches and self.trainer._source.length_known():
             raise RuntimeError(self.length_lie(f"only {seen}"))
+        return True
 
     def length_lie(self, seen: str) -> str:
         """The error for a loader that yields more or fewer batches than it says."""

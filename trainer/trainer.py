@@ -226,12 +226,13 @@ class Trainer(TrainerStatus):
                 starts of the same command; ``"auto"`` does the same where there may be none yet, as in a job that is
                 requeued. ``"best"``: that of the run before.
             weights_only: None or True, which is always so: a file never runs code.
-            restore: what of ``ckpt_path`` to take; all of it by default, which goes on to the bit as the run that wrote
-                it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: what the optimizers have
-                gathered (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the optimizers' settings
-                (learning rate, weight decay, ...); without it those of ``configure_optimizers`` hold. ``"loops"``: epoch,
-                step, place in the data and in the accumulation window, what was logged so far in the epoch; without it
-                the fit begins with epoch 0. ``"rng"``: random states. ``"callbacks"``: the callbacks' states.
+            restore: what of ``ckpt_path`` to take; by default all of it, which goes on to the bit as the run that
+                wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: what the
+                optimizers have gathered (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
+                optimizers' settings (learning rate, weight decay, ...); without it those of ``configure_optimizers``
+                hold. ``"loops"``: epoch, step, place in the data and in the accumulation window, what was logged so
+                far in the epoch; without it the fit begins with epoch 0. ``"rng"``: random states. ``"callbacks"``:
+                the callbacks' states.
 
         Raises:
             ValueError: ``restore`` has an unknown name.
