@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .finetuning import BackboneFinetuning, BaseFinetuning
     from .gradient_accumulation_scheduler import GradientAccumulationScheduler
     from .lambda_callback import LambdaCallback
+    from .loss_guard import LossGuard
     from .lr_monitor import LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint
     from .model_summary import ModelSummary, RichModelSummary
@@ -38,6 +39,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateMonitor",
+    "LossGuard",
     "ModelCheckpoint",
     "ModelSummary",
     "OnExceptionCheckpoint",
@@ -60,6 +62,7 @@ _FILES = {
     "finetuning": ("BackboneFinetuning", "BaseFinetuning"),
     "gradient_accumulation_scheduler": ("GradientAccumulationScheduler",),
     "lambda_callback": ("LambdaCallback",),
+    "loss_guard": ("LossGuard",),
     "lr_monitor": ("LearningRateMonitor",),
     "model_checkpoint": ("ModelCheckpoint",),
     "model_summary": ("ModelSummary", "RichModelSummary"),

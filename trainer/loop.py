@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks.loss_guard import LossGuard
 from ..loggers import messages
 from . import phases
 from .binding import bind_mover, bind_step, takes_iterator
@@ -40,7 +41,8 @@ class FitLoop:
         self.resumed = resumed
         self.validation = Validation(trainer)
         self.takes_iterator = takes_iterator(trainer.training_module.training_step)
-        self.losses = LossReader(trainer.training_module, trainer.strategy)
+        guarded = any(isinstance(callback, LossGuard) for callback in trainer.callbacks)
+        self.losses = LossReader(trainer.training_module, trainer.strategy, together=guarded)
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
         trainer._fit = self

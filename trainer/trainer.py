@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks.base import Callback
+from ..callbacks.loss_guard import Rollback
 from ..loggers import messages
 from ..loggers.base import Logger
 from ..strategies.base import Strategy
@@ -340,8 +341,6 @@ class Trainer(TrainerStatus):
             raise ValueError(
                 f"save_checkpoint(storage_options={storage_options!r}): files are written locally. Leave it out."
             )
-        if self.state.stepped and self.logs_this_step:  # its row is part of what has happened
-            self._metrics.flush_batch(self.state.updates, self.state.epoch)
         self._metrics.drain()
         for logger in self.loggers if self.is_global_zero else []:
             logger.save()
@@ -411,7 +410,7 @@ class Trainer(TrainerStatus):
         state = self.state
         check.check_request(state.fn, request)
         state.fn, state.stage, state.status, state.signum, state.should_stop = request.fn, None, "running", 0, False
-        failed = True
+        result, failed, back = None, True, None
         try:
             with watch(state), numerics(self):
                 resumed = attach(self, request)
@@ -422,6 +421,8 @@ class Trainer(TrainerStatus):
                 if state.signum:  # it came after the last step
                     raise interruption(state.signum)
             failed = False
+        except Rollback as rollback:
+            back, failed = rollback, False
         except BaseException as error:
             better = self.strategy.explain(error) or out_of_memory(self, error)
             self._fail(better or error)
@@ -430,7 +431,15 @@ class Trainer(TrainerStatus):
             raise
         finally:
             self._teardown(request.fn, failed)
-        return result
+        return result if back is None else self._go_back(request, back.path)
+
+    def _go_back(self, request: Request, path: Any) -> Any:
+        """Go on with a fit from one of its checkpoints."""
+        asked, self._ckpt_asked = self._ckpt_asked, None
+        try:
+            return self._run(replace(request, ckpt_path=path, restore=PARTS))
+        finally:
+            self._ckpt_asked = asked
 
     def _evaluation(self, request: Request) -> EvalLoop:
         kind: Any = request.fn
