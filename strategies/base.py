@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision.base import Precision, gradients
+from .stopping import Stop
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -230,6 +231,17 @@ class Strategy:
     def same(self, text: str) -> bool:
         """Whether all processes pass the same text."""
         return True
+
+    def begin_run(self, run: Any) -> None:
+        """A run begins, in every process; ``run`` is its :class:`~.stopping.Run`, by which others may stop it."""
+
+    def is_told_to_stop(self) -> bool:
+        """Whether another process has asked this run to stop."""
+        return False
+
+    def decide_stop(self, boundary: int, signum: int, wants: bool) -> Stop:
+        """At which boundary all processes stop; see :meth:`.stopping.StopVote.decide`."""
+        return Stop(boundary, signum, (self.global_rank,))
 
     @property
     def host_group(self) -> Any:

@@ -1,7 +1,8 @@
 """Where every rank is just now: what turns a silent wait for a rank that does not come into a sentence.
 
 Nothing is sent while all is well. A thread of each rank looks every few seconds whether somebody asks, and answers with
-the user's line that the rank executes. A rank asks when a collective of the strategy's has waited for long, or failed.
+the user's line that the rank executes. A rank asks when a collective of the strategy's has waited for long, or failed. The
+same thread hears of a stop that another rank asks for, and answers for its own (see :mod:`.stopping`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ..loggers import messages
+from .stopping import Run, StopVote
 
 #: How long a rank waits in a collective before it says so.
 NOTICE_SECONDS = 60.0
@@ -64,11 +66,20 @@ class Watch:
         self._closed = threading.Event()
         self._main = threading.main_thread().ident or 0
         self._thread: threading.Thread | None = None
+        self._runs = 0
+        self.vote: StopVote | None = None
         if world_size > 1:
             store: Any = distributed_c10d._get_default_store()
             self._store: Any = distributed_c10d.PrefixStore("paceline/where", store.clone())
             self._thread = threading.Thread(target=self._listen, name="paceline-watch", daemon=True)
             self._thread.start()
+
+    def begin(self, run: Run) -> None:
+        """A run begins, on every rank: from here on the others can ask it to stop, through :attr:`vote`."""
+        self._runs += 1
+        if self._thread is not None:
+            store = distributed_c10d.PrefixStore(f"stop/{self._runs}", self._store)
+            self.vote = StopVote(run, self.rank, self.world_size, store)
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
@@ -121,6 +132,8 @@ class Watch:
                     self._answered += 1
                     self._noticed = bool(self._since)  # who asked says it for all that wait
                 self._notice()
+                if self.vote is not None:
+                    self.vote.listen()
             except Exception:  # the store has gone with the rank that held it: the run is over
                 return
 

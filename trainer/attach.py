@@ -12,6 +12,7 @@ from torch import nn
 from ..callbacks.base import Callback
 from ..callbacks.timer import Timer
 from ..loggers import messages
+from ..strategies.cluster import is_requeued
 from .binding import check_step, takes_iterator
 from .compiling import compile_in_place, uncompiled
 from .data.datamodule import DataModule
@@ -37,6 +38,7 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
     path = asked_path(trainer, request, reused)
     trainer.strategy.progress = trainer.state.where
     trainer.strategy.setup_environment()
+    trainer.strategy.begin_run(trainer.state)
     messages.set_rank(trainer.global_rank)
     if trainer.world_size > 1:
         trainer._log_dir = None
@@ -271,11 +273,14 @@ def prepare_data(trainer: Trainer) -> None:
 def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
     """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
 
-    ``"last"`` stays a word until ``setup`` has told the callbacks where they save.
+    ``"last"`` stays a word until ``setup`` has told the callbacks where they save. A fit in a job that SLURM requeued
+    goes on from it without being told.
     """
     from .checkpoint.find import find_checkpoint
 
     asked = request.ckpt_path if trainer._ckpt_asked is None else trainer._ckpt_asked
+    if asked is None and request.fn == "fit" and is_requeued():
+        asked = "last"
     return asked if asked == "last" else find_checkpoint(trainer, asked, request.fn, reused)
 
 

@@ -14,7 +14,6 @@ from .data.handover import HandOver
 from .data.loaders import load_loader_state, seed_shuffling
 from .loss import LossReader
 from .schedules import Schedules
-from .signals import interruption
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
 
@@ -35,6 +34,7 @@ class FitLoop:
         self.hooks, self.metrics = trainer._hooks, trainer._metrics
         self.resumed = resumed
         self.validation = Validation(trainer)
+        self.stops = trainer._stops
         self.takes_iterator = takes_iterator(trainer.training_module.training_step)
         self.losses = LossReader(trainer.training_module, trainer.strategy)
 
@@ -68,7 +68,7 @@ class FitLoop:
         trainer, state, hooks, metrics, validation = self.trainer, self.state, self.hooks, self.metrics, self.validation
         self.start_epoch()
         step, schedules, batches = self.step(), Schedules(trainer), self.batches(start_batch)
-        starts, ends = hooks.on_train_batch_start, hooks.on_train_batch_end
+        starts, ends, stops = hooks.on_train_batch_start, hooks.on_train_batch_end, self.stops
         log_every, max_steps = trainer.log_every_n_steps, limit(trainer.max_steps)
         num_batches, validates = trainer.num_training_batches, validation.plan_epoch()
         batch_idx, complete = start_batch - 1, False
@@ -94,17 +94,21 @@ class FitLoop:
                     outputs = detached(outputs)
                     for hook in ends:
                         hook(outputs, batch, batch_idx)
-                if state.stepped and (state.updates % log_every == 0 or state.should_stop):
+                reason = stops.at(state.passed + 1) if state.stop else ""
+                state.passed += 1
+                if state.stop:
+                    reason = stops.at(state.passed)
+                if state.stepped and (state.updates % log_every == 0 or reason == "asked"):
                     metrics.flush_step(state.updates, state.epoch)
-                if validates and validation.due(batch_idx):
-                    validation.run()
+                if validates and validation.due(batch_idx, reason):
+                    reason = validation.run()
                 if schedules.step_plateaus and state.stepped:
                     schedules.advance(schedules.step_plateaus, state.updates)
                 if state.window:
                     continue  # a window is never left half-way
-                if state.signum:
-                    raise interruption(state.signum)
-                if state.global_step >= max_steps or (state.should_stop and trainer.may_stop()):
+                if reason == "signal" and not state.is_last_batch:
+                    raise stops.by_signal()
+                if reason or state.global_step >= max_steps:
                     complete = state.is_last_batch
                     break
             else:
@@ -180,8 +184,6 @@ class FitLoop:
             )
         if complete:
             self.enter_next_epoch()
-        if state.signum:
-            raise interruption(state.signum)
 
     def enter_next_epoch(self) -> None:
         """Move the counters from a finished epoch to the next."""
@@ -209,11 +211,14 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:
-        """Whether there is nothing left to train."""
+        """Whether there is nothing left to train; a boundary between epochs."""
         trainer, state = self.trainer, self.state
         if state.global_step >= limit(trainer.max_steps) or state.epoch >= limit(trainer.max_epochs):
             return True
-        return state.should_stop and trainer.may_stop()
+        reason = self.stops.here()
+        if reason == "signal":
+            raise self.stops.by_signal()
+        return bool(reason)
 
     def why_finished(self) -> str:
         """The reason there is nothing to train, with the numbers."""

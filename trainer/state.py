@@ -27,8 +27,12 @@ class RunState:
         epoch_done: the epoch's last batch has been trained (true inside ``on_train_epoch_end``).
         is_last_batch: the batch under way is the last of its epoch.
         stepped: the batch under way ended in an optimizer step.
+        evaluated: batches of evaluations begun in this run, of all kinds and loaders.
         should_stop: somebody asked the training to stop (respected after ``min_epochs`` and ``min_steps``).
         signum: the signal that asked the run to end at the next step boundary, or 0.
+        stop: there may be a reason to stop, here or in another process: the loop looks before it goes on.
+        passed: boundaries of this run at which it went on (see :mod:`..strategies.stopping`).
+        saving: a checkpoint is being written because a signal ends the run.
         shuffle_seed: what shuffling is computed from, together with the epoch.
     """
 
@@ -37,10 +41,13 @@ class RunState:
         "batches",
         "epoch",
         "epoch_done",
+        "evaluated",
         "fn",
         "global_step",
         "is_last_batch",
         "next_batch",
+        "passed",
+        "saving",
         "settled",
         "should_stop",
         "shuffle_seed",
@@ -48,6 +55,7 @@ class RunState:
         "stage",
         "status",
         "stepped",
+        "stop",
         "updates",
         "window",
     )
@@ -60,7 +68,8 @@ class RunState:
         self.stage: Stage | None = None
         self.status = "initializing"
         self.signum = 0
-        self.should_stop = False
+        self.should_stop = self.stop = self.saving = False
+        self.passed = self.evaluated = 0
         self.shuffle_seed = 0
         self.epoch = 0
         self.global_step = 0
@@ -73,6 +82,12 @@ class RunState:
         self.epoch_done = False
         self.is_last_batch = False
         self.stepped = False
+
+    def begin(self, fn: Fn) -> None:
+        """A run begins: nobody has asked it to stop."""
+        self.fn, self.stage, self.status = fn, None, "running"
+        self.signum = self.passed = self.evaluated = 0
+        self.should_stop = self.stop = self.saving = False
 
     @property
     def finished(self) -> bool:
