@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .early_stopping import EarlyStopping
     from .finetuning import BackboneFinetuning, BaseFinetuning
     from .gradient_accumulation_scheduler import GradientAccumulationScheduler
+    from .hang_detector import HangDetector
     from .lambda_callback import LambdaCallback
     from .lr_monitor import LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint
@@ -36,6 +37,7 @@ __all__ = [
     "EMAWeightAveraging",
     "EarlyStopping",
     "GradientAccumulationScheduler",
+    "HangDetector",
     "LambdaCallback",
     "LearningRateMonitor",
     "ModelCheckpoint",
@@ -59,6 +61,7 @@ _FILES = {
     "early_stopping": ("EarlyStopping",),
     "finetuning": ("BackboneFinetuning", "BaseFinetuning"),
     "gradient_accumulation_scheduler": ("GradientAccumulationScheduler",),
+    "hang_detector": ("HangDetector",),
     "lambda_callback": ("LambdaCallback",),
     "lr_monitor": ("LearningRateMonitor",),
     "model_checkpoint": ("ModelCheckpoint",),

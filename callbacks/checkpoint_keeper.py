@@ -156,6 +156,10 @@ class CheckpointKeeper(Checkpoint):
         except Exception as error:
             messages.warn(f"The state could not be saved after the {type(exception).__name__}: {error}")
 
+    def has_saved(self, step: int) -> bool:
+        """Whether there is a file of this step."""
+        return step in (self._saved_step, self._last_step)
+
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
         """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .precision.base import Precision, gradients
+from .stacks import stacks
 from .stopping import Stop
 
 if TYPE_CHECKING:
@@ -242,6 +243,10 @@ class Strategy:
     def decide_stop(self, boundary: int, signum: int, wants: bool) -> Stop:
         """At which boundary all processes stop; see :meth:`.stopping.StopVote.decide`."""
         return Stop(boundary, signum, (self.global_rank,))
+
+    def reports(self) -> dict[int, str] | None:
+        """What every process does just now, by rank; None in a process that asks while another one does."""
+        return {self.global_rank: f"{self.progress()}\n{stacks()}"}
 
     @property
     def host_group(self) -> Any:

@@ -289,6 +289,9 @@ class DistributedStrategy(Strategy):
         vote = self._watch.vote if self._watch is not None and self.talks else None
         return vote.decide(boundary, signum, wants) if vote else super().decide_stop(boundary, signum, wants)
 
+    def reports(self) -> dict[int, str] | None:
+        return self._watch.reports() if self._watch is not None and self.world_size > 1 else super().reports()
+
     def same_model(self, module: nn.Module) -> None:
         """Raise on every rank, naming the first difference, if the ranks built different models."""
         owner, named = type(module).__name__, list(module.named_parameters())

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
+
+from ..loggers import messages
 
 #: How long a rank waits for the answers of the others, which their threads give; less than launchers wait to kill.
 ANSWER_SECONDS = 20.0
+_LOOKS_PER_SECOND = 1000
 
 
 class Run(Protocol):
@@ -73,7 +76,7 @@ class StopVote:
         """In the listening thread, now and then: answer if somebody asked."""
         if not self._answered and self._store.check(["asked"]):
             self.told = self.run.stop = True
-            self._answer(self._store, self.run.passed + 1)
+            self._answer(self.run.passed + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
         """In the main thread, at a boundary: where to stop. Asks the others if nobody has.
@@ -86,20 +89,33 @@ class StopVote:
         Raises:
             RuntimeError: a rank has not answered; it has probably ended.
         """
-        store = self._store.clone()  # waiting in that of the thread would keep it from answering
-        self._answer(store, boundary, signum, wants)
-        store.set("asked", "")
-        keys = [str(rank) for rank in range(self.world_size)]
-        store.wait(keys, timedelta(seconds=ANSWER_SECONDS))
-        answers = [json.loads(answer) for answer in store.multi_get(keys)]
+        self._answer(boundary, signum, wants)
+        self._store.set("asked", "")
+        answers = self._answers()
         asked = tuple(rank for rank, (_, signum, wants) in enumerate(answers) if signum or wants)
         return Stop(max(answer[0] for answer in answers), chosen([answer[1] for answer in answers]), asked)
 
-    def _answer(self, store: Any, boundary: int, signum: int = 0, wants: bool = False) -> None:
+    def _answer(self, boundary: int, signum: int = 0, wants: bool = False) -> None:
         with self._lock:
             if not self._answered:
                 self._answered = True
-                store.set(str(self.rank), json.dumps([boundary, signum, wants]))
+                self._store.set(str(self.rank), json.dumps([boundary, signum, wants]))
+
+    def _answers(self) -> list[tuple[int, int, bool]]:
+        """Those of all ranks. Looks now and then: a store's own wait would keep the other thread from answering."""
+        keys = [str(rank) for rank in range(self.world_size)]
+        deadline, pause = time.monotonic() + ANSWER_SECONDS, 0.001
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
+                raise RuntimeError(
+                    f"Rank {self.rank} asked the others to stop, but heard nothing from {missing} in "
+                    f"{ANSWER_SECONDS:.0f} s. They have ended, or compiled code holds their interpreter: look into "
+                    "their output."
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02 + self.world_size / _LOOKS_PER_SECOND)
+        return [tuple(json.loads(answer)) for answer in self._store.multi_get(keys)]
 
 
 def chosen(signums: list[int]) -> int:

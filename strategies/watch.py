@@ -22,6 +22,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ..loggers import messages
+from .stacks import stacks
 from .stopping import Run, StopVote
 
 #: How long a rank waits in a collective before it says so.
@@ -60,7 +61,7 @@ class Watch:
         self._place = ""
         self._since = 0.0
         self._noticed = False
-        self._answered = 0
+        self._answered = self._reported = 0
         self._poll_seconds = poll_seconds(world_size)
         self._answer_seconds = 2 * self._poll_seconds + _ANSWER_SECONDS
         self._closed = threading.Event()
@@ -114,6 +115,25 @@ class Watch:
             )
         return None
 
+    def reports(self) -> dict[int, str] | None:
+        """What each of several ranks does, by rank, with the stacks of its threads; empty for a rank that does not answer.
+
+        Of ranks that ask at the same time one gets the reports, the others None once it has them; so do all if the
+        store has gone with the rank that held it.
+        """
+        number, me = self._reported, str(self.rank)
+        try:
+            store = self._store.clone()
+            if store.compare_set(f"report/{number}", "", me).decode() != me:
+                _read(store, f"reported/{number}", time.monotonic() + 2 * self._answer_seconds)
+                return None
+            deadline = time.monotonic() + self._answer_seconds
+            found = {rank: _read(store, f"report/{number}/{rank}", deadline) or "" for rank in range(self.world_size)}
+            store.set(f"reported/{number}", "")
+            return found
+        except RuntimeError:
+            return None
+
     def close(self) -> None:
         """Stop to answer."""
         self._closed.set()
@@ -131,6 +151,9 @@ class Watch:
                     self._store.set(f"answer/{self._answered}/{self.rank}", self._here())
                     self._answered += 1
                     self._noticed = bool(self._since)  # who asked says it for all that wait
+                while self._store.check([f"report/{self._reported}"]):
+                    self._store.set(f"report/{self._reported}/{self.rank}", f"{self.progress()}\n{stacks()}")
+                    self._reported += 1
                 self._notice()
                 if self.vote is not None:
                     self.vote.listen()

@@ -15,8 +15,8 @@ from ..loggers import messages
 if TYPE_CHECKING:
     from .state import RunState
 
-#: What a signal may do: end the run with a checkpoint, also give the job back to SLURM's queue, or None of our business.
-ACTIONS = ("stop", "requeue", None)
+#: What a signal may do: end the run with a checkpoint; also give the job back to SLURM's queue.
+ACTIONS = ("stop", "requeue")
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -34,8 +34,9 @@ def check_signals(given: Any) -> dict[int, str | None]:
         )
     found: dict[int, str | None] = {}
     for name, action in given.items():
-        if action not in ACTIONS:
-            raise ValueError(messages.unknown(f"action for {name!r} in Trainer(signals=)", action, ACTIONS))
+        if action not in (*ACTIONS, None):
+            text = messages.unknown(f"action for {name!r} in Trainer(signals=)", str(action), ACTIONS)
+            raise ValueError(f"{text} None leaves the signal alone.")
         found[_number(name)] = action
     return found
 
@@ -44,7 +45,7 @@ def _number(name: Any) -> int:
     numbers = {s.name: s for s in signal.Signals}
     known = numbers.get(name) if isinstance(name, str) else next((s for s in signal.Signals if s == name), None)
     if known is None:
-        raise ValueError(messages.unknown("signal in Trainer(signals=)", name, sorted(numbers)))
+        raise ValueError(messages.unknown("signal in Trainer(signals=)", str(name), sorted(numbers)))
     if known.name in ("SIGKILL", "SIGSTOP"):
         raise ValueError(f"Trainer(signals={{{name!r}: ...}}): no program can catch {known.name}. Leave it out.")
     return int(known)

@@ -100,10 +100,12 @@ class RunState:
         return self.status in ("finished", "interrupted")
 
     def where(self) -> str:
-        """What the run is doing, in words: ``train, epoch 0, batch 3``; empty between runs."""
-        if self.stage != "train":
-            return self.stage or self.fn or ""
-        return f"train, epoch {self.epoch}, batch {self.batch_idx}"
+        """What the run is doing, in words: ``train, epoch 0, batch 3, step 3``; empty between runs."""
+        if self.stage == "train":
+            return f"train, epoch {self.epoch}, batch {self.batch_idx}, step {self.global_step}"
+        if self.stage is None:
+            return self.fn or ""
+        return f"{self.stage}, step {self.global_step}" if self.fn == "fit" else self.stage
 
     def state_dict(self) -> dict[str, Any]:
         """The counters as plain numbers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -28,12 +29,16 @@ class Stops:
     window's end), after each validation of a fit, between epochs, and between the batches of ``validate``, ``test`` and
     ``predict``.
 
+    Args:
+        trainer: whose run it is.
+        actions: what each signal does.
+
     Attributes:
         signum: the signal that ends the run on all ranks, at the boundary they agreed on; 0 until then.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.state = trainer, trainer.state
+    def __init__(self, trainer: Trainer, actions: Mapping[int, str]) -> None:
+        self.trainer, self.state, self.actions = trainer, trainer.state, actions
         self.signum = 0
         self._found: Stop | None = None
 
@@ -108,5 +113,5 @@ class Stops:
             return
         with suppress(RuntimeError):  # a rank is gone
             self.trainer.strategy.barrier("stop")
-        if self.trainer._signals.get(self.signum) == "requeue" and self.trainer.is_global_zero:
+        if self.actions.get(self.signum) == "requeue" and self.trainer.is_global_zero:
             requeue()

@@ -392,8 +392,8 @@ class Trainer(TrainerStatus):
     def _run(self, request: Request) -> Any:
         check.check_request(self.state.fn, request)
         self.state.begin(request.fn)
-        failed = True
-        with watch(self.state, actions(self._signals)), Stops(self) as self._stops:
+        failed, wanted = True, actions(self._signals)
+        with watch(self.state, wanted), Stops(self, wanted) as self._stops:
             try:
                 with numerics(self):
                     resumed = attach(self, request)
