@@ -49,17 +49,19 @@ class HangDetector(Callback):
         self.timeout_seconds = timeout_seconds
         self.abort = abort
         self._ended: threading.Event | None = None
+        self._thread: threading.Thread | None = None
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         self._ended = threading.Event()
-        threading.Thread(
-            target=self._look, args=(trainer, self._ended), name=f"paceline-hang-{stage}", daemon=True
-        ).start()
+        name = f"paceline-hang-{stage}"
+        self._thread = threading.Thread(target=self._look, args=(trainer, self._ended), name=name, daemon=True)
+        self._thread.start()
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        if self._ended is not None:
+        if self._ended is not None and self._thread is not None:
             self._ended.set()
-            self._ended = None
+            self._thread.join()
+        self._ended = self._thread = None
 
     def _look(self, trainer: Trainer, ended: threading.Event) -> None:
         pause = min(self.timeout_seconds / _LOOKS, _LONGEST_PAUSE_SECONDS)
