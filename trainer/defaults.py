@@ -69,8 +69,8 @@ def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, traine
         found.append(Timer(to_timedelta(max_time, "Trainer(max_time=)"), grace_seconds=grace_seconds))
     elif grace_seconds:
         raise ValueError(
-            f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no end to stop before. Pass max_time, "
-            "or leave it out."
+            f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no end to stop before. Pass "
+            "max_time, or leave it out."
         )
     check_state_keys(found)
     return order(found)

@@ -16,7 +16,6 @@ from .data.sharding import surplus
 from .hooks import check_signature, method_of, overridden
 
 if TYPE_CHECKING:
-    from .stopping import Stops
     from .trainer import Trainer
 
 Kind = Literal["validate", "test", "predict"]
@@ -125,15 +124,14 @@ class EvalLoop:
         counted = limit - 1 if surplus(loader) and limit == known else limit
         indices = source.track_indices(loader) if self.kind == "predict" and self.writes() else None
         batch_idx = -1
-        stops = self.may_stop(known)
+        stops, may_stop = trainer._stops, self.may_stop(known)
         with closing(batches):
             for batch, is_mine in self.in_step(batches, known):
                 batch_idx += 1
                 state.evaluated += 1
-                if stops is not None:
-                    state.passed += 1
-                    if state.stop and stops.at(state.passed):
-                        raise stops.by_signal()
+                state.passed += may_stop
+                if state.stop and may_stop and stops.at(state.passed):
+                    raise stops.by_signal()
                 metrics.batch = batch
                 if batch_idx >= counted or not is_mine:
                     with metrics.muted(trainer.training_module):
@@ -159,15 +157,15 @@ class EvalLoop:
         self.predictions.append(self.of_all_ranks(kept) if self.gather else kept)
         trainer.predict_batch_indices.append(taken)
 
-    def may_stop(self, known: float) -> Stops | None:
-        """What stops this pass between two batches, if anything may: a fit finishes its validations.
+    def may_stop(self, known: float) -> bool:
+        """Whether a signal stops this pass between two batches: a fit finishes its validations.
 
         Nor is a pass left whose batches are not as many on all ranks, as far as is ``known``: those that are done would
         wait for the others at its end.
         """
         trainer = self.trainer
         alike = known != float("inf") or trainer.strategy.communicates_forward or trainer.world_size == 1
-        return trainer._stops if alike and trainer.state.fn != "fit" else None
+        return alike and trainer.state.fn != "fit"
 
     def of_all_ranks(self, kept: list[Any]) -> list[Any]:
         """Every rank's outputs in the data's order: a round of one batch a rank after the other, in rank order."""

@@ -150,9 +150,7 @@ def test_a_signal_in_a_validation_or_at_the_end_is_everybodys(found: list[dict[s
     assert alike(found, "signal at the end") | {"step": 5, "ended": 143} == alike(found, "signal at the end")
 
 
-@pytest.mark.parametrize(
-    "when", ["by one", "by all", "in a validation", "at an epoch's end", "before the first"]
-)
+@pytest.mark.parametrize("when", ["by one", "by all", "in a validation", "at an epoch's end", "before the first"])
 def test_should_stop_on_one_rank_ends_the_training_of_all(when: str, found: list[dict[str, Any]]) -> None:
     assert alike(found, f"asked {when}")["ended"] == "at its end"
 
