@@ -78,6 +78,7 @@ class CheckpointKeeper(Checkpoint):
         self._given_dirpath = None if dirpath is None else local_folder(dirpath, "ModelCheckpoint")
         self._files = RunFiles(self._given_dirpath or "")
         self._inherited: dict[str, Any] | None = None
+        self._score_of_file: float | None = None
         self._forget_steps(alone=True)
 
     @property
@@ -100,6 +101,9 @@ class CheckpointKeeper(Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         self._files.sign(checkpoint)
+        if self._score_of_file is not None:
+            facts = checkpoint.setdefault("paceline", {}).setdefault("manifest", {})
+            facts |= {"monitor": self.monitor, "score": self._score_of_file}
 
     def _forget_steps(self, alone: bool) -> None:
         self._alone = alone
@@ -157,8 +161,8 @@ class CheckpointKeeper(Checkpoint):
             messages.warn(f"The state could not be saved after the {type(exception).__name__}: {error}")
 
     def has_saved(self, step: int) -> bool:
-        """Whether there is a file of this step."""
-        return step in (self._saved_step, self._last_step)
+        """Whether there is a file of this step that can be resumed from."""
+        return step in (self._saved_step, self._last_step) and not self.save_weights_only
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
         """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.
@@ -206,7 +210,7 @@ class CheckpointKeeper(Checkpoint):
                     del self.best_k_models[old]
                 self.best_k_models[path] = torch.tensor(math.nan) if score is None else score
                 self._rank()
-            self._write(trainer, path)
+            self._write(trainer, path, score)
         self._saved_step, self._saved_path = step, path
         if self.verbose:
             reached = f"{self.monitor!r} is {score:.6g}, " if score is not None else ""
@@ -255,7 +259,7 @@ class CheckpointKeeper(Checkpoint):
         path = self._unused(trainer, values, self.CHECKPOINT_NAME_LAST, replaces=[old])
         with self._undone_on_failure():
             self.last_model_path = path
-            self._write(trainer, path)
+            self._write(trainer, path, values.get(self.monitor or ""))
         self._last_step = trainer.global_step
         if old:
             self._delete(trainer, old, successor=path)
@@ -344,8 +348,12 @@ class CheckpointKeeper(Checkpoint):
     def _agreed(self, trainer: Trainer, value: Any) -> Any:
         return value if self._alone else trainer.strategy.broadcast(value)
 
-    def _write(self, trainer: Trainer, path: str) -> None:
-        trainer.save_checkpoint(path, self.save_weights_only)
+    def _write(self, trainer: Trainer, path: str, score: Tensor | None = None) -> None:
+        self._score_of_file = None if score is None else score.item()
+        try:
+            trainer.save_checkpoint(path, self.save_weights_only)
+        finally:
+            self._score_of_file = None
         self._files.wrote(path)
 
     def _delete(self, trainer: Trainer, path: str, successor: str) -> None:

@@ -8,12 +8,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 from uuid import uuid4
 
-import torch
-
 from ..loggers import messages
-
-#: In a checkpoint that is a folder, the file that holds everything but the big tensors.
-CONTENTS = "contents.ckpt"
+from . import manifest
 
 
 def local_folder(path: str | os.PathLike[str], who: str) -> str:
@@ -54,12 +50,10 @@ class RunFiles:
         if path in self._written:
             return True
         try:
-            # "meta" and mmap: the weights are not read.
-            held = os.path.join(path, CONTENTS) if os.path.isdir(path) else path
-            content = torch.load(held, map_location="meta", mmap=True, weights_only=True)
-            return self.mark in content["paceline"]["runs"]
-        except Exception:  # whatever cannot be read is not known to be ours
+            found = manifest.read(path)
+        except (OSError, ValueError):  # what cannot be read is not known to be ours
             return False
+        return found is not None and self.mark in found.runs
 
     def unused(self, paths: Iterator[str], replaces: Collection[str]) -> str:
         """Return the first path that does not exist, or whose file is ours and to be replaced anyway."""

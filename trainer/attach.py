@@ -273,32 +273,35 @@ def prepare_data(trainer: Trainer) -> None:
 def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
     """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
 
-    ``"last"`` stays a word until ``setup`` has told the callbacks where they save. A fit in a job that SLURM requeued
-    goes on from it without being told.
+    ``"last"`` and ``"auto"`` stay words until ``setup`` has told the callbacks where they save. A fit in a job that
+    SLURM requeued means ``"auto"`` without being told.
     """
     from .checkpoint.find import find_checkpoint
 
     asked = request.ckpt_path if trainer._ckpt_asked is None else trainer._ckpt_asked
     if asked is None and request.fn == "fit" and is_requeued():
-        asked = "last"
-    return asked if asked == "last" else find_checkpoint(trainer, asked, request.fn, reused)
+        asked = "auto"
+    return asked if asked in ("last", "auto") else find_checkpoint(trainer, asked, request.fn, reused)
 
 
 def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, Any] | None:
     """The checkpoint to load from, read; None if there is none to load."""
-    from .checkpoint.find import find_checkpoint
+    from .checkpoint.find import find_checkpoint, highest_sequence
     from .checkpoint.read import read
 
-    if path == "last":  # one rank looks: the others may see the folder a moment older, or on another machine
-        found = find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
-        path = trainer.strategy.broadcast(found)
-    else:
+    if trainer.is_global_zero:  # one rank looks: the others may see the folder a moment older, or on another machine
         path = find_checkpoint(trainer, path, request.fn, reused=False)
-    trainer._ckpt_path = path
+        if request.fn == "fit":
+            trainer._saves = max(trainer._saves, highest_sequence(trainer))
+    path = trainer._ckpt_path = trainer.strategy.broadcast(path)
     if path is None:
         return None
     messages.info(f"Loading {path}")
-    return read(path, strategy=trainer.strategy)
+    checkpoint = read(path, strategy=trainer.strategy)
+    if request.fn == "fit":
+        facts = checkpoint.get("paceline", {}).get("manifest", {})
+        trainer._saves = max(trainer._saves, facts.get("sequence", 0))
+    return checkpoint
 
 
 def setup_optimizers(trainer: Trainer) -> None:

@@ -228,7 +228,9 @@ class Trainer(TrainerStatus):
             train_dataloaders: a DataLoader, any iterable over batches, a collection of those, or a DataModule.
             val_dataloaders: one or several.
             datamodule: instead of loaders.
-            ckpt_path: go on from this file; ``"best"`` and ``"last"`` find one.
+            ckpt_path: go on from this checkpoint. ``"last"``: the newest valid one where this run saves, also of earlier
+                starts of the same command; ``"auto"`` does the same where there may be none yet, as in a job that is
+                requeued. ``"best"``: that of the run before.
             weights_only: None or True, which is always so: a file never runs code.
         """
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
@@ -346,6 +348,11 @@ class Trainer(TrainerStatus):
             file.write(checkpoint, filepath)
         self.strategy.barrier("save_checkpoint")
 
+    def _count_save(self) -> int:
+        """The number of the save that begins: one more than the highest of this run and of those in its folders."""
+        self._saves += 1
+        return self._saves
+
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Context in which layers are made on the run's device and in its dtype.
 
@@ -374,6 +381,7 @@ class Trainer(TrainerStatus):
         self.predict_batch_indices: list[list[list[int]]] = []
         self.current_batch_indices: list[int] | None = None
         self._ckpt_path = self._ckpt_asked = None
+        self._saves = 0
         self._brought = None
         self._log_dir = None
 

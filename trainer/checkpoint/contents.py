@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...callbacks.manifest import FORMAT
 from ...loggers import messages
 from .. import seed
 from ..data.loaders import loader_state
 from . import lightning
-from .file import FORMAT
 from .plain import plain
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def _section(trainer: Trainer) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "data_ranks": trainer.strategy.num_data_ranks,
         "progress": trainer.state.state_dict(),
+        "manifest": {"sequence": trainer._count_save()},
     }
 
 

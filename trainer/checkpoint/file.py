@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import shutil
-import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -15,41 +14,46 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from ...callbacks.run_files import CONTENTS
+from ...callbacks import manifest
+from ...callbacks.manifest import FORMAT
 from ...loggers import messages
 from . import replace
 from .plain import plain
-
-#: The layout of the ``paceline`` section. A file with a higher number is refused.
-FORMAT = 1
+from .verify import Problem, file_problem
 
 _BUFFER_BYTES = 1 << 20
-_DOS_FOLDER = 0x10
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+def write(checkpoint: dict[str, Any], path: str | os.PathLike[str], whole: bool = True) -> None:
     """Write a checkpoint so that ``path`` is, at any moment and after any crash, the old file or the whole new one.
 
     The bytes go to a hidden ``.tmp`` file beside it and are synced to disk before that takes its place. Tensors are
     streamed from where they are; nothing holds the file in memory.
+
+    Args:
+        checkpoint: plain data and tensors.
+        path: the file.
+        whole: False if the file is a part of a folder, which has the manifest.
 
     Raises:
         TypeError: a value is neither plain data nor a tensor; the message has its place.
         OSError: it could not be written. What was at ``path`` is still there.
     """
     target = Path(path)
-    if target.is_dir() and not (target / CONTENTS).exists():
+    if target.is_dir() and not manifest.is_folder(target):
         raise IsADirectoryError(errno.EISDIR, "A checkpoint is one file, but there is a folder of this name", str(path))
     temporary = target.with_name(replace.temporary_name(target.name))
     stream = _Stream()
     try:
         checkpoint = plain(checkpoint, "checkpoint")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb", buffering=_BUFFER_BYTES) as stream.raw:
+        with temporary.open("x+b", buffering=_BUFFER_BYTES) as stream.raw:
             _save(checkpoint, stream)
+            if whole:
+                manifest.append(stream.raw, manifest.of(checkpoint))
             stream.raw.flush()
             os.fsync(stream.raw.fileno())
         replace.take_place(temporary, target)
@@ -172,10 +176,10 @@ def _read(file: IO[bytes], name: str, map_location: Any) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise _refused(file, name, error) from error
     except (EOFError, LookupError, ValueError, TypeError) as error:
-        raise damaged(name, f"torch.load says {error!r}") from error
+        raise _damaged(name, f"torch.load says {error!r}") from error
     except RuntimeError as error:
         if "inline_container" in str(error) or "PytorchStreamReader" in str(error):
-            raise damaged(name, f"torch.load says {str(error).splitlines()[0]!r}") from error
+            raise _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}") from error
         raise
     _check_contents(checkpoint, name)
     return checkpoint
@@ -215,41 +219,9 @@ def _files_in(folder: Path) -> str:
 
 
 def _check_bytes(file: IO[bytes], name: str) -> None:
-    """Hold every record against its checksum: ``torch.load`` does not, and would load noise as weights."""
-    file.seek(0)
-    head = file.read(4)
-    if not head:
-        raise damaged(name, "it is empty")
-    if head[:2] != b"PK":
-        if head[:1] != b"\x80":
-            raise _no_checkpoint(name, f"it starts with the bytes {head!r}")
-        return
-    try:
-        with zipfile.ZipFile(file) as archive:
-            endings = {record.rpartition("/")[2] for record in archive.namelist()}
-            bad_record = _damaged_record(archive)
-    except Exception as error:
-        raise damaged(name, f"its records cannot be read ({error!r})") from error
-    if "constants.pkl" in endings:
-        raise _no_checkpoint(name, "it is a TorchScript program", "Load it with torch.jit.load.")
-    if "data.pkl" not in endings and bad_record is None:
-        raise _no_checkpoint(name, "it is a zip file of something else")
-    if bad_record is not None:
-        raise damaged(name, f"its record {bad_record!r} does not match its checksum")
-
-
-def _damaged_record(archive: zipfile.ZipFile) -> str | None:
-    """The first record that is not what was written; torch can be told to write without checksums, all of them 0."""
-    records = archive.infolist()
-    if any(record.CRC for record in records):
-        damaged = archive.testzip()
-        return damaged or next((record.filename for record in records if _is_odd(record)), None)
-    return None
-
-
-def _is_odd(record: zipfile.ZipInfo) -> bool:
-    """Whether torch would read other bytes than the checksum covers: another length, or a folder (nothing at all)."""
-    return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
+    found = file_problem(file)
+    if found is not None:
+        raise found.error(name)
 
 
 def _check_contents(checkpoint: Any, name: str) -> None:
@@ -272,17 +244,12 @@ def _check_contents(checkpoint: Any, name: str) -> None:
     raise _no_checkpoint(name, why)
 
 
-def _no_checkpoint(name: str, why: str, fix: str = "") -> ValueError:
-    fix = fix or "Pass a file written by trainer.save_checkpoint or ModelCheckpoint."
-    return ValueError(f"{name!r} is not a checkpoint: {why}. {fix}")
+def _no_checkpoint(name: str, why: str, fix: str | None = None) -> ValueError:
+    return Problem(why, foreign=True, fix=fix).error(name)
 
 
-def damaged(name: str, why: str) -> ValueError:
-    """The error for a checkpoint that is not as it was written."""
-    return ValueError(
-        f"The checkpoint {name!r} is damaged or cut short: {why}. Use another one; if this is a copy, copy it again "
-        "and compare the sizes."
-    )
+def _damaged(name: str, why: str) -> ValueError:
+    return Problem(why).error(name)
 
 
 def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> ValueError:
@@ -291,7 +258,7 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
     with suppress(Exception):
         found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     if not found:
-        return damaged(name, f"torch.load says {str(error).splitlines()[0]!r}")
+        return _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}")
     return ValueError(
         f"The checkpoint {name!r} was not loaded and nothing in it was run: it names "
         f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, allow "

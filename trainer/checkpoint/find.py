@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...callbacks import manifest
+from ...callbacks.manifest import FORMAT, Manifest
 from ...loggers import messages
 from .read import read
+from .verify import problem
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
 def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> Path | None:
-    """The file for ``"best"``, ``"last"``, a path or None.
+    """The file for ``"best"``, ``"last"``, ``"auto"``, a path or None.
 
     Args:
         trainer: whose checkpoint callbacks know their files.
@@ -37,8 +41,8 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
                 "(enable_checkpointing=True) first, or pass the path of a file."
             )
         return best
-    if ckpt_path == "last":
-        return _last(trainer, fn)
+    if ckpt_path in ("last", "auto"):
+        return _newest(trainer, ckpt_path, fn)
     return Path(ckpt_path)
 
 
@@ -46,33 +50,116 @@ def _best(trainer: Trainer) -> Path | None:
     return next((Path(c.best_model_path) for c in trainer.checkpoint_callbacks if c.best_model_path), None)
 
 
-def _last(trainer: Trainer, fn: str) -> Path | None:
+def _newest(trainer: Trainer, word: str, fn: str) -> Path | None:
     """The newest valid checkpoint in the folders this run saves to; for a fit one that can be resumed from."""
-    folders = set(_folders(trainer))
-    files = [file for folder in folders if folder.is_dir() for file in folder.glob("*.ckpt")]
-    passed_over = []
-    for file in sorted(files, key=lambda f: (f.stat().st_mtime_ns, f.name), reverse=True):
+    own, earlier = _folders(trainer)
+    folders = own + earlier
+    order, passed_over = _newest_first(_checkpoints(trainer, folders))
+    chosen = None
+    for path, known in order:
+        why = _why_not(path, known, fn)
+        if why is None:
+            chosen = path
+            break
+        passed_over[path] = why
+    listed = ", ".join(f"{path} ({why})" for path, why in passed_over.items())
+    harmless = all(why == _WEIGHTS_ONLY for why in passed_over.values())
+    if chosen is None:
+        say = messages.info if harmless and word == "auto" else messages.warn
+        where = ", ".join(map(str, folders)) or "no folder"
+        broken = f" Passed over: {listed}." if listed else ""
+        say(f"ckpt_path={word!r}: there is no valid checkpoint in {where}; the run starts fresh.{broken}")
+    elif listed:
+        say = messages.info if harmless else messages.warn
+        say(f"ckpt_path={word!r} passed over {listed} and takes {chosen}.")
+    return chosen
+
+
+_WEIGHTS_ONLY = "weights only"
+
+
+def _newest_first(paths: Iterable[Path]) -> tuple[list[tuple[Path, Manifest | None]], dict[Path, str]]:
+    """Checkpoints in the order to try, with what they say of themselves; and those that cannot be tried, with why.
+
+    The numbers of the saves order them, so that a clock that was set back changes nothing; files of other tools, which
+    have none, come after all that have one, by their time.
+    """
+    found: list[tuple[tuple[int, int, int], Path, Manifest | None]] = []
+    broken: dict[Path, str] = {}
+    for path in paths:
         try:
-            found = read(file, map_location="meta")  # its bytes are checked, its tensors not loaded
-        except Exception as error:  # a broken file is what is being looked for
-            passed_over.append(f"{file} ({type(error).__name__})")
-            continue
-        if fn == "fit" and "optimizer_states" not in found:
-            passed_over.append(f"{file} (weights only)")
-            continue
-        if passed_over:
-            messages.warn(f"ckpt_path='last' passed over {', '.join(passed_over)} and takes {file}.")
-        return file
-    where = ", ".join(map(str, sorted(folders))) or "no folder"
-    broken = f" Broken: {', '.join(passed_over)}." if passed_over else ""
-    messages.warn(f"ckpt_path='last': there is no valid checkpoint in {where}; the run starts fresh.{broken}")
-    return None
+            known = manifest.read(path)
+            number = (known.sequence, _version(path)) if known else (-1, 0)
+            found.append(((*number, path.stat().st_mtime_ns), path, known))
+        except (OSError, ValueError) as error:
+            broken[path] = _damage(path) or str(error)
+    found.sort(key=lambda one: one[0], reverse=True)
+    return [(path, known) for _, path, known in found], broken
 
 
-def _folders(trainer: Trainer) -> list[Path]:
-    """Where the callbacks save; with the default folder, new for every run, those of the runs before too."""
-    folders = [Path(found) for callback in trainer.callbacks if (found := getattr(callback, "dirpath", None))]
+def _why_not(path: Path, known: Manifest | None, fn: str) -> str | None:
+    """Why a run cannot begin with a checkpoint; None if it can."""
+    if known is None:
+        return _damage(path) or _why_not_foreign(path, fn)
+    if known.format > FORMAT:
+        return f"of a newer version, format {known.format}"
+    return _WEIGHTS_ONLY if fn == "fit" and known.weights_only else _damage(path)
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        found = problem(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None if found is None else found.why
+
+
+def _why_not_foreign(path: Path, fn: str) -> str | None:
+    try:
+        found = read(path, map_location="meta")  # its tensors are not loaded
+    except Exception as error:  # a broken file is what is being looked for
+        return f"{type(error).__name__}: {error}"
+    return _WEIGHTS_ONLY if fn == "fit" and "optimizer_states" not in found else None
+
+
+def highest_sequence(trainer: Trainer) -> int:
+    """The highest number of a save in the folders of this run, 0 if there is none.
+
+    Of earlier runs, in version folders, only the newest that saved anything is looked at: it began above the others.
+    """
+    own, earlier = _folders(trainer)
+    highest = _highest(trainer, own)
+    return max(highest, next(filter(None, (_highest(trainer, [folder]) for folder in earlier)), 0))
+
+
+def _highest(trainer: Trainer, folders: Iterable[Path]) -> int:
+    order, _ = _newest_first(_checkpoints(trainer, folders))
+    return max((known.sequence for _, known in order if known), default=0)
+
+
+def _checkpoints(trainer: Trainer, folders: Iterable[Path]) -> Iterator[Path]:
+    names = (getattr(callback, "filename", None) or "" for callback in _savers(trainer))
+    depth = max((name.count("/") for name in names), default=0)
+    for folder in folders:
+        yield from manifest.checkpoints_in(folder, depth)
+
+
+def _savers(trainer: Trainer) -> list[Any]:
+    """The callbacks that have a folder for checkpoints."""
+    return [callback for callback in trainer.callbacks if getattr(callback, "dirpath", None)]
+
+
+def _folders(trainer: Trainer) -> tuple[list[Path], list[Path]]:
+    """Where the callbacks save; and, if that is the default folder, new for every run, those of the runs before."""
+    folders = list(dict.fromkeys(Path(callback.dirpath) for callback in _savers(trainer)))
     own = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-    if own in folders and own.parent.name.startswith("version_"):
-        folders += own.parent.parent.glob("version_*/checkpoints")
-    return folders
+    if own not in folders or not own.parent.name.startswith("version_"):
+        return folders, []
+    earlier = sorted(own.parent.parent.glob("version_*/checkpoints"), key=_version, reverse=True)
+    return folders, [folder for folder in earlier if folder not in folders]
+
+
+def _version(path: Path) -> int:
+    """N of the folder ``version_N`` that a path leads through; -1 if there is none."""
+    numbers = [part.removeprefix("version_") for part in path.parts if part.startswith("version_")]
+    return int(numbers[-1]) if numbers and numbers[-1].isdecimal() else -1

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ...callbacks.run_files import CONTENTS
+from ...callbacks import manifest
 from . import file, sharded
 
 if TYPE_CHECKING:
@@ -28,6 +28,6 @@ def read(
         IsADirectoryError: a folder that is no checkpoint.
         ValueError: damaged, not a checkpoint, written by a newer version, or it names code.
     """
-    if isinstance(path, (str, os.PathLike)) and (Path(path) / CONTENTS).is_file():
+    if isinstance(path, (str, os.PathLike)) and manifest.is_folder(path):
         return sharded.read(Path(path), map_location, strategy)
     return file.read(path, map_location)

@@ -1,8 +1,8 @@
 """One checkpoint, one folder: each process writes and reads its own part of the tensors, in parallel.
 
 In the folder lie ``contents.ckpt``, a checkpoint file like any other whose big tensors have no memory (they are on the
-meta device), and the parts of these, written by torch.distributed.checkpoint under the names they have in it
-(``state_dict.head.weight``). It is the same whole checkpoint to everybody who reads it, on any number of processes.
+meta device), the parts of these, written by torch.distributed.checkpoint under the names they have in it
+(``state_dict.head.weight``), and ``manifest.json`` with the checksums of all of them. It is the same whole checkpoint to everybody who reads it, on any number of processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copy
 import errno
 import pickle
 import warnings
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,14 @@ from typing import IO, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...callbacks.run_files import CONTENTS
+from ...callbacks import manifest
+from ...callbacks.manifest import CONTENTS
 from ...strategies.base import Strategy
 from . import file, replace
+from .verify import folder_problem, sums
 
 T = TypeVar("T")
 
-_BUFFER_BYTES = 1 << 24
 _METADATA = ".metadata"
 
 
@@ -36,7 +36,7 @@ _METADATA = ".metadata"
 def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
     """Write a checkpoint whose tensors lie in parts. Every process must call.
 
-    Everything goes to a hidden folder beside ``path``, ``contents.ckpt`` with the checksums of the others last, and is
+    Everything goes to a hidden folder beside ``path``, the manifest with the checksums of the others last, and is
     synced to disk before the folder takes its name. Of what is not in parts, rank 0's counts.
 
     Raises:
@@ -62,12 +62,9 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
     try:
         together(lambda: _make_folder(target, temporary, strategy.is_global_zero))
         together(lambda: _write_parts(parts, temporary, strategy))
-        own = together(lambda: _sums(sorted(temporary.glob(f"__{strategy.global_rank}_*"))))
-        sums = {name: sum_ for found in strategy.gather_objects(own) for name, sum_ in found.items()}
-        if strategy.is_global_zero:
-            sums |= _sums([temporary / _METADATA])
-            contents["paceline"] = {**contents.get("paceline", {}), "parts": sums}
-        together(lambda: strategy.is_global_zero and _finish(contents, temporary, target, sums))
+        own = together(lambda: sums(sorted(temporary.glob(f"__{strategy.global_rank}_*"))))
+        files = {name: sum_ for found in strategy.gather_objects(own) for name, sum_ in found.items()}
+        together(lambda: strategy.is_global_zero and _finish(contents, temporary, target, files))
     except BaseException:
         if strategy.is_global_zero:
             replace.remove(temporary)
@@ -107,7 +104,7 @@ def _together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
 
 
 def _make_folder(target: Path, temporary: Path, make: bool) -> None:
-    if target.is_dir() and not (target / CONTENTS).exists():
+    if target.is_dir() and not manifest.is_folder(target):
         raise IsADirectoryError(
             errno.EISDIR,
             "There is a folder of this name that is no checkpoint. Choose another name. Folder",
@@ -132,27 +129,18 @@ def _write_parts(parts: dict[str, Any], folder: Path, strategy: Strategy) -> Non
         ) from error
 
 
-def _sums(paths: list[Path]) -> dict[str, list[int]]:
-    return {path.name: [path.stat().st_size, _checksum(path)] for path in paths}
-
-
-def _checksum(path: Path) -> int:
-    found = 0
-    with path.open("rb") as stream:
-        while data := stream.read(_BUFFER_BYTES):
-            found = zlib.crc32(data, found)
-    return found
-
-
-def _finish(contents: dict[str, Any], temporary: Path, target: Path, sums: dict[str, list[int]]) -> None:
-    elsewhere = [name for name in sums if not (temporary / name).exists()]
+def _finish(contents: dict[str, Any], temporary: Path, target: Path, files: dict[str, list[int]]) -> None:
+    elsewhere = [name for name in files if not (temporary / name).exists()]
     if elsewhere:
         raise OSError(
-            f"The checkpoint {str(target)!r} was not saved: {len(elsewhere)} of its {len(sums)} files, which other "
+            f"The checkpoint {str(target)!r} was not saved: {len(elsewhere)} of its {len(files)} files, which other "
             "processes wrote, are not on rank 0's disk. Save to a folder that all machines share, or with "
             "FSDPStrategy(state_dict_type='full')."
         )
-    file.write(contents, temporary / CONTENTS)
+    file.write(contents, temporary / CONTENTS, whole=False)
+    files |= sums([temporary / _METADATA, temporary / CONTENTS])
+    manifest.write(temporary, manifest.of(contents, files))
+    file.sync_folder(temporary)
     replace.take_place(temporary, target)
     file.sync_folder(target.parent)
 
@@ -164,16 +152,16 @@ def read(folder: Path, map_location: Any = "cpu", strategy: Strategy | None = No
     """Read a checkpoint folder, after its checksums were found right.
 
     Args:
-        folder: where ``contents.ckpt`` is.
+        folder: where ``contents.ckpt`` and ``manifest.json`` are.
         map_location: a device for the tensors; ``"meta"`` checks the folder without loading them.
         strategy: says what of each tensor this process needs; whole tensors if None. Every process of it must call.
 
     Raises:
         ValueError: damaged, incomplete, or written by a newer version.
     """
-    contents = file.read(folder / CONTENTS, map_location)
     together = partial(_together, strategy or Strategy(), "read")
-    together(lambda: _check(folder, contents, strategy))
+    together(lambda: _check(folder, strategy))
+    contents = file.read(folder / CONTENTS, map_location)
     if torch.device(map_location) == torch.device("meta"):
         return contents
     wanted: dict[str, Tensor] = {}
@@ -192,18 +180,10 @@ def read(folder: Path, map_location: Any = "cpu", strategy: Strategy | None = No
     return filled
 
 
-def _check(folder: Path, contents: dict[str, Any], strategy: Strategy | None) -> None:
-    """Hold the files against their sizes, and this process's share of them against their checksums."""
-    rank, world = (strategy.global_rank, strategy.world_size) if strategy else (0, 1)
-    sums = contents["paceline"]["parts"]
-    for index, (name, (size, checksum)) in enumerate(sums.items()):
-        path = folder / name
-        if not path.exists():
-            raise file.damaged(str(folder), f"its file {name!r} is missing")
-        if path.stat().st_size != size:
-            raise file.damaged(str(folder), f"its file {name!r} has {path.stat().st_size} bytes and should have {size}")
-        if index % world == rank and _checksum(path) != checksum:
-            raise file.damaged(str(folder), f"its file {name!r} does not match its checksum")
+def _check(folder: Path, strategy: Strategy | None) -> None:
+    found = folder_problem(folder, strategy.global_rank, strategy.world_size) if strategy else folder_problem(folder)
+    if found is not None:
+        raise found.error(str(folder))
 
 
 def _load(folder: Path, wanted: dict[str, Tensor]) -> None:
