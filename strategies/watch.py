@@ -1,8 +1,8 @@
 """Where every rank is just now: what turns a silent wait for a rank that does not come into a sentence.
 
 Nothing is sent while all is well. A thread of each rank looks every few seconds whether somebody asks, and answers with
-the user's line that the rank executes. A rank asks when a collective of the strategy's has waited for long, or failed. The
-same thread hears of a stop that another rank asks for, and answers for its own (see :mod:`.stopping`).
+the user's line that the rank executes. A rank asks when a collective of the strategy's has waited for long, or failed.
+The same thread hears of a stop that another rank asks for, and answers for its own (see :mod:`.stopping`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Watch:
         return None
 
     def reports(self) -> dict[int, str] | None:
-        """What each of several ranks does, by rank, with the stacks of its threads; empty for a rank that does not answer.
+        """What each of several ranks does, by rank, with its threads' stacks; empty for one that does not answer.
 
         Of ranks that ask at the same time one gets the reports, the others None once it has them; so do all if the
         store has gone with the rank that held it.
