@@ -51,9 +51,9 @@ class Timer(Callback):
                 f"{messages.unknown('interval of Timer', interval, ('step', 'epoch'))} "
                 "It says when the clock is looked at: after each training batch or at the end of each epoch."
             )
-        if not grace_seconds >= 0:
+        if not isinstance(grace_seconds, (int, float)) or not 0 <= grace_seconds < math.inf:
             raise ValueError(
-                f"Timer(grace_seconds={grace_seconds!r}) would stop after the time is up. Pass the seconds that the "
+                f"Timer(grace_seconds={grace_seconds!r}) is no time to stop before the end. Pass the seconds that the "
                 "last step and its checkpoint take, or 0."
             )
         self._grace = grace_seconds

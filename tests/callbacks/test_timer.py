@@ -147,8 +147,9 @@ def test_the_grace_time_is_kept_for_what_follows(clock: Clock) -> None:
 def test_a_grace_time_without_an_end_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"grace_seconds=3\) without max_time"):
         make_trainer(grace_seconds=3)
-    with pytest.raises(ValueError, match=r"Timer\(grace_seconds=-1\)"):
-        Timer("00:00:00:01", grace_seconds=-1)
+    for seconds in (-1, float("nan"), "5"):
+        with pytest.raises(ValueError, match=r"Timer\(grace_seconds=.*Pass the seconds"):
+            Timer("00:00:00:01", grace_seconds=seconds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("verbose", [True, False])

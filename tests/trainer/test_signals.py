@@ -208,20 +208,6 @@ def test_signals_can_be_chosen(quiet: dict[str, Any]) -> None:
     assert (error, seen, trainer.global_step) == (None, [signal.SIGTERM], 12)
 
 
-@pytest.mark.parametrize(
-    ("signals", "error", "words"),
-    [
-        ({"SIGTREM": "stop"}, ValueError, "SIGTREM.*Did you mean 'SIGTERM'"),
-        ({"SIGTERM": "halt"}, ValueError, "'halt'.*'stop'.*'requeue'"),
-        ({"SIGKILL": "stop"}, ValueError, "no program can catch SIGKILL"),
-        (["SIGTERM"], TypeError, "Pass a dict"),
-    ],
-)
-def test_bad_signals_are_errors(signals: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        Trainer(signals=signals)
-
-
 # ---- SLURM -----------------------------------------------------------------------------------------------------------
 
 
