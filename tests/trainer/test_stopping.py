@@ -188,8 +188,7 @@ from paceline.callbacks import ModelCheckpoint
 class Net(TinyModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.trainer.global_rank == 1 and self.trainer.global_step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
+            os.kill(os.getppid() if sys.argv[1] == "launcher" else os.getpid(), signal.Signals[sys.argv[2]])
 
 Trainer(
     accelerator="cpu", strategy="ddp", devices=2, max_epochs=1, logger=False, enable_progress_bar=False,
@@ -198,19 +197,19 @@ Trainer(
 """
 
 
-def test_the_launcher_ends_with_the_signals_status(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("told", "name"), [("rank", "SIGTERM"), ("launcher", "SIGUSR1")])
+def test_the_launcher_ends_with_the_signals_status(told: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> called\n')
+    (tmp_path / "scontrol").chmod(0o755)
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT.parent), os.environ.get("PYTHONPATH", "")])
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env=environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 143, done.stderr
+    environ |= {"PYTHONPATH": path, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "71"}
+    command = [sys.executable, "train.py", told, name]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + signal.Signals[name], done.stderr
     step = torch.load(tmp_path / "saved" / "last.ckpt", weights_only=True)["global_step"]
-    assert f"SIGTERM ends the fit after step {step}" in done.stderr
+    assert f"{name} ends the fit after step {step}" in done.stderr
     assert f"epoch=0-step={step}.ckpt" in os.listdir(tmp_path / "saved")
+    called = tmp_path / "called"
+    assert (called.read_text() if called.exists() else "") == ("requeue 71\n" if name == "SIGUSR1" else "")
