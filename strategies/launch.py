@@ -68,9 +68,9 @@ def rerun(
 ) -> NoReturn:
     """Run this process's command ``num_processes`` times, wait, and exit with the status of what failed first.
 
-    Ctrl-C, SIGTERM and SLURM's SIGUSR1 are passed on; the processes get the time torch elastic gives them (30 seconds, or
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end as when
-    this one is killed (see :func:`register_failure_hook`).
+    Ctrl-C, SIGTERM and SLURM's SIGUSR1 are passed on; the processes get the time torch elastic gives them (30 seconds,
+    or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end as
+    when this one is killed (see :func:`register_failure_hook`).
 
     Args:
         num_processes: on this machine.

@@ -270,3 +270,35 @@ def test_a_users_handler_for_slurms_signal_is_left_alone(scontrol: Path, quiet: 
     assert error is None
     assert seen == [signal.SIGUSR1]
     assert not scontrol.exists()
+
+
+# ---- and then resumed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end", "on_train_epoch_start"]
+)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_run_that_a_signal_ended_goes_on_to_the_bit(
+    hook: str, accumulate: int, tmp_path: Path, quiet: dict[str, Any]
+) -> None:
+    def train(path: Any, *callbacks: Callback) -> tuple[TinyModule, int | None]:
+        torch.manual_seed(1)
+        module = TinyModule()
+        keeper = ModelCheckpoint(tmp_path, every_n_epochs=0, save_last=True)
+        arguments = {**quiet, "enable_checkpointing": True, "accumulate_grad_batches": accumulate}
+        trainer = Trainer(**arguments, max_epochs=4, val_check_interval=2, callbacks=[*callbacks, keeper])
+        try:
+            trainer.fit(module, tiny_loader(5, shuffle=True), tiny_loader(2), ckpt_path=path)
+        except SystemExit:
+            return module, trainer.global_step
+        return module, None
+
+    whole, _ = train(None)
+    (tmp_path / "last.ckpt").unlink()
+    _, step = train(None, Sends(signal.SIGTERM, hook=hook))
+    assert step is not None
+    assert step_of(tmp_path / "last.ckpt") == step
+    resumed, _ = train(tmp_path / "last.ckpt")
+    for mine, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, expected)
