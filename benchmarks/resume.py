@@ -65,13 +65,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'loader':<36}{'fresh':>9}{'batch 10':>10}{'batch 1,000,000':>17}")  # noqa: T201 - it is the result
+    print(f"{'loader':<36}{'fresh':>9}{'batch 10':>10}{'batch 1,000,000':>17}")
     for world in (1, 4):
         for name, loader in loaders(given.batches * given.batch_size * world, given.batch_size).items():
             part = shard_training(loader, world - 1, world)
             times = [seconds(part, start) for start in (0, 10, 1_000_000)]
             line = f"{name}{f', rank 3 of {world}' if world > 1 else '':<14}"
-            print(f"{line:<36}{times[0]:>9.3f}{times[1]:>10.3f}{times[2]:>17.3f}", flush=True)  # noqa: T201
+            print(f"{line:<36}{times[0]:>9.3f}{times[1]:>10.3f}{times[2]:>17.3f}", flush=True)
 
 
 if __name__ == "__main__":

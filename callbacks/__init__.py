@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .early_stopping import EarlyStopping
     from .finetuning import BackboneFinetuning, BaseFinetuning
     from .gradient_accumulation_scheduler import GradientAccumulationScheduler
+    from .hang_detector import HangDetector
     from .lambda_callback import LambdaCallback
     from .loss_guard import LossGuard
     from .lr_monitor import LearningRateMonitor
@@ -37,6 +38,7 @@ __all__ = [
     "EMAWeightAveraging",
     "EarlyStopping",
     "GradientAccumulationScheduler",
+    "HangDetector",
     "LambdaCallback",
     "LearningRateMonitor",
     "LossGuard",
@@ -61,6 +63,7 @@ _FILES = {
     "early_stopping": ("EarlyStopping",),
     "finetuning": ("BackboneFinetuning", "BaseFinetuning"),
     "gradient_accumulation_scheduler": ("GradientAccumulationScheduler",),
+    "hang_detector": ("HangDetector",),
     "lambda_callback": ("LambdaCallback",),
     "loss_guard": ("LossGuard",),
     "lr_monitor": ("LearningRateMonitor",),

@@ -185,6 +185,7 @@ class SumRecord(Record):
         self.total, self.rest, self.weight = state["total"], state["rest"], state["weight"]
 
     def merge(self, state: dict[str, Any]) -> None:
+        """Add another process's sums."""
         if state["total"] is not None:
             self.total = state["total"] if self.total is None else self.total + state["total"]
         self.rest += state["rest"]
@@ -242,6 +243,7 @@ class ExtremeRecord(Record):
         self.extreme = state["extreme"]
 
     def merge(self, state: dict[str, Any]) -> None:
+        """Take another process's extreme if it is one for both."""
         self.extreme = self._pick(self.extreme, state["extreme"]) if self.extreme is not None else state["extreme"]
 
 

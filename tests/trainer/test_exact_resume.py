@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from paceline import Callback, Trainer, TrainingModule
+from paceline.loggers import Logger
 from paceline.trainer.seed import seed_all
 
 SIZE = 22
@@ -211,18 +212,38 @@ class Rows(Callback):
         pl_module.epochs.append({k: v.item() for k, v in trainer.callback_metrics.items()})
 
 
+class Memory(Logger):
+    """Keeps the rows it is sent."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
 class Saves(Callback):
     """Saves at the end of every batch, and at other moments; the names say where."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.saved: list[str] = []
+        self.saved: dict[str, int] = {}
 
     def save(self, trainer: Any, where: str) -> None:
         state = trainer.state
         name = f"{state.epoch}-{max(state.batch_idx, 0)}-{where}"
         trainer.save_checkpoint(self.folder / name)
-        self.saved.append(name)
+        self.saved[name] = len(trainer.logger.rows)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.save(trainer, "batch")
@@ -246,7 +267,8 @@ def fit(folder: Path, case: Case, ckpt_path: Path | None = None, seed: int = 0, 
     keeper = Saves(folder)
     trainer = Trainer(
         **{
-            "logger": False,
+            "logger": Memory(),
+            "log_every_n_steps": 2,
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "enable_checkpointing": False,
@@ -266,6 +288,7 @@ def fit(folder: Path, case: Case, ckpt_path: Path | None = None, seed: int = 0, 
         "metrics": {key: value.item() for key, value in trainer.callback_metrics.items()},
         "counters": trainer.state.state_dict(),
         "random": (random.random(), float(np.random.rand()), torch.rand(3)),
+        "rows": trainer.logger.rows,
         "saved": keeper.saved,
     }
 
@@ -303,6 +326,8 @@ def same_end(whole: dict[str, Any], resumed: dict[str, Any], name: str) -> None:
         if key in ("seen", "epochs"):
             done = len(whole[key]) - len(resumed[key])
             same(whole[key][done:], resumed[key], f"{name}: {key}")
+        elif key == "rows":
+            same(whole["rows"][whole["saved"][name] :], resumed["rows"], f"{name}: rows")
         elif key != "saved":
             same(whole[key], resumed[key], f"{name}: {key}")
     epoch, batch, where = name.split("-")
@@ -334,6 +359,7 @@ CASES: dict[str, Case] = {
     "validation inside": Case(validates=True, val_check_interval=3),
     "plateau of steps": Case(module=Plateau, validates=True, val_check_interval=2, at=3),
     "torchmetrics": Case(module=Measured),
+    "compiled": Case(compile={"backend": "eager"}, at=6),
     "bf16": Case(precision="bf16-mixed", at=3),
     "fp16, accumulation": Case(precision="16-mixed", accumulate_grad_batches=2, at=2),
 }
@@ -343,7 +369,16 @@ CASES: dict[str, Case] = {
 def test_a_fit_resumed_from_any_checkpoint_is_bit_identical(case: Case, tmp_path: Path) -> None:
     whole = fit(tmp_path, case, saves=True)
     assert len(whole["saved"]) > 5
-    for name in whole["saved"][1 :: case.at]:
+    for name in list(whole["saved"])[1 :: case.at]:
+        same_end(whole, fit(tmp_path, case, tmp_path / name, seed=7), name)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_is_entered_where_it_was(workers: int, tmp_path: Path) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    case = Case(lambda: torchdata.StatefulDataLoader(SizedStream(), batch_size=3, num_workers=workers))
+    whole = fit(tmp_path, case, saves=True)
+    for name in list(whole["saved"])[1::5]:
         same_end(whole, fit(tmp_path, case, tmp_path / name, seed=7), name)
 
 
@@ -359,7 +394,7 @@ SPREAD: dict[str, Case] = {
 def everywhere(case: Case, folder: Path) -> None:
     whole = fit(folder, case, saves=True)
     assert len(whole["saved"]) > 5
-    for name in whole["saved"][1 :: case.at]:
+    for name in list(whole["saved"])[1 :: case.at]:
         same_end(whole, fit(folder, case, folder / name, seed=7), name)
 
 
@@ -409,8 +444,8 @@ def test_on_another_number_of_ranks_the_epoch_goes_on_at_the_same_sample_and_one
     caplog.set_level("INFO", logger="paceline")
     two = ranks(2, cut, tmp_path / "two", 2, 2)
     rest, metrics, seen = cut(tmp_path / "two", 0, 1, resume=True)
-    done = [two[rank][0][place : place + 2] for place in (0, 2, 4) for rank in (0, 1)]
-    assert sorted([*sum(done, []), *rest]) == list(range(24))
+    done = [*two[0][0][:6], *two[1][0][:6]]
+    assert sorted([*done, *rest]) == list(range(24))
     losses = [entry[3] for found in two for entry in found[2][:3]] + [entry[3] for entry in seen]
     assert metrics["loss_epoch"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert metrics["least"] == min(losses)
@@ -445,6 +480,30 @@ def resumed_on_two(path: Path) -> Any:
     samples, _, seen = cut(path, 0, 2, resume=True, accumulate=4)
     told = [line for line in stream.getvalue().splitlines() if "Derived" in line]
     return samples, seen[0][3], "".join(told)
+
+
+def test_a_file_that_one_rank_wrote_alone_after_an_error_is_gone_on_from_by_all(tmp_path: Path) -> None:
+    ranks(2, failing_on_two, tmp_path / "alone")
+    kept = torch.load(tmp_path / "alone", weights_only=True)["paceline"]
+    assert [entry["rank"] for entry in kept["ranks"]] == [0]
+    found = ranks(2, resumed_on_two, tmp_path / "alone")
+    assert [len(samples) for samples, *_ in found] == [8, 8]
+    assert "The checkpoint does not say everything" in found[0][2]
+    assert "the random states of rank 1 (seeded" in found[0][2]
+
+
+def failing_on_two(path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise ValueError("mine")
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            trainer.save_checkpoint(path)
+
+    trainer = make(strategy="ddp", devices=2, callbacks=[Fails()])
+    with pytest.raises(ValueError, match="mine"):
+        trainer.fit(Net(), DataLoader(Noisy(24), 2, shuffle=True))
 
 
 # ---- in part ---------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class Resumed:
         world = strategy.world_size
         lacking = [rank for rank in range(world) if not any(kept["rank"] == rank for kept in self.ranks)]
         if self.ranks and lacking and self._random:
-            listed = messages.names([str(rank) for rank in lacking[:8]], last="and")
+            listed = ", ".join(str(rank) for rank in lacking[:8])
             what = "rank" if len(lacking) == 1 else "ranks"
             self.derived.append(
                 f"the random states of {what} {listed}{' ...' if len(lacking) > 8 else ''} (seeded from the "
