@@ -19,6 +19,7 @@ from .validation import Validation
 
 if TYPE_CHECKING:
     from .checkpoint.place import Resumed
+    from .stopping import Reason
     from .trainer import Trainer
 
 
@@ -112,8 +113,7 @@ class FitLoop:
                         hook(outputs, batch, batch_idx)
                 reason = stops.at(state.passed + 1) if state.stop else ""
                 state.passed += 1
-                if state.stop:
-                    reason = stops.at(state.passed)
+                reason = stops.at(state.passed) if state.stop else reason
                 if state.stepped and (state.updates % log_every == 0 or reason == "asked"):
                     metrics.flush_step(state.updates, state.epoch)
                 if validates and validation.due(batch_idx, reason):
@@ -123,15 +123,11 @@ class FitLoop:
                 state.pending = ""
                 if state.window:
                     continue  # a window is never left half-way
-                if reason == "signal" and not state.is_last_batch:
-                    raise stops.by_signal()
                 if reason or state.global_step >= max_steps:
-                    complete = state.is_last_batch
+                    complete = self.leave_epoch(reason)
                     break
             else:
-                if not over:
-                    self.check_length(batch_idx + 1, batches)
-                complete = not over or state.is_last_batch
+                complete = state.is_last_batch if over else self.check_length(batch_idx + 1, batches)
         self.end_epoch(schedules, complete)
 
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
@@ -268,6 +264,12 @@ class FitLoop:
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
+    def leave_epoch(self, reason: Reason) -> bool:
+        """Whether the batch after which the run stops completes its epoch; inside one a signal ends the run at once."""
+        if reason == "signal" and not self.state.is_last_batch:
+            raise self.stops.by_signal()
+        return self.state.is_last_batch
+
     def finished(self) -> bool:
         """Whether there is nothing left to train; a boundary between epochs."""
         if self.at_limit():
@@ -292,8 +294,12 @@ class FitLoop:
             f"max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}"
         )
 
-    def check_length(self, seen: int, batches: Any) -> None:
-        """Raise if the loader ended too early, or gave nothing at all; say what other ranks' shorter ones cost."""
+    def check_length(self, seen: int, batches: Any) -> bool:
+        """Raise if the loader ended too early, or gave nothing at all; say what other ranks' shorter ones cost.
+
+        Returns:
+            True: the epoch is complete.
+        """
         if getattr(batches, "left_over", False):
             messages.info_anywhere(
                 f"Rank {self.trainer.global_rank} had batches left when another rank's train_dataloader ended after "
@@ -307,6 +313,7 @@ class FitLoop:
             )
         if seen < self.trainer.num_training_batches and self.trainer._source.length_known():
             raise RuntimeError(self.length_lie(f"only {seen}"))
+        return True
 
     def length_lie(self, seen: str) -> str:
         """The error for a loader that yields more or fewer batches than it says."""
