@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .gradient_accumulation_scheduler import GradientAccumulationScheduler
     from .hang_detector import HangDetector
     from .lambda_callback import LambdaCallback
+    from .loss_guard import LossGuard
     from .lr_monitor import LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint
     from .model_summary import ModelSummary, RichModelSummary
@@ -40,6 +41,7 @@ __all__ = [
     "HangDetector",
     "LambdaCallback",
     "LearningRateMonitor",
+    "LossGuard",
     "ModelCheckpoint",
     "ModelSummary",
     "OnExceptionCheckpoint",
@@ -63,6 +65,7 @@ _FILES = {
     "gradient_accumulation_scheduler": ("GradientAccumulationScheduler",),
     "hang_detector": ("HangDetector",),
     "lambda_callback": ("LambdaCallback",),
+    "loss_guard": ("LossGuard",),
     "lr_monitor": ("LearningRateMonitor",),
     "model_checkpoint": ("ModelCheckpoint",),
     "model_summary": ("ModelSummary", "RichModelSummary"),

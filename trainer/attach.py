@@ -296,14 +296,14 @@ def settle_folders(trainer: Trainer, request: Request, path: Any) -> Any:
 
     Returns the path of the checkpoint to go on from, None if there is none.
     """
-    from .checkpoint import places
     from .checkpoint.find import find_checkpoint
+    from .checkpoint.loggers import take_over
 
     if request.fn == "fit" and path is not None and trainer.loggers:
         found = find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
         path = trainer.strategy.broadcast(found)
-        if path is not None:
-            places.take_over(trainer, path)
+        if path is not None and "loops" in request.restore:
+            take_over(trainer, path)
     if trainer.world_size > 1:
         trainer._log_dir = trainer.strategy.broadcast(trainer.log_dir)
     return path

@@ -94,11 +94,10 @@ class EvalLoop:
             hook()
         found = metrics.finish_epoch()
         numbers = {}
+        trainer.state.pending = trainer.state.pending.replace("validation", "plateaus")
         if trainer.state.stage != "sanity_check":
             numbers = metrics.send_epoch(found, trainer.state.updates, trainer.state.epoch)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_END)
-        if trainer.state.pending == "validation":
-            trainer.state.pending = "plateaus"
         for hook in self.hooks("end"):
             hook()
         if self.kind == "predict" or not numbers:

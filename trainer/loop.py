@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks.loss_guard import LossGuard
 from ..loggers import messages
 from . import phases
 from .binding import bind_mover, bind_step, takes_iterator
@@ -41,7 +42,8 @@ class FitLoop:
         self.validation = Validation(trainer)
         self.stops = trainer._stops
         self.takes_iterator = takes_iterator(trainer.training_module.training_step)
-        self.losses = LossReader(trainer.training_module, trainer.strategy)
+        guarded = any(isinstance(callback, LossGuard) for callback in trainer.callbacks)
+        self.losses = LossReader(trainer.training_module, trainer.strategy, together=guarded)
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
         trainer._fit = self
@@ -154,13 +156,14 @@ class FitLoop:
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
         resumed = self.resumed
-        knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0)
-        skip = 0 if knows_position else start_batch
+        ended = resumed is not None and start_batch > 0 and resumed.ended
+        knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0 and not ended)
+        skip = 0 if knows_position and not ended else start_batch
         found = self._fetched = Batches(
             loader,
             bind_mover(trainer, 0),
             lookahead,
-            source.cut() - (start_batch - skip),
+            skip if ended else source.cut() - (start_batch - skip),
             skip,
             source.keeps_step(),
             seed=mixed(state.shuffle_seed, state.epoch, trainer.strategy.data_rank),
@@ -187,8 +190,10 @@ class FitLoop:
 
     def fetched_ahead(self) -> dict[str, Any]:
         """What a checkpoint keeps so that the batch fetched ahead is fetched again as it was."""
-        found = None if self._fetched is None or self.state.epoch_done else self._fetched.before_ahead
-        return found or {}
+        batches = None if self.state.epoch_done else self._fetched
+        if batches is None or batches.exhausted:
+            return {"ended": batches is not None}
+        return batches.before_ahead or {}
 
     def finish_batch(self, schedules: Schedules) -> None:
         """Do what was still to be done after the batch at which a checkpoint was written."""

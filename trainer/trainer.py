@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks.base import Callback
+from ..callbacks.loss_guard import Rollback
 from ..loggers import messages
 from ..loggers.base import Logger
 from ..strategies.base import Strategy
@@ -235,12 +236,13 @@ class Trainer(TrainerStatus):
                 starts of the same command; ``"auto"`` does the same where there may be none yet, as in a job that is
                 requeued. ``"best"``: that of the run before.
             weights_only: None or True, which is always so: a file never runs code.
-            restore: what of ``ckpt_path`` to take; all of it by default, which goes on to the bit as the run that wrote
-                it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: what the optimizers have
-                gathered (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the optimizers' settings
-                (learning rate, weight decay, ...); without it those of ``configure_optimizers`` hold. ``"loops"``: epoch,
-                step, place in the data and in the accumulation window, what was logged so far in the epoch; without it
-                the fit begins with epoch 0. ``"rng"``: random states. ``"callbacks"``: the callbacks' states.
+            restore: what of ``ckpt_path`` to take; by default all of it, which goes on to the bit as the run that
+                wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: what the
+                optimizers have gathered (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
+                optimizers' settings (learning rate, weight decay, ...); without it those of ``configure_optimizers``
+                hold. ``"loops"``: epoch, step, place in the data and in the accumulation window, what was logged so
+                far in the epoch; without it the fit begins with epoch 0. ``"rng"``: random states. ``"callbacks"``:
+                the callbacks' states.
 
         Raises:
             ValueError: ``restore`` has an unknown name.
@@ -348,8 +350,6 @@ class Trainer(TrainerStatus):
             raise ValueError(
                 f"save_checkpoint(storage_options={storage_options!r}): files are written locally. Leave it out."
             )
-        if self.state.stepped and self.logs_this_step:  # its row is part of what has happened
-            self._metrics.flush_batch(self.state.updates, self.state.epoch)
         self._metrics.drain()
         for logger in self.loggers if self.is_global_zero else []:
             logger.save()
@@ -418,7 +418,7 @@ class Trainer(TrainerStatus):
     def _run(self, request: Request) -> Any:
         check.check_request(self.state.fn, request)
         self.state.begin(request.fn)
-        failed, wanted = True, actions(self._signals)
+        result, failed, back, wanted = None, True, None, actions(self._signals)
         with watch(self.state, wanted), Stops(self, wanted) as self._stops:
             try:
                 with numerics(self):
@@ -429,6 +429,8 @@ class Trainer(TrainerStatus):
                         hook()
                     self._stops.at_end()
                 failed = False
+            except Rollback as rollback:
+                back, failed = rollback, False
             except BaseException as error:
                 better = self.strategy.explain(error) or out_of_memory(self, error)
                 self._fail(better or error)
@@ -437,7 +439,15 @@ class Trainer(TrainerStatus):
                 raise
             finally:
                 self._teardown(request.fn, failed)
-        return result
+        return result if back is None else self._go_back(request, back.path)
+
+    def _go_back(self, request: Request, path: Any) -> Any:
+        """Go on with a fit from one of its checkpoints."""
+        asked, self._ckpt_asked = self._ckpt_asked, None
+        try:
+            return self._run(replace(request, ckpt_path=path, restore=PARTS))
+        finally:
+            self._ckpt_asked = asked
 
     def _evaluation(self, request: Request) -> EvalLoop:
         kind: Any = request.fn
