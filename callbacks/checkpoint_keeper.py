@@ -160,6 +160,36 @@ class CheckpointKeeper(Checkpoint):
         except Exception as error:
             messages.warn(f"The state could not be saved after the {type(exception).__name__}: {error}")
 
+    def has_saved(self, step: int) -> bool:
+        """Whether there is a file of this step that can be resumed from."""
+        return step in (self._saved_step, self._last_step) and not self.save_weights_only
+
+    def save_on_signal(self, trainer: Trainer, name: str) -> None:
+        """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.
+
+        Without a monitor the newest file gives way as always, and ``last`` is rewritten if it is kept. Otherwise the
+        file stays outside the ranking.
+
+        Args:
+            trainer: the one that calls.
+            name: of the signal.
+        """
+        step = trainer.global_step
+        if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
+            return
+        try:
+            if self.save_last or (self.monitor is None and self.save_top_k):
+                self.save(trainer, ranked=self.monitor is None)
+            elif self._saved_step != step:
+                path = self._unused(trainer, self._values(trainer), self.filename)
+                self._write(trainer, path)
+                self._saved_step, self._saved_path = step, path
+        except Exception as error:  # the run ends by the signal all the same
+            messages.error(f"The state could not be saved after {name}: {type(error).__name__}: {error}")
+        else:
+            path = self._saved_path if self._saved_step == step else self.last_model_path
+            messages.info(f"{name} ends the fit after step {step}; its state is saved in {path!r}.")
+
     def _save_ranked(self, trainer: Trainer, values: dict[str, Tensor]) -> bool:
         step, score = trainer.global_step, values.get(self.monitor or "")
         if score is not None:

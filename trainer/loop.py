@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks.loss_guard import LossGuard
 from ..loggers import messages
 from . import phases
 from .binding import bind_mover, bind_step, takes_iterator
@@ -14,7 +15,6 @@ from .data.loaders import seed_shuffling, what_fetching_changes
 from .loss import LossReader
 from .schedules import Schedules
 from .seed import host_random_states, mixed
-from .signals import interruption
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
 
@@ -39,8 +39,10 @@ class FitLoop:
         self.hooks, self.metrics = trainer._hooks, trainer._metrics
         self.resumed = resumed
         self.validation = Validation(trainer)
+        self.stops = trainer._stops
         self.takes_iterator = takes_iterator(trainer.training_module.training_step)
-        self.losses = LossReader(trainer.training_module, trainer.strategy)
+        guarded = any(isinstance(callback, LossGuard) for callback in trainer.callbacks)
+        self.losses = LossReader(trainer.training_module, trainer.strategy, together=guarded)
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
         trainer._fit = self
@@ -80,13 +82,14 @@ class FitLoop:
         trainer, state, hooks, metrics, validation = self.trainer, self.state, self.hooks, self.metrics, self.validation
         self.start_epoch()
         step, schedules, batches = self.step(), Schedules(trainer), self.batches(start_batch)
-        starts, ends = hooks.on_train_batch_start, hooks.on_train_batch_end
+        starts, ends, stops = hooks.on_train_batch_start, hooks.on_train_batch_end, self.stops
         log_every, max_steps = trainer.log_every_n_steps, limit(trainer.max_steps)
         num_batches, validates = trainer.num_training_batches, validation.plan_epoch()
         batch_idx, complete = start_batch - 1, False
         with closing(batches):
             iterator = self.started(batches, start_batch, schedules)
-            over = self.finished()  # after what was left to do of the batch at which a checkpoint was written
+            # What was left to do of the batch at which a checkpoint was written may have ended the training.
+            over = self.at_limit() or stops.here() == "asked"
             for batch in () if over else iterator:
                 batch_idx += 1
                 if batch_idx >= num_batches:
@@ -109,18 +112,22 @@ class FitLoop:
                     outputs = detached(outputs)
                     for hook in ends:
                         hook(outputs, batch, batch_idx)
-                if state.stepped and (state.updates % log_every == 0 or state.should_stop):
+                reason = stops.at(state.passed + 1) if state.stop else ""
+                state.passed += 1
+                if state.stop:
+                    reason = stops.at(state.passed)
+                if state.stepped and (state.updates % log_every == 0 or reason == "asked"):
                     metrics.flush_step(state.updates, state.epoch)
-                if validates and validation.due(batch_idx):
-                    validation.run()
+                if validates and validation.due(batch_idx, reason):
+                    reason = validation.run()
                 if schedules.step_plateaus and state.stepped:
                     schedules.advance(schedules.step_plateaus, state.updates)
                 state.pending = ""
                 if state.window:
                     continue  # a window is never left half-way
-                if state.signum:
-                    raise interruption(state.signum)
-                if state.global_step >= max_steps or (state.should_stop and trainer.may_stop()):
+                if reason == "signal" and not state.is_last_batch:
+                    raise stops.by_signal()
+                if reason or state.global_step >= max_steps:
                     complete = state.is_last_batch
                     break
             else:
@@ -195,7 +202,7 @@ class FitLoop:
         trainer, state, pending = self.trainer, self.state, self.state.pending
         if pending == "batch" and state.stepped and state.updates % trainer.log_every_n_steps == 0:
             self.metrics.flush_step(state.updates, state.epoch)
-        if pending in ("batch", "validation") and self.validation.every and self.validation.due(state.batch_idx):
+        if pending in ("batch", "validation") and self.validation.every and self.validation.due(state.batch_idx, ""):
             self.validation.run()
         if pending and schedules.step_plateaus and state.stepped:
             schedules.advance(schedules.step_plateaus, state.updates)
@@ -238,8 +245,6 @@ class FitLoop:
             )
         if complete:
             self.enter_next_epoch()
-        if state.signum:
-            raise interruption(state.signum)
 
     def enter_next_epoch(self) -> None:
         """Move the counters from a finished epoch to the next."""
@@ -267,11 +272,18 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:
-        """Whether there is nothing left to train."""
-        trainer, state = self.trainer, self.state
-        if state.global_step >= limit(trainer.max_steps) or state.epoch >= limit(trainer.max_epochs):
+        """Whether there is nothing left to train; a boundary between epochs."""
+        if self.at_limit():
             return True
-        return state.should_stop and trainer.may_stop()
+        reason = self.stops.here()
+        if reason == "signal":
+            raise self.stops.by_signal()
+        return bool(reason)
+
+    def at_limit(self) -> bool:
+        """Whether all epochs or steps have been made."""
+        trainer, state = self.trainer, self.state
+        return state.global_step >= limit(trainer.max_steps) or state.epoch >= limit(trainer.max_epochs)
 
     def why_finished(self) -> str:
         """The reason there is nothing to train, with the numbers."""
