@@ -20,6 +20,7 @@ from .validation import Validation
 
 if TYPE_CHECKING:
     from .checkpoint.place import Resumed
+    from .stopping import Reason
     from .trainer import Trainer
 
 
@@ -121,10 +122,8 @@ class FitLoop:
                 state.pending = ""
                 if state.window:
                     continue  # a window is never left half-way
-                if reason == "signal" and not state.is_last_batch:
-                    raise stops.by_signal()
                 if reason or state.global_step >= max_steps:
-                    complete = state.is_last_batch
+                    complete = self.leave_epoch(reason)
                     break
             else:
                 complete = state.is_last_batch if over else self.check_length(batch_idx + 1, batches)
@@ -267,6 +266,12 @@ class FitLoop:
             )
 
     # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def leave_epoch(self, reason: Reason) -> bool:
+        """Whether the batch after which the run stops completes its epoch; inside one a signal ends the run at once."""
+        if reason == "signal" and not self.state.is_last_batch:
+            raise self.stops.by_signal()
+        return self.state.is_last_batch
 
     def finished(self) -> bool:
         """Whether there is nothing left to train; a boundary between epochs."""
