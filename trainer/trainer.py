@@ -219,9 +219,9 @@ class Trainer(TrainerStatus):
             train_dataloaders: a DataLoader, any iterable over batches, a collection of those, or a DataModule.
             val_dataloaders: one or several.
             datamodule: instead of loaders.
-            ckpt_path: go on from this checkpoint. ``"last"``: the newest valid one where this run saves, also of earlier
-                starts of the same command; ``"auto"`` does the same where there may be none yet, as in a job that is
-                requeued. ``"best"``: that of the run before.
+            ckpt_path: go on from this checkpoint. ``"last"``: the newest valid one where this run saves, also of
+                earlier starts of the same command; ``"auto"``: the same where there may be none yet, as in a job that
+                is requeued. ``"best"``: that of the run before.
             weights_only: None or True, which is always so: a file never runs code.
         """
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}

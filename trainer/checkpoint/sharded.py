@@ -2,7 +2,8 @@
 
 In the folder lie ``contents.ckpt``, a checkpoint file like any other whose big tensors have no memory (they are on the
 meta device), the parts of these, written by torch.distributed.checkpoint under the names they have in it
-(``state_dict.head.weight``), and ``manifest.json`` with the checksums of all of them. It is the same whole checkpoint to everybody who reads it, on any number of processes.
+(``state_dict.head.weight``), and ``manifest.json`` with the checksums of all of them. It is the same whole checkpoint
+to everybody who reads it, on any number of processes.
 """
 
 from __future__ import annotations
