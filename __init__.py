@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .callbacks.base import Callback
     from .trainer.data.combined import CombinedLoader
     from .trainer.data.datamodule import DataModule
+    from .trainer.memory import find_executable_batch_size
     from .trainer.module import TrainingModule
     from .trainer.seed import seed_everything
     from .trainer.trainer import Trainer
@@ -28,6 +29,7 @@ __all__ = [
     "TrainingModule",
     "__version__",
     "callbacks",
+    "find_executable_batch_size",
     "loggers",
     "seed_everything",
     "strategies",
@@ -40,6 +42,7 @@ _HOME = {
     "DataModule": ".trainer.data.datamodule",
     "Trainer": ".trainer.trainer",
     "TrainingModule": ".trainer.module",
+    "find_executable_batch_size": ".trainer.memory",
     "seed_everything": ".trainer.seed",
     "verify": ".trainer.verify",
 }

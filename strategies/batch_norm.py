@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .differentiable import all_reduce
+
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -22,8 +24,6 @@ class AcrossProcesses(nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        from torch.distributed.nn.functional import all_reduce
-
         over = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1, *([1] * (input.dim() - 2))]
         x = input.to(torch.promote_types(input.dtype, torch.float32))

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from ..loggers import messages
 from . import batch_norm, launch
 from .base import ReduceOp, Strategy
 from .cluster import Cluster, find_cluster
+from .differentiable import all_gather
 from .meeting import shared_store
 from .precision.base import Precision
 from .watch import Watch
@@ -208,7 +208,9 @@ class DistributedStrategy(Strategy):
             return data
         with self._at("all_gather"):
             self._same_shapes(data, group)
-            return pytree.tree_map_only(Tensor, partial(_gather, group=group, sync_grads=sync_grads), data)
+            return pytree.tree_map_only(
+                Tensor, lambda tensor: all_gather(tensor if sync_grads else tensor.detach(), group), data
+            )
 
     def _same_shapes(self, data: Any, group: Any) -> None:
         """Raise on every rank if the ranks' tensors differ: the collective itself would mix them up (or hang)."""
@@ -315,16 +317,6 @@ class DistributedStrategy(Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_host": None, "_watch": None, "progress": str}
-
-
-def _gather(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
-    if sync_grads:
-        from torch.distributed.nn.functional import all_gather
-
-        return torch.stack(all_gather(tensor, group=group))
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, tensor.detach().contiguous(), group=group)
-    return torch.stack(found)
 
 
 def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device) -> None:

@@ -36,6 +36,7 @@ def test_the_public_names_are_these() -> None:
         "TrainingModule",
         "__version__",
         "callbacks",
+        "find_executable_batch_size",
         "loggers",
         "seed_everything",
         "strategies",

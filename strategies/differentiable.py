@@ -1,0 +1,49 @@
+"""Collectives that gradients flow through, over any backend.
+
+Torch's own (torch.distributed.nn.functional) are deprecated, and what is named in their place is not differentiable.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _AllReduce.apply(gradients[0], ctx.group), None
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, tensor.detach().contiguous(), group=group)
+        return torch.stack(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return all_reduce(gradients[0], ctx.group)[dist.get_rank(ctx.group)], None
+
+
+def all_reduce(tensor: Tensor, group: Any = None) -> Tensor:
+    """The sum over the processes of a group (all if None), on each of them; gradients are summed likewise."""
+    return _AllReduce.apply(tensor, group)  # type: ignore[return-value]
+
+
+def all_gather(tensor: Tensor, group: Any = None) -> Tensor:
+    """The tensors of all processes of a group, stacked: shape (processes, *tensor.shape); gradients go back to each."""
+    return _AllGather.apply(tensor, group)  # type: ignore[return-value]
