@@ -132,9 +132,10 @@ def lightning(folder: Path, background: bool) -> tuple[Net, Any]:
 def dcp(folder: Path, background: bool) -> tuple[Net, Any]:
     """A loop by hand that saves with torch.distributed.checkpoint."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+    from torch.distributed.checkpoint.state_dict_saver import save as save_at_once
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
     net, running = Net(), None
     optimizer = torch.optim.Adam(net.parameters())
     for batch in Data():
@@ -149,9 +150,9 @@ def dcp(folder: Path, background: bool) -> tuple[Net, Any]:
                     running.result()
                 state: Any = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
                 place = folder / str(len(LOG.forwards))
-                running = checkpoint.async_save(state, checkpoint_id=place) if background else None
+                running = async_save(state, checkpoint_id=place) if background else None
                 if not background:
-                    checkpoint.save(state, checkpoint_id=place)
+                    save_at_once(state, checkpoint_id=place)
 
         LOG.save(save)
     if running is not None:
