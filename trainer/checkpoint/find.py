@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,18 +146,22 @@ def _checkpoints(trainer: Trainer, folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def _savers(trainer: Trainer) -> list[Any]:
-    """The callbacks that have a folder for checkpoints."""
-    return [callback for callback in trainer.callbacks if getattr(callback, "dirpath", None)]
+    """The callbacks that have a folder for checkpoints, known or not yet."""
+    return [callback for callback in trainer.callbacks if hasattr(callback, "dirpath")]
 
 
 def _folders(trainer: Trainer) -> tuple[list[Path], list[Path]]:
-    """Where the callbacks save; and, if that is the default folder, new for every run, those of the runs before."""
-    folders = list(dict.fromkeys(Path(callback.dirpath) for callback in _savers(trainer)))
-    own = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-    if own not in folders or not own.parent.name.startswith("version_"):
+    """Where the callbacks save; and, if that is (or will be) the default folder, those of the runs before.
+
+    Nobody's folder is settled by asking: of a fit that goes on, the loggers' are that of the run that it continues.
+    """
+    asked = [callback.dirpath for callback in _savers(trainer)]
+    folders = list(dict.fromkeys(Path(folder) for folder in asked if folder))
+    runs = trainer.loggers[0].run_dirs() if trainer.loggers else [trainer.default_root_dir]
+    default = [Path(os.path.abspath(run), "checkpoints") for run in runs]
+    if None not in asked and not any(folder in folders for folder in default):
         return folders, []
-    earlier = sorted(own.parent.parent.glob("version_*/checkpoints"), key=_version, reverse=True)
-    return folders, [folder for folder in earlier if folder not in folders]
+    return folders, [path for path in sorted(default, key=_version, reverse=True) if path not in folders]
 
 
 def _version(path: Path) -> int:
