@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ..loggers import messages
-from .checkpoint_keeper import Checkpoint
+from .checkpoint_keeper import Checkpoint, CheckpointKeeper
 from .run_files import local_folder
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Checkpoint):
     """Saves a checkpoint when an exception or Ctrl-C ends a fit; ``fit(ckpt_path="last")`` finds it.
 
-    A file of that name is overwritten. Nothing is written before the first optimizer step or under ``fast_dev_run``.
+    A file of that name is overwritten. Nothing is written before the first optimizer step, under ``fast_dev_run``, or
+    when a signal ended the fit and a ``ModelCheckpoint`` has saved that step.
 
     Args:
         dirpath: a local folder.
@@ -44,6 +45,9 @@ class OnExceptionCheckpoint(Checkpoint):
         state = trainer.state
         training = state.fn == "fit" and state.stage in ("train", "validate") and state.global_step > 0
         if not training or trainer.fast_dev_run:
+            return
+        keepers = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointKeeper)]
+        if state.signum and any(keeper.has_saved(state.global_step) for keeper in keepers):
             return
         what = type(exception).__name__
         try:
