@@ -104,7 +104,7 @@ class EarlyStopping(Callback):
         self.best_score = torch.tensor(math.inf if mode == "min" else -math.inf)
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        self._validated = False
+        self._validated = self._stopped_before = False
 
     @property
     def state_key(self) -> str:
@@ -112,6 +112,13 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._validated = False
+        if self._stopped_before:
+            self._stopped_before = False
+            trainer.should_stop = True
+            messages.info(
+                f"Early stopping had ended the run that is resumed, so it stays ended ({self.stopping_reason_message}) "
+                "To train on, raise the patience of EarlyStopping, or leave 'callbacks' out of fit(restore=)."
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if self._at_epoch_end(trainer):
@@ -140,6 +147,10 @@ class EarlyStopping(Callback):
         self.best_score = torch.as_tensor(state_dict["best_score"])
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
+        exhausted = self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+        if exhausted and self.wait_count < self.patience:  # it has more now
+            self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
+        self._stopped_before = self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
 
     def _at_epoch_end(self, trainer: Trainer) -> bool:
         if self.check_on_train_epoch_end is not None:

@@ -296,12 +296,10 @@ def settle_folders(trainer: Trainer, request: Request, path: Any) -> Any:
 
     Returns the path of the checkpoint to go on from, None if there is none.
     """
-    from .checkpoint.find import find_checkpoint
     from .checkpoint.loggers import take_over
 
     if request.fn == "fit" and path is not None and trainer.loggers:
-        found = find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
-        path = trainer.strategy.broadcast(found)
+        path = found_on_rank_0(trainer, request, path)
         if path is not None and "loops" in request.restore:
             take_over(trainer, path)
     if trainer.world_size > 1:
@@ -309,16 +307,25 @@ def settle_folders(trainer: Trainer, request: Request, path: Any) -> Any:
     return path
 
 
+def found_on_rank_0(trainer: Trainer, request: Request, path: Any) -> Any:
+    """The checkpoint that ``path`` means, as one rank sees it: others may see the folder a moment older, or another."""
+    from .checkpoint.find import find_checkpoint
+    from .checkpoint.sharded import together
+
+    def find() -> Any:
+        return find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
+
+    return trainer.strategy.broadcast(together(trainer.strategy, "found", find))
+
+
 def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, Any] | None:
     """The checkpoint to load from, read; None if there is none to load."""
-    from .checkpoint.find import find_checkpoint, highest_sequence
+    from .checkpoint.find import highest_sequence
     from .checkpoint.read import read
 
-    if trainer.is_global_zero:  # one rank looks: the others may see the folder a moment older, or on another machine
-        path = find_checkpoint(trainer, path, request.fn, reused=False)
-        if request.fn == "fit":
-            trainer._saves = max(trainer._saves, highest_sequence(trainer))
-    path = trainer._ckpt_path = trainer.strategy.broadcast(path)
+    path = trainer._ckpt_path = found_on_rank_0(trainer, request, path)
+    if request.fn == "fit" and trainer.is_global_zero:
+        trainer._saves = max(trainer._saves, highest_sequence(trainer))
     if path is None:
         return None
     messages.info(f"Loading {path}")

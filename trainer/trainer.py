@@ -376,9 +376,11 @@ class Trainer(TrainerStatus):
 
     def _clear(self) -> None:
         """No module, no data: the state between construction and the first run."""
+        from .checkpoint.claim import Claims
         from .data.source import DataSource
         from .metrics import MetricStore
 
+        self._claims = Claims()
         self._module = None
         self.model = None
         self.datamodule = None
@@ -465,7 +467,7 @@ class Trainer(TrainerStatus):
         status = ("interrupted" if self.state.signum else "failed") if failed else "success"
         if self.is_global_zero:
             jobs += [lambda logger=logger: logger.finalize(status) for logger in self.loggers]
-        jobs += [self.saver.close, self._source.release, self.strategy.teardown]
+        jobs += [self.saver.close, self._claims.release, self._source.release, self.strategy.teardown]
         if not failed:
             self.state.status = "finished"
         try:

@@ -246,6 +246,14 @@ def test_the_patience_given_on_resume_applies(tmp_path: Path) -> None:
     assert trainer.current_epoch == 6
 
 
+def test_a_run_that_was_stopped_stays_stopped_when_it_is_started_again(tmp_path: Path) -> None:
+    fit(Scored(1.0, 2.0, 2.0), EarlyStopping("score", patience=2)).save_checkpoint(tmp_path / "file.ckpt")
+    again = fit(Scored(*[0.0] * 9), EarlyStopping("score", patience=2), resume=tmp_path / "file.ckpt")
+    assert again.current_epoch == 3
+    more = fit(Scored(*[2.0] * 9), EarlyStopping("score", patience=4), resume=tmp_path / "file.ckpt")
+    assert more.current_epoch == 5
+
+
 def test_the_reason_is_saved(tmp_path: Path) -> None:
     stopping = EarlyStopping("score")
     fit(Scored(NAN), stopping).save_checkpoint(tmp_path / "file.ckpt")

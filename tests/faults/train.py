@@ -162,7 +162,9 @@ def main() -> None:
         globals().update(_point="")
     batch = BATCH * 2 // args.devices
     loader = DataLoader(Noisy(SAMPLES), batch, shuffle=True, num_workers=args.workers)
-    keep = ModelCheckpoint(save_top_k=3, monitor="loss_step", save_last=True, every_n_train_steps=2)
+    keep = ModelCheckpoint(
+        save_top_k=3, monitor="loss_step", save_last=True, every_n_train_steps=2, async_save=args.async_save
+    )
     trainer = Trainer(
         accelerator="cpu",
         strategy=args.strategy,

@@ -28,20 +28,20 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Path, int] = {}
+        self._held: dict[str, int] = {}
 
-    def take(self, folders: Iterable[Path], alone: bool = False) -> None:
+    def take(self, folders: Iterable[str | Path], alone: bool = False) -> None:
         """Hold folders until :meth:`release`; those that do not exist yet are left out.
 
         Args:
-            folders: local ones.
+            folders: those behind addresses are left out too.
             alone: no other run may hold them at this moment.
 
         Raises:
             BlockingIOError: another run does, and went on doing so.
         """
-        for folder in folders:
-            if fcntl is None or not folder.is_dir():
+        for folder in map(os.fspath, folders):
+            if fcntl is None or not os.path.isdir(folder):
                 continue
             handle = self._held.get(folder)
             if handle is None:
@@ -57,7 +57,7 @@ class Claims:
             os.close(self._held.popitem()[1])
 
 
-def _wait_for(fcntl: Any, folder: Path, handle: int) -> None:
+def _wait_for(fcntl: Any, folder: str, handle: int) -> None:
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
@@ -71,7 +71,7 @@ def _wait_for(fcntl: Any, folder: Path, handle: int) -> None:
                     "Another run is writing checkpoints to this folder, so this one cannot go on from them: both would "
                     "train the same steps. Wait for it or end it; or give this run another folder (default_root_dir, "
                     "dirpath). Folder",
-                    str(folder),
+                    folder,
                 ) from None
             time.sleep(0.05)
         else:

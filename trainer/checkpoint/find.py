@@ -43,7 +43,10 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
             )
         return best
     if ckpt_path in ("last", "auto"):
-        return _newest(trainer, ckpt_path, fn)
+        newest = _newest(trainer, ckpt_path, fn)
+        if newest is not None and fn == "fit":
+            trainer._claims.take([newest.parent], alone=True)
+        return newest
     return Path(ckpt_path)
 
 

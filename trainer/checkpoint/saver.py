@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ class Saver:
             OSError: a file could not be written, this one or that of the save before.
         """
         self.wait()
+        if self._trainer.state.fn is not None and self._trainer.is_global_zero:
+            self._trainer._claims.take({os.path.dirname(path) for path in paths})
         checkpoint, in_parts = self._gathered(weights_only)
         strategy = self._trainer.strategy
         if background is None:
