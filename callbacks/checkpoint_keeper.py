@@ -6,8 +6,8 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ class CheckpointKeeper(Checkpoint):
         mode: str,
         auto_insert_metric_name: bool,
         enable_version_counter: bool,
+        async_save: bool | None,
     ) -> None:
         check_mode("ModelCheckpoint", mode)
         _check_top_k(save_top_k, monitor)
@@ -67,6 +68,7 @@ class CheckpointKeeper(Checkpoint):
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
         self.enable_version_counter = enable_version_counter
+        self.async_save = async_save
         self.best_model_path = ""
         self.best_model_score: Tensor | None = None
         self.best_k_models: dict[str, Tensor] = {}
@@ -134,12 +136,19 @@ class CheckpointKeeper(Checkpoint):
         values = self._values(trainer)
         if not scored:
             values.pop(self.monitor or "", None)
-        wrote = ranked and self._save_ranked(trainer, values)
-        if wrote or self._last_step != trainer.global_step:
-            wrote = self._save_last(trainer, values) or wrote
-        if wrote and trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.after_save_checkpoint(self)
+        score, step = values.get(self.monitor or ""), trainer.global_step
+        if ranked and score is not None:
+            self.current_score = score
+        late = ranked and self._saved_step == step and self._score_late(score)
+        gone = self._pushed_out(step, score) if ranked and self._saved_step != step else None
+        last = self.save_last and (late or gone is not None or self._last_step != step)
+        if gone is not None or last:
+            trainer.saver.wait()  # what became of the save before decides what is there to be replaced
+            path = None if gone is None else self._unused(trainer, values, self.filename, replaces=gone)
+            self._write(trainer, values, path, gone, last, self.async_save)
+        elif late:
+            trainer.saver.wait()
+            self._tell(trainer, "")
 
     def save_after(self, trainer: Trainer, exception: BaseException) -> None:
         """Save the step at which an exception ended the fit: a file outside the ranking, and ``last``.
@@ -149,45 +158,34 @@ class CheckpointKeeper(Checkpoint):
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
             return
         self._alone = True  # the other processes may be elsewhere
+        step, what = trainer.global_step, type(exception).__name__
         try:
             values = self._values(trainer)
-            if self._saved_step != trainer.global_step:
-                path = self._unused(trainer, values, self.filename)
-                self._write(trainer, path)
-                messages.info(f"{type(exception).__name__} ended the fit; its state is saved in {path!r}.")
-            if self._last_step != trainer.global_step:
-                self._save_last(trainer, values)
+            path = self._unused(trainer, values, self.filename) if self._saved_step != step else None
+            last = self.save_last and self._last_step != step
+            if path is not None or last:
+                self._write(trainer, values, path, None, last, background=False)
+            if path is not None:
+                messages.info(f"{what} ended the fit; its state is saved in {path!r}.")
         except Exception as error:
-            messages.warn(f"The state could not be saved after the {type(exception).__name__}: {error}")
+            messages.warn(f"The state could not be saved after the {what}: {error}")
 
-    def _save_ranked(self, trainer: Trainer, values: dict[str, Tensor]) -> bool:
-        step, score = trainer.global_step, values.get(self.monitor or "")
-        if score is not None:
-            self.current_score = score
-        if self._saved_step == step:
-            return self._score_late(score)
+    def _pushed_out(self, step: int, score: Tensor | None) -> list[str] | None:
+        """The files that one of this step pushes out of the ranking; None if it does not get into it."""
         gone = self._giving_way(torch.tensor(math.nan) if score is None else score)
-        if gone is None:
-            if self.verbose and score is not None:
-                messages.info(f"Step {step}: {self.monitor!r} is {score:.6g}, not among the best {self.save_top_k}.")
-            return False
-        path = self._unused(trainer, values, self.filename, replaces=gone)
-        with self._undone_on_failure():
-            if self.monitor is None:
-                self.best_model_path = path
-            else:
-                for old in gone:
-                    del self.best_k_models[old]
-                self.best_k_models[path] = torch.tensor(math.nan) if score is None else score
-                self._rank()
-            self._write(trainer, path, score)
-        self._saved_step, self._saved_path = step, path
-        if self.verbose:
-            reached = f"{self.monitor!r} is {score:.6g}, " if score is not None else ""
-            messages.info(f"Step {step}: {reached}saved {path!r}.")
+        if gone is None and self.verbose and score is not None:
+            messages.info(f"Step {step}: {self.monitor!r} is {score:.6g}, not among the best {self.save_top_k}.")
+        return gone
+
+    def _take_in(self, path: str, score: Tensor | None, gone: Collection[str]) -> None:
+        """Put a file into the ranking, in the place of others."""
+        if self.monitor is None:
+            self.best_model_path = path
+            return
         for old in gone:
-            self._delete(trainer, old, successor=path)
-        return True
+            del self.best_k_models[old]
+        self.best_k_models[path] = torch.tensor(math.nan) if score is None else score
+        self._rank()
 
     def _score_late(self, score: Tensor | None) -> bool:
         """Give the file written at this step, before the validation, the score that is known now."""
@@ -222,29 +220,73 @@ class CheckpointKeeper(Checkpoint):
         self.best_model_path, self.best_model_score = best, self.best_k_models.get(best)
         self.kth_best_model_path, self.kth_value = worst, self.best_k_models.get(worst, self._worst)
 
-    def _save_last(self, trainer: Trainer, values: dict[str, Tensor]) -> bool:
-        if not self.save_last:
-            return False
-        old = self.last_model_path
-        path = self._unused(trainer, values, self.CHECKPOINT_NAME_LAST, replaces=[old])
-        with self._undone_on_failure():
-            self.last_model_path = path
-            self._write(trainer, path, values.get(self.monitor or ""))
-        self._last_step = trainer.global_step
-        if old:
-            self._delete(trainer, old, successor=path)
-        return True
+    def _write(
+        self,
+        trainer: Trainer,
+        values: dict[str, Tensor],
+        path: str | None,
+        gone: list[str] | None,
+        last: bool,
+        background: bool | None,
+    ) -> None:
+        """Write one checkpoint under the names it gets, and delete those whose place it takes.
 
-    @contextmanager
-    def _undone_on_failure(self) -> Iterator[None]:
-        """The ranking is changed first, because the file holds it; a file that was not written changes nothing."""
-        before = {name: getattr(self, name) for name in _RANKING}
+        The ranking is changed first, because the file holds it; a file that was not written changes nothing.
+
+        Args:
+            trainer: the one that saves.
+            values: what names and ranking need.
+            path: of the file; None if there is only ``last``.
+            gone: the files whose place in the ranking it takes; None if it gets none.
+            last: whether to write ``last``.
+            background: as for ``Saver.save``.
+        """
+        before = {name: getattr(self, name) for name in _CHANGED_BY_SAVING}
         self.best_k_models = dict(self.best_k_models)
+        score, step = values.get(self.monitor or ""), trainer.global_step
+        successors: dict[str, str] = {}
+        if path is not None:
+            self._saved_step, self._saved_path = step, path
+            successors |= dict.fromkeys(gone or (), path)
+        if path is not None and gone is not None:
+            self._take_in(path, score, gone)
+        if last:
+            old, self._last_step = self.last_model_path, step
+            self.last_model_path = self._unused(trainer, values, self.CHECKPOINT_NAME_LAST, replaces=[old])
+            successors[old] = self.last_model_path
+        paths = [*filter(None, [path]), *([self.last_model_path] if last else [])]
+
+        def settled(error: BaseException | None) -> None:
+            if error is not None:
+                vars(self).update(before)
+            elif trainer.state.status == "running":
+                self._tell(trainer, path or "", score)
+
+        self._score_of_file = None if score is None else score.item()
         try:
-            yield
+            after = partial(self._saved, trainer, paths, successors)
+            trainer.saver.save(paths, self.save_weights_only, background, after, settled)
         except BaseException:
             vars(self).update(before)
             raise
+        finally:
+            self._score_of_file = None
+
+    def _saved(self, trainer: Trainer, paths: Iterable[str], successors: Mapping[str, str]) -> None:
+        """The files are on the disk, so those before them may go. Called on rank 0, perhaps in a thread."""
+        for path in paths:
+            self._files.wrote(path)
+        for old, successor in successors.items():
+            self._delete(trainer, old, successor)
+
+    def _tell(self, trainer: Trainer, path: str, score: Tensor | None = None) -> None:
+        """Tell the user and the loggers that a save is done."""
+        if self.verbose and path:
+            reached = f"{self.monitor!r} is {score:.6g}, " if score is not None else ""
+            messages.info(f"Step {self._saved_step}: {reached}saved {path!r}.")
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -318,17 +360,9 @@ class CheckpointKeeper(Checkpoint):
     def _agreed(self, trainer: Trainer, value: Any) -> Any:
         return value if self._alone else trainer.strategy.broadcast(value)
 
-    def _write(self, trainer: Trainer, path: str, score: Tensor | None = None) -> None:
-        self._score_of_file = None if score is None else score.item()
-        try:
-            trainer.save_checkpoint(path, self.save_weights_only)
-        finally:
-            self._score_of_file = None
-        self._files.wrote(path)
-
     def _delete(self, trainer: Trainer, path: str, successor: str) -> None:
         resumed_from = os.path.abspath(trainer.ckpt_path) if trainer.ckpt_path else None
-        if trainer.is_global_zero and path not in ("", successor, resumed_from):
+        if path not in ("", successor, resumed_from):
             self._files.delete(path)
 
     # ---- state -----------------------------------------------------------------------------------------------------
@@ -370,13 +404,16 @@ class CheckpointKeeper(Checkpoint):
             messages.info(f"Checkpoints of this run that are no longer there: {messages.names(lost, last='and')}.")
 
 
-_RANKING = (
+_CHANGED_BY_SAVING = (
     "best_k_models",
     "best_model_path",
     "best_model_score",
     "kth_best_model_path",
     "kth_value",
     "last_model_path",
+    "_saved_step",
+    "_saved_path",
+    "_last_step",
 )
 
 

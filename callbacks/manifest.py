@@ -89,7 +89,7 @@ def of(checkpoint: dict[str, Any], files: dict[str, list[int]] | None = None) ->
     )
 
 
-def append(stream: IO[bytes], manifest: Manifest) -> None:
+def append(stream: Any, manifest: Manifest) -> None:
     """Add the record to a zip file that is complete otherwise and open for reading and writing."""
     with zipfile.ZipFile(stream, "a") as archive:
         inside = archive.namelist()[0].partition("/")[0]

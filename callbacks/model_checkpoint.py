@@ -42,6 +42,11 @@ class ModelCheckpoint(CheckpointKeeper):
     *What is deleted.* Only a file that this run wrote (also before it was resumed: each file carries the run's mark),
     that lies in ``dirpath``, that the run was not resumed from, and only when its successor is safely on the disk.
 
+    *In the background.* One write is in flight, and the next save waits for it. If one fails, its error is raised by
+    the next save, at the latest when the fit ends; with one process and steps or a time as rhythm (or
+    ``async_save=True``) after the next batch. A fit that an exception ends finishes the write. What a file pushes out
+    is deleted when the file is on the disk.
+
     *Resume.* The ranking goes on. Paths are saved relative to ``dirpath``, so the folder may be moved; files found
     neither there nor beside the checkpoint resumed from leave the ranking.
 
@@ -66,6 +71,9 @@ class ModelCheckpoint(CheckpointKeeper):
         save_on_train_epoch_end: save after the training epoch (True) or after validation (False). None: after
             validation if there are several in an epoch or not one in every epoch, else after the epoch.
         enable_version_counter: append ``-v1``, ``-v2``, ... to a name that exists; otherwise the file is overwritten.
+        async_save: True writes in the background: training goes on as soon as the state is copied in memory, into
+            buffers that are kept for the next save. False waits for the disk. None: in the background if the state has
+            16 MiB or more.
 
     Attributes:
         best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none.
@@ -99,6 +107,7 @@ class ModelCheckpoint(CheckpointKeeper):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        async_save: bool | None = None,
     ) -> None:
         super().__init__(
             dirpath=dirpath,
@@ -111,6 +120,7 @@ class ModelCheckpoint(CheckpointKeeper):
             mode=mode,
             auto_insert_metric_name=auto_insert_metric_name,
             enable_version_counter=enable_version_counter,
+            async_save=async_save,
         )
         self.save_on_exception = save_on_exception
         self.save_on_train_epoch_end = save_on_train_epoch_end
@@ -147,7 +157,11 @@ class ModelCheckpoint(CheckpointKeeper):
             None if interval is None else to_timedelta(interval, "ModelCheckpoint(train_time_interval=)")
         )
         self._by_epoch = not self._every_n_train_steps and self._train_time_interval is None
-        if self._by_epoch and type(self).on_train_batch_end is ModelCheckpoint.on_train_batch_end:
+        if (
+            self._by_epoch
+            and not self.async_save
+            and type(self).on_train_batch_end is ModelCheckpoint.on_train_batch_end
+        ):
             self.on_train_batch_end = None  # type: ignore[method-assign,assignment]
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -163,6 +177,8 @@ class ModelCheckpoint(CheckpointKeeper):
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int
     ) -> None:
         state = trainer.state
+        if trainer.saver.failed and self._alone:
+            trainer.saver.wait()
         if not state.stepped or state.global_step < self._next_step:
             return
         if self._train_time_interval is None or self._time_is_up(trainer):

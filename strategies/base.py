@@ -236,6 +236,10 @@ class Strategy:
         """The process group over which the hosts talk, for a library that wants one; None: there is none."""
         return None
 
+    def beside(self) -> Strategy:
+        """The same processes with a line of their own, for a thread that talks while the run does; all must call."""
+        return self
+
     def abandon(self, error: BaseException) -> None:
         """An error ends the run: no longer wait for other processes, who may not have it."""
 

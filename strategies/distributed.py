@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +71,7 @@ class DistributedStrategy(Strategy):
         self._nodes = 1
         self._cluster: Cluster | None = None
         self._host: Any = None
+        self._beside: DistributedStrategy | None = None
         self._watch: Watch | None = None
         self._abandoned = False
         self._synchronized: list[Any] = []
@@ -178,6 +180,12 @@ class DistributedStrategy(Strategy):
     @property
     def host_group(self) -> Any:
         return self._host
+
+    def beside(self) -> DistributedStrategy:
+        if self._beside is None:
+            self._beside = copy.copy(self)
+            self._beside._host = dist.new_group(backend="gloo", timeout=self.timeout)
+        return self._beside
 
     @contextmanager
     def _at(self, place: str) -> Iterator[None]:
@@ -316,7 +324,7 @@ class DistributedStrategy(Strategy):
         self._synchronized = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_host": None, "_watch": None, "progress": str}
+        return self.__dict__ | {"_host": None, "_watch": None, "_beside": None, "progress": str}
 
 
 def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from ..strategies.base import Strategy
 from ..strategies.choose import choose_strategy
 from ..strategies.precision.base import Precision
 from . import arguments as check
-from . import phases
 from .attach import attach
 from .defaults import choose_callbacks, choose_loggers
 from .environment import numerics
@@ -30,6 +29,7 @@ from .state import Fn, RunState
 from .status import TrainerStatus
 
 if TYPE_CHECKING:
+    from .checkpoint.saver import Saver
     from .data.datamodule import DataModule
     from .module import TrainingModule
 
@@ -219,9 +219,9 @@ class Trainer(TrainerStatus):
             train_dataloaders: a DataLoader, any iterable over batches, a collection of those, or a DataModule.
             val_dataloaders: one or several.
             datamodule: instead of loaders.
-            ckpt_path: go on from this checkpoint. ``"last"``: the newest valid one where this run saves, also of earlier
-                starts of the same command; ``"auto"`` does the same where there may be none yet, as in a job that is
-                requeued. ``"best"``: that of the run before.
+            ckpt_path: go on from this checkpoint. ``"last"``: the newest valid one where this run saves, also of
+                earlier starts of the same command; ``"auto"``: the same where there may be none yet, as in a job that
+                is requeued. ``"best"``: that of the run before.
             weights_only: None or True, which is always so: a file never runs code.
         """
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
@@ -300,7 +300,9 @@ class Trainer(TrainerStatus):
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
-        """Write a checkpoint of the run as it stands, whole or not at all. Every rank must call.
+        """Write a checkpoint of the run as it stands, whole or not at all, and return when it is on the disk.
+
+        Every rank must call. A write in the background that is still in flight is waited for first.
 
         Args:
             filepath: the file; the folder, under a strategy that writes sharded checkpoints.
@@ -311,9 +313,6 @@ class Trainer(TrainerStatus):
             AttributeError: no module is attached yet.
             OSError: the file could not be written; an older one of that name is untouched.
         """
-        from .checkpoint import file, sharded
-        from .checkpoint.contents import gather
-
         if self._module is None:
             raise AttributeError(
                 f"Trainer.save_checkpoint({str(filepath)!r}): there is no module to save yet. Call fit (or validate, "
@@ -324,20 +323,14 @@ class Trainer(TrainerStatus):
             raise ValueError(
                 f"save_checkpoint(storage_options={storage_options!r}): files are written locally. Leave it out."
             )
-        self._metrics.drain()
-        for logger in self.loggers if self.is_global_zero else []:
-            logger.save()
-        place = self._metrics.enter(phases.SAVE)
-        try:
-            with self.strategy.states_in_parts() as in_parts:
-                checkpoint = gather(self, bool(weights_only))
-        finally:
-            self._metrics.back(place)
-        if in_parts:
-            sharded.write(checkpoint, filepath, self.strategy)
-        elif self.is_global_zero:
-            file.write(checkpoint, filepath)
-        self.strategy.barrier("save_checkpoint")
+        self.saver.save([filepath], bool(weights_only))
+
+    @cached_property
+    def saver(self) -> Saver:
+        """What writes the checkpoints of this trainer, one at a time."""
+        from .checkpoint.saver import Saver
+
+        return Saver(self)
 
     def _count_save(self) -> int:
         """The number of the save that begins: one more than the highest of this run and of those in its folders."""
@@ -400,6 +393,8 @@ class Trainer(TrainerStatus):
                 result = loop.run()
                 for hook in self._hooks.on_fit_end if request.fn == "fit" else ():
                     hook()
+                if request.fn == "fit":
+                    self.saver.wait()
                 if state.signum:  # it came after the last step
                     raise interruption(state.signum)
             failed = False
@@ -423,7 +418,7 @@ class Trainer(TrainerStatus):
         self.state.status = "interrupted"
         if not self.state.signum:
             self.strategy.abandon(error)
-        self._run_all([lambda: self._metrics.drain()])
+        self._run_all([self._metrics.drain, partial(self.saver.wait, together=False)])
         if self._hooks is not None:
             self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
 
@@ -434,7 +429,7 @@ class Trainer(TrainerStatus):
         status = ("interrupted" if self.state.signum else "failed") if failed else "success"
         if self.is_global_zero:
             jobs += [lambda logger=logger: logger.finalize(status) for logger in self.loggers]
-        jobs += [self._source.release, self.strategy.teardown]
+        jobs += [self.saver.close, self._source.release, self.strategy.teardown]
         if not failed:
             self.state.status = "finished"
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import re
@@ -20,9 +21,6 @@ from ...loggers import messages
 from . import replace
 from .plain import plain
 from .verify import Problem, file_problem
-
-_BUFFER_BYTES = 1 << 20
-
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
@@ -50,11 +48,10 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str], whole: bool 
     try:
         checkpoint = plain(checkpoint, "checkpoint")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("x+b", buffering=_BUFFER_BYTES) as stream.raw:
+        with _File(temporary, "x+") as stream.raw:
             _save(checkpoint, stream)
             if whole:
                 manifest.append(stream.raw, manifest.of(checkpoint))
-            stream.raw.flush()
             os.fsync(stream.raw.fileno())
         replace.take_place(temporary, target)
     except BaseException as error:
@@ -71,10 +68,25 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str], whole: bool 
     sync_folder(target.parent)
 
 
+class _File(io.FileIO):
+    """A file without a buffer: a process that is forked while a thread writes could write what is in one a second time.
+
+    (A loader's workers are. They have all the memory of this process, and close its files in the end.)
+    """
+
+    def write(self, data: Any) -> int:
+        """Write all of it, where one call to the system may write less."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        while len(rest):
+            rest = rest[super().write(rest) :]
+        return size
+
+
 class _Stream:
     """What ``torch.save`` writes to. It fails by keeping the error: one raised here is masked by a later one."""
 
-    raw: IO[bytes]
+    raw: io.FileIO
 
     def __init__(self) -> None:
         self.written = 0

@@ -89,8 +89,8 @@ def _newest_first(paths: Iterable[Path]) -> tuple[list[tuple[Path, Manifest | No
     for path in paths:
         try:
             known = manifest.read(path)
-            number = (known.sequence, _version(path)) if known else (-1, 0)
-            found.append(((*number, path.stat().st_mtime_ns), path, known))
+            number = known.sequence if known else -1
+            found.append(((number, _version(path) if known else -1, path.stat().st_mtime_ns), path, known))
         except (OSError, ValueError) as error:
             broken[path] = _damage(path) or str(error)
     found.sort(key=lambda one: one[0], reverse=True)

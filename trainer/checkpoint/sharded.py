@@ -2,7 +2,8 @@
 
 In the folder lie ``contents.ckpt``, a checkpoint file like any other whose big tensors have no memory (they are on the
 meta device), the parts of these, written by torch.distributed.checkpoint under the names they have in it
-(``state_dict.head.weight``), and ``manifest.json`` with the checksums of all of them. It is the same whole checkpoint to everybody who reads it, on any number of processes.
+(``state_dict.head.weight``), and ``manifest.json`` with the checksums of all of them. It is the same whole checkpoint
+to everybody who reads it, on any number of processes.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
         return known[id(tensor)]
 
     contents = _mapped(checkpoint, "", take_out)
-    together = partial(_together, strategy, "saved")
+    agreed = partial(together, strategy, "saved")
     temporary = target.with_name(strategy.broadcast(replace.temporary_name(target.name)))
     try:
-        together(lambda: _make_folder(target, temporary, strategy.is_global_zero))
-        together(lambda: _write_parts(parts, temporary, strategy))
-        own = together(lambda: sums(sorted(temporary.glob(f"__{strategy.global_rank}_*"))))
+        agreed(lambda: _make_folder(target, temporary, strategy.is_global_zero))
+        agreed(lambda: _write_parts(parts, temporary, strategy))
+        own = agreed(lambda: sums(sorted(temporary.glob(f"__{strategy.global_rank}_*"))))
         files = {name: sum_ for found in strategy.gather_objects(own) for name, sum_ in found.items()}
-        together(lambda: strategy.is_global_zero and _finish(contents, temporary, target, files))
+        agreed(lambda: strategy.is_global_zero and _finish(contents, temporary, target, files))
     except BaseException:
         if strategy.is_global_zero:
             replace.remove(temporary)
@@ -86,7 +87,7 @@ def _mapped(value: Any, place: str, change: Callable[[str, Tensor], Tensor]) -> 
     return value
 
 
-def _together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
+def together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
     """Do something on this process; if it fails on one of them, raise on all, so that nobody waits."""
     problem: Exception | None = None
     result: Any = None
@@ -159,8 +160,8 @@ def read(folder: Path, map_location: Any = "cpu", strategy: Strategy | None = No
     Raises:
         ValueError: damaged, incomplete, or written by a newer version.
     """
-    together = partial(_together, strategy or Strategy(), "read")
-    together(lambda: _check(folder, strategy))
+    agreed = partial(together, strategy or Strategy(), "read")
+    agreed(lambda: _check(folder, strategy))
     contents = file.read(folder / CONTENTS, map_location)
     if torch.device(map_location) == torch.device("meta"):
         return contents
@@ -176,7 +177,7 @@ def read(folder: Path, map_location: Any = "cpu", strategy: Strategy | None = No
         return known[id(tensor)]
 
     filled = _mapped(contents, "", give_memory)
-    together(lambda: _load(folder, wanted))
+    agreed(lambda: _load(folder, wanted))
     return filled
 
 

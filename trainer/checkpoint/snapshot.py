@@ -1,0 +1,135 @@
+"""A copy of a checkpoint in memory that is kept and used again, so that training can go on while it is written."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: What a tensor lies in on the host: its size in bytes, and whether a GPU can write to it directly.
+_Kind = tuple[int, bool]
+_LEAVES = (int, str, float, bool, bytes, type(None))
+
+
+class Buffers:
+    """Memory for one copy of a state; kept from copy to copy and changed only as far as the state's sizes change."""
+
+    def __init__(self) -> None:
+        self._kept: dict[_Kind, list[Tensor]] = {}
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy of plain data and tensors, on the host. It is valid until the next call.
+
+        Tensors that share memory share it in the copy too, so that a file holds it once. Copies from a GPU run
+        together; the host waits for them once, at the end.
+
+        Args:
+            state: what ``plain`` returned.
+        """
+        storages: dict[int, Any] = {}
+        for tensor in _tensors(state):
+            if _is_simple(tensor):
+                storage = _local(tensor).untyped_storage()
+                storages.setdefault(storage._cdata, storage)
+        room = self._room({key: _kind(storage) for key, storage in storages.items()})
+        devices = set()
+        for key, storage in storages.items():
+            room[key].copy_(_bytes(storage), non_blocking=True)
+            devices.add(storage.device)
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
+        return _copied(state, room, {})
+
+    def _room(self, wanted: dict[int, _Kind]) -> dict[int, Tensor]:
+        """A buffer for each storage; those that are of no use now are freed before others are made."""
+        counts = Counter(wanted.values())
+        free = {kind: self._kept.get(kind, [])[:count] for kind, count in counts.items()}
+        self._kept = {}
+        found = {}
+        for key, kind in wanted.items():
+            size, pinned = kind
+            found[key] = free[kind].pop() if free[kind] else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._kept.setdefault(kind, []).append(found[key])
+        return found
+
+
+def size_bytes(state: Any) -> int:
+    """Bytes of the memory that the tensors in a state use on this process."""
+    storages = (_local(tensor).untyped_storage() for tensor in _tensors(state) if _is_simple(tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        yield value
+        for attribute in vars(value).values() if _is_simple(value) else ():
+            yield from _tensors(attribute)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def _local(tensor: Any) -> Tensor:
+    """The tensor, or this process's part of one that lies in parts."""
+    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    """Whether a tensor is bytes in memory and nothing else; the few others are cloned."""
+    local = _local(tensor)
+    plain = local.layout == torch.strided and not local.is_meta and not local.is_quantized
+    return plain and not local.is_conj() and not local.is_neg()
+
+
+def _kind(storage: Any) -> _Kind:
+    return storage.nbytes(), storage.device.type == "cuda"
+
+
+def _bytes(storage: Any) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copied(value: Any, room: dict[int, Tensor], known: dict[int, Any]) -> Any:
+    """The state with tensors that look at the buffers; one object at two places stays one."""
+    if type(value) in _LEAVES:
+        return value
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, Tensor):
+        found: Any = _copied_tensor(value, room, known)
+    elif isinstance(value, dict):
+        found = copy.copy(value)
+        known[id(value)] = found
+        for key, inner in value.items():
+            found[key] = _copied(inner, room, known)
+    elif type(value) in (list, tuple):
+        found = type(value)(_copied(inner, room, known) for inner in value)
+    else:
+        found = copy.deepcopy(value)
+    known[id(value)] = found
+    return found
+
+
+def _copied_tensor(value: Tensor, room: dict[int, Tensor], known: dict[int, Any]) -> Tensor:
+    if not _is_simple(value):
+        return value if value.is_meta else value.detach().clone().cpu()
+    local = _local(value)
+    place = room[local.untyped_storage()._cdata].untyped_storage()
+    view = torch.empty(0, dtype=local.dtype)
+    view.set_(place, local.storage_offset(), local.size(), local.stride())  # pyright: ignore[reportCallIssue,reportArgumentType]
+    if local is not value:
+        return type(value)(view, value._spec, requires_grad=False)  # pyright: ignore[reportCallIssue,reportAttributeAccessIssue]
+    if isinstance(value, nn.Parameter):
+        view = nn.Parameter(view, value.requires_grad)
+    elif value.requires_grad:
+        view.requires_grad_()
+    for name, attribute in vars(value).items():
+        setattr(view, name, _copied(attribute, room, known))
+    return view
