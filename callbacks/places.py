@@ -11,7 +11,7 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -106,6 +106,7 @@ class Remote:
         """The file system, and what it calls this path."""
         from fsspec.core import url_to_fs
 
+        _must_be_known(self._protocol, str(self))
         fs, path = url_to_fs(str(self))
         fs.invalidate_cache()  # another process may have written since it was last listed
         return fs, path
@@ -154,10 +155,10 @@ class Remote:
     # ---- reading and writing -----------------------------------------------------------------------------------------
 
     @_told
-    def open(self, mode: str = "rb") -> IO[bytes]:
-        """Open for reading; it is fetched piece by piece, and can seek."""
+    def open(self, mode: str = "rb", **options: Any) -> IO[Any]:
+        """Open as the built-in function does. What is read is fetched piece by piece."""
         fs, path = self._reach()
-        return fs.open(path, mode)
+        return fs.open(path, mode, **options)
 
     @_told
     def read_bytes(self) -> bytes:
@@ -204,12 +205,7 @@ Place: TypeAlias = Path | Remote
 
 
 def place(path: str | os.PathLike[str] | Remote) -> Place:
-    """What a path means: ``file://`` and what has no protocol is of this machine.
-
-    Raises:
-        ModuleNotFoundError: the package for the protocol is not installed.
-        ValueError: there is no such protocol.
-    """
+    """What a path means: ``file://`` and what has no protocol is of this machine."""
     if isinstance(path, Remote):
         return path
     text = os.fspath(path)
@@ -219,14 +215,21 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
     protocol, rest = found[1], text[found.end(1) + 3 :] if "://" in text else text[found.end() :]
     if protocol.lower() in ("file", "local"):
         return Path(rest if rest.startswith("/") or "://" in text else f"/{rest}")
-    _must_be_known(protocol.lower().rpartition(":")[2], f"{protocol}://{rest}")
     return Remote(f"{protocol}://{rest}")
 
 
 def absolute(path: str | os.PathLike[str] | Remote) -> str:
-    """The path as text that means the same from every working directory."""
+    """The path as text that means the same from every working directory.
+
+    Raises:
+        ModuleNotFoundError: the package for the protocol is not installed.
+        ValueError: there is no such protocol.
+    """
     where = place(path)
-    return str(where) if isinstance(where, Remote) else os.path.abspath(os.path.expanduser(where))
+    if isinstance(where, Path):
+        return os.path.abspath(os.path.expanduser(where))
+    _must_be_known(where.parts[0].removesuffix("://"), str(where))
+    return str(where)
 
 
 def join(folder: str, *names: str) -> str:
@@ -260,16 +263,19 @@ def remove(path: str | Place) -> None:
     """
     where = place(path)
     if isinstance(where, Remote):
-        # The manifest, without which it is no checkpoint, goes first.
-        inside = where.files_below() if where.is_dir() else [where]
-        for found in sorted(inside, key=lambda one: one.name != "manifest.json"):
-            found.unlink(missing_ok=True)
+        remove_all(where.files_below() if where.is_dir() else [where])
     elif where.is_dir():
         hidden = where.with_name(f".{uuid4().hex}.tmp")
         where.rename(hidden)
         shutil.rmtree(hidden)
     else:
         where.unlink()
+
+
+def remove_all(files: Iterable[Remote]) -> None:
+    """Delete files; first the manifest, without which the others are no checkpoint."""
+    for found in sorted(files, key=lambda one: one.name != "manifest.json"):
+        found.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -287,6 +293,7 @@ def local_copy(where: Place) -> Iterator[Path]:
 
 
 def _must_be_known(protocol: str, address: str) -> None:
+    protocol = protocol.rpartition(":")[2]
     try:
         from fsspec import get_filesystem_class
         from fsspec.registry import known_implementations

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate
 import torch
 from typing_extensions import ParamSpec
 
+from ..callbacks import places
 from ..callbacks.timer import to_timedelta
 from ..loggers import messages
 
@@ -157,22 +158,21 @@ def check_clipping(value: Any, algorithm: str | None) -> None:
 
 
 def check_folder(name: str, value: Any) -> str:
-    """A local folder, absolute; the working directory for None."""
+    """A folder, absolute, or an address; the working directory for None."""
     if value is None:
         return os.getcwd()
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass the path of a folder.")
     path = os.fspath(value)
-    if not path or "://" in path:
-        why = "is an address, and files are written locally" if path else "names no folder"
+    if not path:
         raise ValueError(
-            f"Trainer({name}={path!r}) {why}. Pass the path of a folder, or None for the working directory."
+            f"Trainer({name}={path!r}) names no folder. Pass the path of a folder, or None for the working directory."
         )
     if os.path.isfile(path):
         raise ValueError(
             f"Trainer({name}={path!r}) is a file, so nothing can be put into it. Pass the path of a folder."
         )
-    return os.path.abspath(path)
+    return places.absolute(value)
 
 
 def check_compile(value: Any) -> None:

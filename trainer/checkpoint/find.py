@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import manifest
 from ...callbacks.manifest import FORMAT, Manifest
+from ...callbacks.places import Place, Remote, place
 from ...loggers import messages
 from .read import read
 from .verify import problem
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
-def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> Path | None:
+def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> Place | None:
     """The file for ``"best"``, ``"last"``, ``"auto"``, a path or None.
 
     Args:
@@ -43,14 +43,14 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
         return best
     if ckpt_path in ("last", "auto"):
         return _newest(trainer, ckpt_path, fn)
-    return Path(ckpt_path)
+    return place(ckpt_path)
 
 
-def _best(trainer: Trainer) -> Path | None:
-    return next((Path(c.best_model_path) for c in trainer.checkpoint_callbacks if c.best_model_path), None)
+def _best(trainer: Trainer) -> Place | None:
+    return next((place(c.best_model_path) for c in trainer.checkpoint_callbacks if c.best_model_path), None)
 
 
-def _newest(trainer: Trainer, word: str, fn: str) -> Path | None:
+def _newest(trainer: Trainer, word: str, fn: str) -> Place | None:
     """The newest valid checkpoint in the folders this run saves to; for a fit one that can be resumed from."""
     own, earlier = _folders(trainer)
     folders = own + earlier
@@ -78,14 +78,14 @@ def _newest(trainer: Trainer, word: str, fn: str) -> Path | None:
 _WEIGHTS_ONLY = "weights only"
 
 
-def _newest_first(paths: Iterable[Path]) -> tuple[list[tuple[Path, Manifest | None]], dict[Path, str]]:
+def _newest_first(paths: Iterable[Place]) -> tuple[list[tuple[Place, Manifest | None]], dict[Place, str]]:
     """Checkpoints in the order to try, with what they say of themselves; and those that cannot be tried, with why.
 
     The numbers of the saves order them, so that a clock that was set back changes nothing; files of other tools, which
     have none, come after all that have one, by their time.
     """
-    found: list[tuple[tuple[int, int, int], Path, Manifest | None]] = []
-    broken: dict[Path, str] = {}
+    found: list[tuple[tuple[int, int, int], Place, Manifest | None]] = []
+    broken: dict[Place, str] = {}
     for path in paths:
         try:
             known = manifest.read(path)
@@ -97,7 +97,7 @@ def _newest_first(paths: Iterable[Path]) -> tuple[list[tuple[Path, Manifest | No
     return [(path, known) for _, path, known in found], broken
 
 
-def _why_not(path: Path, known: Manifest | None, fn: str) -> str | None:
+def _why_not(path: Place, known: Manifest | None, fn: str) -> str | None:
     """Why a run cannot begin with a checkpoint; None if it can."""
     if known is None:
         return _damage(path) or _why_not_foreign(path, fn)
@@ -106,7 +106,7 @@ def _why_not(path: Path, known: Manifest | None, fn: str) -> str | None:
     return _WEIGHTS_ONLY if fn == "fit" and known.weights_only else _damage(path)
 
 
-def _damage(path: Path) -> str | None:
+def _damage(path: Place) -> str | None:
     try:
         found = problem(path)
     except OSError as error:
@@ -114,7 +114,7 @@ def _damage(path: Path) -> str | None:
     return None if found is None else found.why
 
 
-def _why_not_foreign(path: Path, fn: str) -> str | None:
+def _why_not_foreign(path: Place, fn: str) -> str | None:
     try:
         found = read(path, map_location="meta")  # its tensors are not loaded
     except Exception as error:  # a broken file is what is being looked for
@@ -132,12 +132,12 @@ def highest_sequence(trainer: Trainer) -> int:
     return max(highest, next(filter(None, (_highest(trainer, [folder]) for folder in earlier)), 0))
 
 
-def _highest(trainer: Trainer, folders: Iterable[Path]) -> int:
+def _highest(trainer: Trainer, folders: Iterable[Place]) -> int:
     order, _ = _newest_first(_checkpoints(trainer, folders))
     return max((known.sequence for _, known in order if known), default=0)
 
 
-def _checkpoints(trainer: Trainer, folders: Iterable[Path]) -> Iterator[Path]:
+def _checkpoints(trainer: Trainer, folders: Iterable[Place]) -> Iterator[Place]:
     names = (getattr(callback, "filename", None) or "" for callback in _savers(trainer))
     depth = max((name.count("/") for name in names), default=0)
     for folder in folders:
@@ -149,17 +149,17 @@ def _savers(trainer: Trainer) -> list[Any]:
     return [callback for callback in trainer.callbacks if getattr(callback, "dirpath", None)]
 
 
-def _folders(trainer: Trainer) -> tuple[list[Path], list[Path]]:
+def _folders(trainer: Trainer) -> tuple[list[Place], list[Place]]:
     """Where the callbacks save; and, if that is the default folder, new for every run, those of the runs before."""
-    folders = list(dict.fromkeys(Path(callback.dirpath) for callback in _savers(trainer)))
-    own = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
-    if own not in folders or not own.parent.name.startswith("version_"):
+    folders = list(dict.fromkeys(place(callback.dirpath) for callback in _savers(trainer)))
+    own = place(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
+    if isinstance(own, Remote) or own not in folders or not own.parent.name.startswith("version_"):
         return folders, []
     earlier = sorted(own.parent.parent.glob("version_*/checkpoints"), key=_version, reverse=True)
     return folders, [folder for folder in earlier if folder not in folders]
 
 
-def _version(path: Path) -> int:
+def _version(path: Place) -> int:
     """N of the folder ``version_N`` that a path leads through; -1 if there is none."""
     numbers = [part.removeprefix("version_") for part in path.parts if part.startswith("version_")]
     return int(numbers[-1]) if numbers and numbers[-1].isdecimal() else -1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Any
 
+from ....callbacks.places import Place, place
 from ....loggers import messages
 
+#: What only a fit needs that goes on; and what of the section "paceline" says what the checkpoint is.
+_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", "current_model_state")
+_ABOUT = ("format", "versions", "fn", "stage", "world_size", "data_ranks", "progress", "manifest", "runs")
 _FORMATS = ("safetensors", "full", "weights")
 
 
@@ -26,11 +29,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Read, convert, write."""
     from ...checkpoint import file
-    from ...checkpoint.contents import without_training
     from ...checkpoint.read import read
 
-    out = Path(arguments.out)
-    kind = arguments.format or ("safetensors" if out.suffix == ".safetensors" else None)
+    out = place(arguments.out)
+    kind = arguments.format or ("safetensors" if out.name.endswith(".safetensors") else None)
     if kind is None:
         raise ValueError(f"{arguments.out!r} does not tell the format. Pass --format {', '.join(_FORMATS)}.")
     if out.exists():
@@ -39,12 +41,19 @@ def run(arguments: Namespace) -> int:
     if kind == "safetensors":
         _write_safetensors(checkpoint["state_dict"], out)
     else:
-        file.write(checkpoint if kind == "full" else without_training(checkpoint), out)
+        file.write(checkpoint if kind == "full" else _without_training(checkpoint), out)
     messages.answer(f"Wrote {arguments.out} ({kind}, {out.stat().st_size:,} bytes).")
     return 0
 
 
-def _write_safetensors(state: dict[str, Any], out: Path) -> None:
+def _without_training(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What ``save_checkpoint(weights_only=True)`` writes."""
+    section = checkpoint.get("paceline", {})
+    kept = {key: section[key] for key in _ABOUT if key in section}
+    return {key: value for key, value in checkpoint.items() if key not in _TRAINING} | {"paceline": kept}
+
+
+def _write_safetensors(state: dict[str, Any], out: Place) -> None:
     """The tensors of a ``state_dict``. One that has two names is written once; the metadata say which name is left out.
 
     ``safetensors.torch.load_model`` understands that.

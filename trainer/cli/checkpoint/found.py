@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from ....callbacks import manifest
 from ....callbacks.manifest import Manifest
+from ....callbacks.places import Place, Remote, place
 from ...checkpoint.verify import folder_problem
 
 #: How many levels of folders are looked through: name/version_N/checkpoints, and one that a file name makes.
@@ -23,7 +23,7 @@ class Found(NamedTuple):
         problem: what is wrong with it, as far as that shows without reading all of it; None if nothing.
     """
 
-    path: Path
+    path: Place
     known: Manifest | None
     problem: str | None
 
@@ -37,7 +37,8 @@ class Found(NamedTuple):
         """In bytes."""
         if not self.path.is_dir():
             return self.path.stat().st_size
-        return sum(path.stat().st_size for path in self.path.iterdir())
+        below = self.path.files_below() if isinstance(self.path, Remote) else self.path.rglob("*")
+        return sum(path.stat().st_size for path in below)
 
     @property
     def kind(self) -> str:
@@ -55,20 +56,20 @@ def checkpoints(path: str, depth: int = DEPTH) -> Iterator[Found]:
         FileNotFoundError: there is no such path.
         ValueError: there is none in the folder.
     """
-    place = Path(path)
-    if not place.exists():
+    where = place(path)
+    if not where.exists():
         raise FileNotFoundError(f"There is nothing at {path!r}. Pass a checkpoint, or a folder that has some in it.")
-    if not place.is_dir() or manifest.is_folder(place):
-        yield _look_at(place)
+    if not where.is_dir() or manifest.is_folder(where):
+        yield _look_at(where)
         return
-    found = [_look_at(inside) for inside in manifest.checkpoints_in(place, depth)]
+    found = [_look_at(inside) for inside in manifest.checkpoints_in(where, depth)]
     if not found:
         raise ValueError(f"There is no checkpoint (*{manifest.SUFFIX}) in {path!r}. Pass the folder that has them.")
     found.sort(key=lambda one: (one.path.parent.parts, one.known.sequence if one.known else 0, one.path.name))
     yield from found
 
 
-def _look_at(path: Path) -> Found:
+def _look_at(path: Place) -> Found:
     try:
         known = manifest.read(path)
         if known is None or known.kind == "file":

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
-from pathlib import Path
 
-from ....callbacks.run_files import remove
+from ....callbacks.places import Place, remove
 from ....loggers import messages
 from ...checkpoint.verify import problem
 from .found import Found, checkpoints
@@ -46,12 +45,12 @@ def run(arguments: Namespace) -> int:
         messages.answer("Nothing was deleted.")
         return 1
     for one in gone:
-        remove(str(one.path))
+        remove(one.path)
     messages.answer(f"Deleted {total}.")
     return 0
 
 
-def _why_kept(found: list[Found], arguments: Namespace) -> dict[Path, str]:
+def _why_kept(found: list[Found], arguments: Namespace) -> dict[Place, str]:
     """The checkpoints that stay, with the reason."""
     why = {one.path: f"({one.state}: not counted, and not deleted)" for one in found if one.state != "ok"}
     own = [one for one in found if one.path not in why]
@@ -87,7 +86,7 @@ def _best_first(newest: list[Found], arguments: Namespace) -> list[Found]:
     return sorted(wanted, key=lambda one: sign * (scored[one.path].score or 0.0))
 
 
-def _first_whole(candidates: Iterable[Found], number: int, why: dict[Path, str]) -> list[Found]:
+def _first_whole(candidates: Iterable[Found], number: int, why: dict[Place, str]) -> list[Found]:
     """The first ``number`` that are what was written; one that is not is noted in ``why`` and so stays, uncounted."""
     kept: list[Found] = []
     for one in candidates:

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any
 
+from ....callbacks.places import place
 from ....loggers import messages
 from .found import Found, checkpoints
 from .ls import size, table
@@ -20,8 +21,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Print what the checkpoint says about itself."""
     found = next(checkpoints(arguments.file))
-    if str(found.path) != arguments.file.rstrip("/") and found.path.parent.samefile(arguments.file):
-        raise ValueError(f"{arguments.file!r} is a folder of checkpoints. Pass one of them, such as {str(found.path)!r}.")
+    if found.path != place(arguments.file):
+        raise ValueError(
+            f"{arguments.file!r} is a folder of checkpoints. Pass one of them, such as {str(found.path)!r}."
+        )
     messages.answer(table([("path", str(found.path)), *_facts(found)]))
     if arguments.keys:
         for line in _contents(found):
