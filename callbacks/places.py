@@ -1,5 +1,7 @@
-"""Where checkpoints are: paths of this machine, which are :class:`pathlib.Path`, and addresses such as
-``s3://bucket/run``, which have the methods of it that are needed here, through fsspec.
+"""Where checkpoints are: on this machine or behind an address, and what can be done with them in both.
+
+A path of this machine is a :class:`pathlib.Path`. An address, such as ``s3://bucket/run``, is a :class:`Remote`, which has
+those methods of it that are needed here and does them through fsspec.
 
 Credentials and endpoints come from where the package of the protocol looks for them (for S3 ``~/.aws``,
 ``AWS_ENDPOINT_URL``) and from fsspec's own settings (``~/.config/fsspec``, ``FSSPEC_S3_...``).
@@ -269,7 +271,7 @@ def remove(path: str | Place) -> None:
         where.rename(hidden)
         shutil.rmtree(hidden)
     else:
-        where.unlink()
+        os.remove(where)
 
 
 def remove_all(files: Iterable[Remote]) -> None:
@@ -307,5 +309,5 @@ def _must_be_known(protocol: str, address: str) -> None:
         raise ModuleNotFoundError(messages.missing(f"The address {address!r}", needed)) from error
     except ValueError:
         raise ValueError(
-            f"{address!r}: {messages.unknown('protocol', protocol, _USUAL, more=', another of fsspec, or a local path')}"
+            f"{address!r}: {messages.unknown('protocol', protocol, _USUAL, more=', or pass a path of this machine')}"
         ) from None

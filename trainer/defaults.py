@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks import places
 from ..callbacks.base import Callback
-from ..callbacks.places import place
+from ..loggers import messages
 from ..loggers.base import DummyLogger, Logger
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def choose_loggers(logger: Any, trainer: Trainer) -> list[Logger]:
 
 
 def _folder_of_logs(root: str) -> str:
-    if isinstance(place(root), Path):
+    if not isinstance(places.place(root), places.Remote):
         return root
     messages.info_once(
         f"Checkpoints go to {root}. Logs are local: they go to the working directory, {os.getcwd()}. Pass a logger to "

@@ -323,8 +323,8 @@ class Trainer(TrainerStatus):
             )
         if storage_options is not None:
             raise ValueError(
-                f"save_checkpoint(storage_options={storage_options!r}): these come from the environment and fsspec's own "
-                "settings (FSSPEC_S3_..., ~/.config/fsspec), so that every reader has them too. Leave it out."
+                f"save_checkpoint(storage_options={storage_options!r}): these come from the environment and from "
+                "fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every reader has them. Leave it out."
             )
         self.saver.save([filepath], bool(weights_only))
 

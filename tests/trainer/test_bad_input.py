@@ -161,9 +161,9 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("default_root_dir", "", ValueError, ("default_root_dir=''", "Pass the path of a folder")),
     (
         "default_root_dir",
-        "s3://bucket/runs",
+        "s4://bucket/runs",
         ValueError,
-        ("'s3://bucket/runs'", "address", "Pass the path of a folder"),
+        ("'s4://bucket/runs'", "Unknown protocol 's4'", "pass a path"),
     ),
     ("default_root_dir", __file__, ValueError, (repr(__file__), "is a file", "Pass the path of a folder")),
     ("compile", "max-autotune", TypeError, ("compile='max-autotune'", "a str", "Pass True, or a dict")),

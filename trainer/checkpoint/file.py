@@ -110,7 +110,7 @@ def _save(checkpoint: dict[str, Any], stream: _Stream) -> None:
 
 def _not_written(error: OSError, checkpoint: dict[str, Any], target: Place, written: int) -> OSError:
     remote = isinstance(target, Remote)
-    kept = "What was there before is unchanged. " if remote or target.exists() else ""
+    kept = "The file that was there before is unchanged. " if not remote and target.exists() else ""
     text = f"{error.strerror or error}: the checkpoint was not saved. {kept}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         needed = sum(_storage_sizes(checkpoint).values())

@@ -15,9 +15,7 @@ _HEADINGS = ("name", "save", "epoch", "step", "score", "kind", "ranks", "size", 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument(
-        "folder", help="a folder, local or behind an address such as s3://bucket/run; all below it counts"
-    )
+    parser.add_argument("folder", help="a folder or an address such as s3://bucket/run; all below it counts")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
 
 

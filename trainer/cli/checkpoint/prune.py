@@ -16,8 +16,8 @@ from .ls import size
 def add_arguments(parser: ArgumentParser) -> None:
     """What the command takes."""
     parser.description = (
-        "Delete the checkpoints in a folder, except those to keep. Checked before they count as kept; damaged ones, and\n"
-        "those without a manifest, are neither counted nor deleted. Do not run it while a fit saves to the folder."
+        "Delete the checkpoints in a folder, except those to keep. These are checked first: damaged ones, and those\n"
+        "without a manifest, are neither counted nor deleted. Do not run it while a fit saves to the folder."
     )
     parser.add_argument("folder", help="the folder that the checkpoints lie in; those in folders below stay")
     parser.add_argument("--keep-last", type=int, default=0, metavar="N", help="the newest N that a fit can go on from")

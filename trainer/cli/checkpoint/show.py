@@ -22,9 +22,7 @@ def run(arguments: Namespace) -> int:
     """Print what the checkpoint says about itself."""
     found = next(checkpoints(arguments.file))
     if found.path != place(arguments.file):
-        raise ValueError(
-            f"{arguments.file!r} is a folder of checkpoints. Pass one of them, such as {str(found.path)!r}."
-        )
+        raise ValueError(f"{arguments.file!r} is a folder of checkpoints. Pass one, such as {str(found.path)!r}.")
     messages.answer(table([("path", str(found.path)), *_facts(found)]))
     if arguments.keys:
         for line in _contents(found):
