@@ -1,7 +1,7 @@
 """Where checkpoints are: on this machine or behind an address, and what can be done with them in both.
 
-A path of this machine is a :class:`pathlib.Path`. An address, such as ``s3://bucket/run``, is a :class:`Remote`, which has
-those methods of it that are needed here and does them through fsspec.
+A path of this machine is a :class:`pathlib.Path`. An address, such as ``s3://bucket/run``, is a :class:`Remote`, which
+has the methods of a path that are needed here, and does them through fsspec.
 
 Credentials and endpoints come from where the package of the protocol looks for them (for S3 ``~/.aws``,
 ``AWS_ENDPOINT_URL``) and from fsspec's own settings (``~/.config/fsspec``, ``FSSPEC_S3_...``).
