@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from .places import Place, Remote, place
+from .locations import Location, Remote, location
 
 #: In a checkpoint that is a folder, the file that holds everything but the big tensors.
 CONTENTS = "contents.ckpt"
@@ -135,14 +135,14 @@ def read(path: str | os.PathLike[str] | Remote) -> Manifest | None:
         OSError: there is no such file, or it cannot be read.
         ValueError: it is damaged, or no checkpoint at all.
     """
-    where = place(path)
+    where = location(path)
     if where.is_dir():
         return read_folder(where)
     with where.open("rb") as stream:
         return read_file(stream)
 
 
-def read_folder(path: Place) -> Manifest:
+def read_folder(path: Location) -> Manifest:
     """The manifest of a checkpoint that is a folder.
 
     Raises:
@@ -188,10 +188,10 @@ def _made(found: dict[str, Any]) -> Manifest:
 
 def is_folder(path: str | os.PathLike[str] | Remote) -> bool:
     """Whether there is a checkpoint that is a folder, be it whole or not."""
-    return any((place(path) / name).is_file() for name in (NAME, CONTENTS))
+    return any((location(path) / name).is_file() for name in (NAME, CONTENTS))
 
 
-def checkpoints_in(folder: str | os.PathLike[str] | Remote, depth: int = 0) -> Iterator[Place]:
+def checkpoints_in(folder: str | os.PathLike[str] | Remote, depth: int = 0) -> Iterator[Location]:
     """The checkpoints in a folder: what is called ``*.ckpt``, file or folder, unless it is hidden.
 
     Args:
@@ -199,7 +199,7 @@ def checkpoints_in(folder: str | os.PathLike[str] | Remote, depth: int = 0) -> I
         depth: how many levels of folders to go down.
     """
     try:
-        entries = sorted(place(folder).iterdir(), key=lambda entry: entry.name)
+        entries = sorted(location(folder).iterdir(), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return
     for entry in entries:

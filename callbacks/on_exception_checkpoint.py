@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ..loggers import messages
-from . import places
+from . import locations
 from .checkpoint_keeper import Checkpoint
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ class OnExceptionCheckpoint(Checkpoint):
                 f"OnExceptionCheckpoint(filename={filename!r}) leaves the file without a name. "
                 "Pass one without suffix, or leave the argument out for 'on_exception'."
             )
-        self.dirpath = places.absolute(dirpath)
+        self.dirpath = locations.absolute(dirpath)
         self.filename = filename.removesuffix(self.FILE_EXTENSION)
 
     @property
     def ckpt_path(self) -> str:
         """The path of the file, whether or not it exists."""
-        return places.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+        return locations.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         state = trainer.state

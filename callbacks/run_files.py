@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..loggers import messages
-from . import manifest, places
-from .places import Remote, place
+from . import locations, manifest
+from .locations import Remote, location
 
 
 class RunFiles:
@@ -45,21 +45,21 @@ class RunFiles:
 
     def unused(self, paths: Iterator[str], replaces: Collection[str]) -> str:
         """Return the first path that does not exist, or whose file is ours and to be replaced anyway."""
-        return next(path for path in paths if not place(path).exists() or (path in replaces and self.is_ours(path)))
+        return next(path for path in paths if not location(path).exists() or (path in replaces and self.is_ours(path)))
 
     def delete(self, path: str) -> None:
         """Delete a file if it lies in the folder and is ours."""
-        if not places.is_inside(path, self.folder) or not self.is_ours(path):
+        if not locations.is_inside(path, self.folder) or not self.is_ours(path):
             return
         try:
-            places.remove(path)
+            locations.remove(path)
         except OSError as error:
             messages.warn(f"The checkpoint {path!r} is no longer needed, but could not be deleted: {error}")
         self._written.discard(path)
 
     def relative(self, path: str) -> str:
         """The path as seen from the folder, which is how it is saved."""
-        return places.relative(path, self.folder) if path and self.folder else path
+        return locations.relative(path, self.folder) if path and self.folder else path
 
     def find(self, saved: str, beside: str, old_folder: str | None) -> str | None:
         """Return where a file is now, or None.
@@ -69,10 +69,10 @@ class RunFiles:
             beside: the folder of the checkpoint it was saved in; the second place to look.
             old_folder: what an absolute path is relative to, if known.
         """
-        absolute = isinstance(place(saved), Remote) or os.path.isabs(saved)
-        relative = places.relative(saved, old_folder or str(place(saved).parent)) if absolute else saved
+        absolute = isinstance(location(saved), Remote) or os.path.isabs(saved)
+        relative = locations.relative(saved, old_folder or str(location(saved).parent)) if absolute else saved
         for folder in (self.folder, beside):
-            path = places.absolute(places.join(folder, relative))
-            if place(path).exists():
+            path = locations.absolute(locations.join(folder, relative))
+            if location(path).exists():
                 return path
         return saved if os.path.isabs(saved) and os.path.exists(saved) else None

@@ -73,11 +73,14 @@ class WeightAverage:
         self._groups = self._group()
 
     def _group(self) -> list[tuple[list[Tensor], list[tuple[dict[str, Tensor], str]], bool]]:
-        """Averages of one device and dtype, where their current values are found, and whether these need converting."""
+        """Averages of one kind, device and dtype, where their values are found, and whether these need converting.
+
+        Where parameters are sharded they are DTensors, which no operation takes together with the buffers.
+        """
         groups: dict[Any, tuple[list[Tensor], list[tuple[dict[str, Tensor], str]], bool]] = {}
         for average, (owner, key) in zip(self._averages, self._places, strict=True):
             differs = owner[key].dtype != average.dtype or owner[key].device != average.device
-            group = groups.setdefault((average.device, average.dtype, differs), ([], [], differs))
+            group = groups.setdefault((type(average), average.device, average.dtype, differs), ([], [], differs))
             group[0].append(average)
             group[1].append((owner, key))
         return list(groups.values())

@@ -68,6 +68,27 @@ class Logger(ABC):
     def save(self) -> None:
         """Bring everything recorded so far to its place (called before a checkpoint is written)."""
 
+    def run_dirs(self) -> list[str]:
+        """The folders that runs of this experiment may have, as far as they are known; asking makes none."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands in what this logger writes, as plain data for a checkpoint. Empty: no resume goes on.
+
+        Called on rank 0. Everything recorded so far has to be in its place when this returns.
+        """
+        return {}
+
+    def recognizes(self, state: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint's :meth:`state_dict` is of a run that this logger can go on with (asked on rank 0)."""
+        return True
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Become the logger of a run that was recognized, before anybody asks for its folder. Called on every rank."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the run stood: what was recorded after it is recorded again, so it is dropped. On rank 0."""
+
     def finalize(self, status: str) -> None:
         """End of the run. ``status`` is ``"success"``, ``"failed"`` or ``"interrupted"``. Nothing may be lost here."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import messages
-from .folder import FolderLogger, call_at_exit
+from .folder import FolderLogger, call_at_exit, to_disk
 from .values import number, numbers
 
 #: The columns that every row fills, before those of the metrics.
@@ -78,6 +78,13 @@ class CSVLogger(FolderLogger):
     def finalize(self, status: str) -> None:
         self.save()
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | self.experiment.place()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.experiment.rewind(state["rows"], state["last"])
+
     def _open(self) -> Table:
         table = Table(os.path.join(self.log_dir, self.METRICS_FILE), self._flush_every_n_steps)
         call_at_exit(self, table.flush)
@@ -112,6 +119,7 @@ class Table:
         self._last: dict[str, Any] = {}
         self._last_start: int | None = None
         self._end = 0
+        self._rows = 0
         if os.path.exists(path):
             self._continue()
 
@@ -129,6 +137,7 @@ class Table:
             if not self._waiting:
                 self._last_start = None
             self._waiting.append(self._last)
+            self._rows += 1
         if self._flushed_step is None:
             self._flushed_step = step
         if abs(step - self._flushed_step) >= self._every or len(self._waiting) >= self._every:
@@ -152,12 +161,45 @@ class Table:
         self._flushed_step = self._last["step"]
         self._waiting = []
 
+    def place(self) -> dict[str, Any]:
+        """Where the table stands: its number of rows, and the last one, which may get more values; all on the disk."""
+        self.flush()
+        to_disk(self.path)
+        return {"rows": self._rows, "last": dict(self._last)}
+
+    def rewind(self, rows: int, last: Mapping[str, Any]) -> None:
+        """Go back to a :meth:`place`: later rows are dropped, the columns stay, and ``last`` is as it was then."""
+        found = self._read()
+        kept = found[: rows - 1 if last else rows]
+        lost = rows - len(kept) - bool(last)
+        if lost > 0:
+            messages.warn(
+                f"{self.path} has {len(found)} rows where the run that is resumed had written {rows}: {lost} of them "
+                "are gone and do not come back. Keep the file with the checkpoints when you move them."
+            )
+        columns = list(dict.fromkeys([*self.columns, *last]))
+        if last:
+            kept.append([last.get(name, "") for name in columns])
+        self._waiting, self._last, self._rows = [], dict(last), len(kept)
+        self._flushed_step = last.get("step")
+        if columns:
+            self._replace(columns, kept)
+            self._last_start = self._end - len(_line(kept[-1])) if last else None
+
     def _continue(self) -> None:
-        """Take over the columns of an existing file, and its end without a line that was torn off."""
+        """Take over the columns and rows of an existing file, without a line that was torn off."""
         with open(self.path, "rb") as file:
-            data = file.read()
-        self._end = data.rfind(b"\n") + 1
-        self.columns = next(csv.reader(io.StringIO(data[: self._end].decode("utf-8"), newline="")), [])
+            self._end = file.read().rfind(b"\n") + 1
+        self.columns = self._read(header=True)[0] if self._end else []
+        self._rows = len(self._read())
+
+    def _read(self, header: bool = False) -> list[list[Any]]:
+        """The rows that are in the file."""
+        if not os.path.exists(self.path):
+            return []
+        with open(self.path, "rb") as file:
+            lines = list(csv.reader(io.StringIO(file.read(self._end).decode("utf-8"), newline="")))
+        return lines if header else lines[1:]
 
     @property
     def _start(self) -> int:
@@ -166,11 +208,12 @@ class Table:
 
     def _widen(self, new: Iterable[str]) -> None:
         """Replace the file by one with more columns and without a last row that is about to be written again."""
-        rows: list[list[str]] = []
-        if os.path.exists(self.path):
-            with open(self.path, "rb") as file:
-                rows = list(csv.reader(io.StringIO(file.read(self._start).decode("utf-8"), newline="")))[1:]
-        columns = list(dict.fromkeys([*(self.columns or FIRST_COLUMNS), *new]))
+        rows = self._read() if self._last_start is None else self._read()[:-1]
+        self._replace(list(dict.fromkeys([*(self.columns or FIRST_COLUMNS), *new])), rows)
+        self._last_start = None
+
+    def _replace(self, columns: list[str], rows: list[list[Any]]) -> None:
+        """Replace the file in one piece."""
         lines = [_line(columns), *(_line([*row, *[""] * (len(columns) - len(row))]) for row in rows)]
         temporary = f"{self.path}.{os.getpid()}.tmp"
         with open(temporary, "wb") as file:
@@ -178,7 +221,7 @@ class Table:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
-        self.columns, self._end, self._last_start = columns, sum(map(len, lines)), None
+        self.columns, self._end = columns, sum(map(len, lines))
 
 
 def _line(cells: Iterable[Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,10 @@ class FolderLogger(Logger):
     The version is chosen when it is first asked for: the number after the highest one there is. Making the folder is
     what claims it, so two runs that start at the same moment get two folders. A version that you name is used as it
     is; if it exists, the run continues in it and nothing in it is overwritten.
+
+    A fit that goes on from a checkpoint goes on in the folder of the run that wrote it, and takes back what that run
+    recorded after it. A hidden file in the folder tells which run it is, so that the folder may be moved, and another
+    run's is left alone. A version that you name is kept: the resumed run continues only if it is the same one.
 
     The object survives ``pickle`` and ``deepcopy``; the copy opens files of its own and appends.
 
@@ -47,10 +52,13 @@ class FolderLogger(Logger):
         self._save_dir = os.fspath(save_dir)
         self._name = name or ""
         self._version = version
+        self._is_named = version is not None
         self._prefix = f"{prefix}-" if prefix else ""
         self._step = -1
         self._experiment: Any = None
         self._hparams_written = False
+        self._run = uuid.uuid4().hex
+        self._run_marked = False
 
     @property
     def name(self) -> str:
@@ -72,8 +80,13 @@ class FolderLogger(Logger):
 
     @property
     def log_dir(self) -> str:
-        version = self.version
-        return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
+        return self._dir_of(self.version)
+
+    def run_dirs(self) -> list[str]:
+        """The folders of all numbered versions there are; that of the version alone if the user named it."""
+        if self._is_named:
+            return [self.log_dir]
+        return [self._dir_of(path.name) for path in sorted(Path(self.root_dir).glob("version_*"))]
 
     @property
     def experiment(self) -> Any:
@@ -93,6 +106,39 @@ class FolderLogger(Logger):
             self._write_hparams()
         if metrics:
             self.log_metrics(metrics, step=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self._run_marked:
+            os.makedirs(self.log_dir, exist_ok=True)
+            _write(self._mark_of(self.version), self._run)
+            self._run_marked = True
+        return {"version": self.version, "run": self._run, "step": self._step}
+
+    def recognizes(self, state: Mapping[str, Any]) -> bool:
+        """Whether the folder of the state's version is this logger's to choose, and still that run's."""
+        version = state.get("version")
+        if version is None or self._version not in (None, version):
+            return False
+        mark = self._mark_of(version)
+        return mark.is_file() and mark.read_text(encoding="utf-8") == state["run"]
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        self._version, self._run, self._run_marked = state["version"], state["run"], True
+        settings = Path(self.log_dir) / "hparams.yaml"
+        if settings.is_file():
+            import yaml
+
+            self.hparams = {**(yaml.safe_load(settings.read_text(encoding="utf-8")) or {}), **self.hparams}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._step = state["step"]
+
+    def _dir_of(self, version: int | str) -> str:
+        return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
+
+    def _mark_of(self, version: int | str) -> Path:
+        """The file that says which run the folder is; several loggers may share one."""
+        return Path(self._dir_of(version)) / f".{type(self).__name__}.run"
 
     def _open(self) -> Any:
         """Make the object that writes. The run's folder exists."""
@@ -125,14 +171,32 @@ class FolderLogger(Logger):
         if path.exists() and not self._hparams_written and path.read_text(encoding="utf-8") != text:
             _set_aside(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        _write(path, text)
         self._hparams_written = True
 
     def __getstate__(self) -> dict[str, Any]:
         self.save()
         return {**self.__dict__, "_experiment": None}
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file in one piece; it is on the disk afterwards."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def to_disk(path: str | os.PathLike[str]) -> None:
+    """Return when a file and its name are on the disk; nothing if there is none."""
+    for part in (path, os.path.dirname(path)) if os.path.exists(path) else ():
+        handle = os.open(part, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def call_at_exit(owner: object, action: Callable[[], object]) -> None:

@@ -8,12 +8,13 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import messages
-from .folder import FolderLogger, call_at_exit
+from .folder import FolderLogger, call_at_exit, to_disk
 from .values import flat, number
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ class TensorBoardLogger(FolderLogger):
     A thread of TensorBoard's writer does the writing; all values of a step go to it as one event, which carries the
     step and the wall time. A metric whose value is a dict is drawn as several curves in one plot. The settings of the
     run appear in the HParams tab with the state the run ended in, and lie in ``hparams.yaml``.
+
+    A resumed run goes on in another event file of the same folder. What the run had recorded after the checkpoint is
+    cut off its files (their names hold a text that no other run has), so that each step is there once.
 
     Args:
         save_dir: the folder of all experiments.
@@ -66,10 +70,6 @@ class TensorBoardLogger(FolderLogger):
         self._options = {"max_queue": 1000, "flush_secs": 10, **kwargs}
         self._hparams_due = False
         self._session_open = False
-
-    @property
-    def log_dir(self) -> str:
-        return os.path.join(super().log_dir, self._sub_dir) if self._sub_dir else super().log_dir
 
     @property
     def experiment(self) -> SummaryWriter:
@@ -142,6 +142,37 @@ class TensorBoardLogger(FolderLogger):
         if self._experiment is not None:
             self._experiment.flush()
 
+    def state_dict(self) -> dict[str, Any]:
+        self.save()
+        files = {}
+        for path in self._files():
+            to_disk(path)
+            files[os.path.relpath(path, self.log_dir)] = path.stat().st_size
+        return {**super().state_dict(), "files": files, "session": self._session_open}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._close()
+        sizes = dict(state["files"])
+        for path in self._files():
+            size = sizes.pop(os.path.relpath(path, self.log_dir), None)
+            if size is None:
+                path.unlink()
+            elif size < path.stat().st_size:
+                os.truncate(path, size)
+        if sizes:
+            messages.warn(
+                f"Event files of the run that is resumed are no longer in {self.log_dir!r}: "
+                f"{messages.names(sizes, last='and')}. Its curves begin where it goes on."
+            )
+        _pass_second([path.name for path in self._files()])
+        self._session_open = state["session"]
+        self._hparams_due = self._hparams_due and not self._session_open
+
+    def _files(self) -> list[Path]:
+        """The event files that this run has written, those of its plots' curves too."""
+        return sorted(Path(self.log_dir).rglob(f"*tfevents*{self._mark}*"))
+
     def finalize(self, status: str) -> None:
         if self._hparams_due:
             self._start_session()
@@ -150,13 +181,26 @@ class TensorBoardLogger(FolderLogger):
         if self._session_open:
             self._record([_session_end(succeeded=status == "success")], 0, time.time())
             self._session_open = False
-        self._experiment.close()
-        self._experiment = None
+        self._close()
+
+    def _close(self) -> None:
+        if self._experiment is not None:
+            self._experiment.close()
+            self._experiment = None
+
+    @property
+    def _mark(self) -> str:
+        """What the names of this run's event files hold."""
+        return f".run-{self._run[:12]}"
+
+    def _dir_of(self, version: int | str) -> str:
+        return os.path.join(super()._dir_of(version), self._sub_dir) if self._sub_dir else super()._dir_of(version)
 
     def _open(self) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(self.log_dir, **self._options)
+        options = {**self._options, "filename_suffix": self._mark + self._options.get("filename_suffix", "")}
+        writer = SummaryWriter(self.log_dir, **options)
         self._options.pop("purge_step", None)
         call_at_exit(self, writer.close)
         return writer
@@ -173,6 +217,13 @@ class TensorBoardLogger(FolderLogger):
         self._session_open = True
         session = os.path.relpath(self.log_dir, self.save_dir)
         self._record(hparams_pb(flat(self.hparams), trial_id=session).value, 0, time.time())
+
+
+def _pass_second(names: Iterable[str]) -> None:
+    """Wait out the second in which the newest of these event files was made: their names sort by seconds."""
+    newest = max((int(name.split(".")[3]) for name in names), default=0)
+    while newest <= time.time() < newest + 1:
+        time.sleep(newest + 1 - time.time())
 
 
 def _session_end(succeeded: bool) -> Any:

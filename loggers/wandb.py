@@ -31,6 +31,10 @@ class WandbLogger(Logger):
     the program; a run that failed or was interrupted is finished as failed at once, and continued under its id if
     the logger is used again. Where wandb has a run going already, the logger adds to that one.
 
+    A fit that goes on from a checkpoint goes on with the run that wrote it, under its id, unless you name another one.
+    What the service has of that run past the checkpoint is not sent again; offline, ``wandb/`` gets one more folder of
+    that run, whose rows begin where the checkpoint stood.
+
     The x axis of all charts is ``trainer/global_step``, the number of updates.
 
     Args:
@@ -73,6 +77,7 @@ class WandbLogger(Logger):
         self._save_dir = os.fspath(save_dir if dir is None else dir)
         self._project = project or os.environ.get("WANDB_PROJECT") or "paceline_logs"
         self._id = version or id or os.environ.get("WANDB_RUN_ID")
+        self._is_named = self._id is not None or experiment is not None
         self._log_model: Literal["all"] | bool = log_model
         self._checkpoint_name = checkpoint_name
         self._add_file_policy: Literal["mutable", "immutable"] = add_file_policy
@@ -84,6 +89,9 @@ class WandbLogger(Logger):
         self._has_unwritten = False
         self._checkpoint_callback: Any = None
         self._uploaded: dict[str, int] = {}
+        #: Where the first record after a resume belongs, and how many from there on the service has already.
+        self._resumed_row: int | None = None
+        self._known_rows = 0
 
     @property
     def name(self) -> str:
@@ -135,6 +143,29 @@ class WandbLogger(Logger):
         self._has_unwritten = True
         if metrics:
             self.log_metrics(metrics, step=0)
+
+    def run_dirs(self) -> list[str]:
+        """The folders of all runs of the project; that of the run alone if the user named it."""
+        if self._is_named:
+            return [self.log_dir]
+        return [str(path) for path in sorted(Path(self.root_dir).glob("*")) if path.is_dir()]
+
+    def state_dict(self) -> dict[str, Any]:
+        run = self.experiment
+        run.status()  # answered after wandb's process, which outlives a kill of this one, has taken in all before
+        return {"id": self.version, "project": self.name, "row": run.step}
+
+    def recognizes(self, state: Mapping[str, Any]) -> bool:
+        """Whether the run is of this project, lies in ``save_dir``, and no other one was named."""
+        mine = self.version if self._experiment is not None else self._id
+        if state["project"] != self.name or mine not in (None, state["id"]):
+            return False
+        return any(Path(self._save_dir).glob(f"wandb/*run-*-{state['id']}"))
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        self._id = state["id"]
+        if self._experiment is None:
+            self._resumed_row = state["row"]
 
     def watch(
         self,
@@ -236,7 +267,14 @@ class WandbLogger(Logger):
     def _log(self, record: dict[str, Any], step: int | None) -> None:
         if step is not None:
             record["trainer/global_step"] = step
-        self.experiment.log(record)
+        run = self.experiment
+        row, self._resumed_row = self._resumed_row, None
+        if row is not None:
+            self._known_rows = max(run.step - row, 0)
+        if self._known_rows:
+            self._known_rows -= 1
+            return
+        run.log(record, step=row, commit=True)
         self._has_unwritten = True
 
     def _wait_until_written(self) -> None:

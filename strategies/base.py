@@ -143,6 +143,9 @@ class Strategy:
         """
         return self.precision.bind_forward(step)
 
+    def before_evaluation(self, module: nn.Module) -> None:
+        """Make what each process is about to evaluate one model, where they may differ."""
+
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         """Take the user's optimizers, return those to use. State that exists already is moved to the device."""
         self.precision.setup_optimizers(optimizers)
@@ -274,6 +277,17 @@ class Strategy:
         """Load a whole optimizer state and move it to where its parameters are."""
         optimizer.load_state_dict(state)
         move_optimizer_state(optimizer, self.device)
+
+    def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
+        """This process's gradients that wait for an optimizer step, on the CPU, by parameter; None: there is no way."""
+        grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        return {name: grad.detach().cpu() for name, grad in grads.items()}
+
+    def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take back :meth:`window_gradients`. Every process must call."""
+        for name, parameter in module.named_parameters():
+            if name in state:
+                parameter.grad = state[name].to(parameter.device)
 
     def teardown(self) -> None:
         """Release what the strategy holds. Called once a run, also after an exception."""

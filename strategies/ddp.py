@@ -120,6 +120,10 @@ class DDPStrategy(DistributedStrategy):
         self._wrapped.module.step = step
         return self._wrapped
 
+    def before_evaluation(self, module: nn.Module) -> None:
+        if self.ddp_options.get("broadcast_buffers", True):
+            super().before_evaluation(module)
+
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         if self.model_averaging_period is not None:
             from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager

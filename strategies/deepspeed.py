@@ -369,6 +369,10 @@ class DeepSpeedStrategy(DistributedStrategy):
             zero.load_master_weights(self._pieces, parameters, own["weights"])
             vars(self._engine.optimizer.loss_scaler).update(own["loss_scale"])
 
+    def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
+        """None: they lie in DeepSpeed's own buffers."""
+        return None
+
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_engine": None, "_root": None, "_pieces": {}, "_overflow": None}
 

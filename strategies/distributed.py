@@ -311,6 +311,14 @@ class DistributedStrategy(Strategy):
                 "all start from rank 0's. Call seed_everything before you build it to have the same ones each time."
             )
 
+    def before_evaluation(self, module: nn.Module) -> None:
+        """Give all processes the first one's buffers, which are those that a checkpoint holds.
+
+        Running statistics of batch norm, say, follow the batches that a process has seen.
+        """
+        if self.talks:
+            same_buffers(module, self.data_group)
+
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce gradients that were accumulated without communication, when no backward follows that would do it."""
         for group in optimizer.param_groups:
@@ -325,6 +333,21 @@ class DistributedStrategy(Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_host": None, "_watch": None, "_beside": None, "progress": str}
+
+
+@torch.no_grad()
+def same_buffers(module: nn.Module, group: Any) -> None:
+    """Copy a module's buffers from the first process of a group to the others, in one operation per dtype."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for buffer in module.buffers():
+        if type(buffer) is Tensor and buffer.numel():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    if dist.get_world_size(group) > 1:
+        for buffers in kinds.values():
+            together = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(together, group=group, group_src=0)
+            for buffer, values in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(values.view_as(buffer))
 
 
 def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device) -> None:

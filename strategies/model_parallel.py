@@ -330,6 +330,9 @@ class ModelParallelStrategy(FSDPStrategy):
         with implicit_replication():  # an optimizer's lists hold whole and split parameters together
             return super().optimizer_step(optimizer, closure)
 
+    def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
+        return super().window_gradients(module) if self.spreads_data and self.axis_sizes["tp"] == 1 else None
+
     # ---- errors ----------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException | None:

@@ -200,6 +200,10 @@ class PipelineSteps(Base):
         super().load_optimizer_state(module, optimizer, self.pipeline.held.own_part(optimizer, state))
         move_optimizer_state(optimizer, self.device)
 
+    def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
+        """None: each stage has those of its own layers."""
+        return None
+
     def teardown(self) -> None:
         self.pipeline.rest()
         DistributedStrategy.teardown(self)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate
 import torch
 from typing_extensions import ParamSpec
 
-from ..callbacks import places
+from ..callbacks import locations
 from ..callbacks.timer import to_timedelta
 from ..loggers import messages
 
@@ -172,7 +172,7 @@ def check_folder(name: str, value: Any) -> str:
         raise ValueError(
             f"Trainer({name}={path!r}) is a file, so nothing can be put into it. Pass the path of a folder."
         )
-    return places.absolute(value)
+    return locations.absolute(value)
 
 
 def check_compile(value: Any) -> None:

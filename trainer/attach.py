@@ -24,11 +24,12 @@ from .optimizers import configure
 from .phases import SETUP
 
 if TYPE_CHECKING:
+    from .checkpoint.place import Resumed
     from .trainer import Request, Trainer
 
 
-def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
-    """Prepare a run. Returns the checkpoint that a fit goes on from, or None.
+def attach(trainer: Trainer, request: Request) -> Resumed | None:
+    """Prepare a run. Returns what a fit goes on from, or None.
 
     The order is drawn in ``callbacks/base.py``.
     """
@@ -38,10 +39,9 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
     trainer.strategy.progress = trainer.state.where
     trainer.strategy.setup_environment()
     messages.set_rank(trainer.global_rank)
-    if trainer.world_size > 1:
-        trainer._log_dir = None
-        trainer._log_dir = trainer.strategy.broadcast(trainer.log_dir)
+    trainer._log_dir = None
     connect(trainer, request, module)
+    path = settle_folders(trainer, request, path)
     prepare_data(trainer)
     trainer._metrics.enter(SETUP)
     for hook in trainer._hooks.setup:
@@ -62,12 +62,12 @@ def attach(trainer: Trainer, request: Request) -> dict[str, Any] | None:
         compile_in_place(module, trainer.compile)
     if request.fn != "fit":
         if checkpoint is not None:
-            _restore_model(trainer, checkpoint, callbacks=False)
+            _restore_model(trainer, checkpoint, ("model",))
         return None
-    return start_fit(trainer, checkpoint)
+    return start_fit(trainer, checkpoint, request.restore)
 
 
-def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None) -> dict[str, Any] | None:
+def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
     """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
     from .checkpoint.contents import restore_training
 
@@ -79,23 +79,30 @@ def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None) -> dict[str, 
         messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
         trainer.max_epochs = 1000
     if checkpoint is not None:
-        _restore_model(trainer, checkpoint, callbacks=True)
+        _restore_model(trainer, checkpoint, parts)
     trainer.model = trainer.strategy.wrap_for_training(trainer.model)
     setup_optimizers(trainer)
+    leave_no_window(trainer)
     if checkpoint is None and trainer.state.batches == 0:
         trainer.state.shuffle_seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63)
     for hook in trainer._hooks.on_fit_start:
         hook()
     log_hyperparameters(trainer)
-    if checkpoint is not None:
-        restore_training(trainer, checkpoint)
-    return checkpoint
+    return None if checkpoint is None else restore_training(trainer, checkpoint, parts)
 
 
-def _restore_model(trainer: Trainer, checkpoint: dict[str, Any], callbacks: bool) -> None:
+def leave_no_window(trainer: Trainer) -> None:
+    """What a fit that failed left of an accumulation window is not for this one."""
+    trainer.state.pending = ""
+    trainer.state.drop_window()
+    for optimizer in trainer.optimizers:
+        optimizer.zero_grad()
+
+
+def _restore_model(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str, ...]) -> None:
     from .checkpoint.contents import restore_model
 
-    restore_model(trainer, checkpoint, callbacks=callbacks)
+    restore_model(trainer, checkpoint, parts)
 
 
 def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, bool]:
@@ -271,12 +278,30 @@ def prepare_data(trainer: Trainer) -> None:
 def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
     """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
 
-    ``"last"`` and ``"auto"`` stay words until ``setup`` has told the callbacks where they save.
+    ``"last"`` and ``"auto"`` stay words until the callbacks of this run are known, or where they save.
     """
     from .checkpoint.find import find_checkpoint
 
     asked = request.ckpt_path if trainer._ckpt_asked is None else trainer._ckpt_asked
     return asked if asked in ("last", "auto") else find_checkpoint(trainer, asked, request.fn, reused)
+
+
+def settle_folders(trainer: Trainer, request: Request, path: Any) -> Any:
+    """The loggers' folders, before anybody asks for them: of a fit that goes on, those of the run that it continues.
+
+    Returns the path of the checkpoint to go on from, None if there is none.
+    """
+    from .checkpoint import places
+    from .checkpoint.find import find_checkpoint
+
+    if request.fn == "fit" and path is not None and trainer.loggers:
+        found = find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
+        path = trainer.strategy.broadcast(found)
+        if path is not None:
+            places.take_over(trainer, path)
+    if trainer.world_size > 1:
+        trainer._log_dir = trainer.strategy.broadcast(trainer.log_dir)
+    return path
 
 
 def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks import places
+from ..callbacks import locations
 from ..callbacks.base import Callback
 from ..loggers import messages
 from ..loggers.base import DummyLogger, Logger
@@ -36,7 +36,7 @@ def choose_loggers(logger: Any, trainer: Trainer) -> list[Logger]:
 
 
 def _folder_of_logs(root: str) -> str:
-    if not isinstance(places.place(root), places.Remote):
+    if not locations.is_remote(root):
         return root
     messages.info_once(
         f"Checkpoints go to {root}. Logs are local: they go to the working directory, {os.getcwd()}. Pass a logger to "

@@ -80,6 +80,7 @@ class EvalLoop:
         for moment in ("start", "epoch_start"):
             for hook in self.hooks(moment):
                 hook()
+        trainer.strategy.before_evaluation(trainer.training_module)
         step = bind_step(trainer, f"{self.word}_step", several_loaders=len(loaders) > 1)
         if len(loaders) > 1:
             self.check_hooks()
@@ -97,6 +98,8 @@ class EvalLoop:
         if trainer.state.stage != "sanity_check":
             numbers = metrics.send_epoch(found, trainer.state.updates, trainer.state.epoch)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_END)
+        if trainer.state.pending == "validation":
+            trainer.state.pending = "plateaus"
         for hook in self.hooks("end"):
             hook()
         if self.kind == "predict" or not numbers:

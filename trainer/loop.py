@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 from ..loggers import messages
 from . import phases
 from .binding import bind_mover, bind_step, takes_iterator
-from .checkpoint.contents import restore_random
 from .data.batches import Batches
 from .data.handover import HandOver
-from .data.loaders import load_loader_state, seed_shuffling
+from .data.loaders import seed_shuffling, what_fetching_changes
 from .loss import LossReader
 from .schedules import Schedules
+from .seed import host_random_states, mixed
 from .signals import interruption
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
 
 if TYPE_CHECKING:
+    from .checkpoint.place import Resumed
     from .trainer import Trainer
 
 
@@ -27,25 +28,32 @@ class FitLoop:
 
     Args:
         trainer: attached, with its module set up.
-        resumed: the checkpoint this fit goes on from, or None.
+        resumed: what this rank has of the checkpoint that this fit goes on from, or None.
+
+    Attributes:
+        at_epoch_start: the random states of the host when the batches of the epoch under way were first asked for.
     """
 
-    def __init__(self, trainer: Trainer, resumed: dict[str, Any] | None) -> None:
+    def __init__(self, trainer: Trainer, resumed: Resumed | None) -> None:
         self.trainer, self.state = trainer, trainer.state
         self.hooks, self.metrics = trainer._hooks, trainer._metrics
         self.resumed = resumed
         self.validation = Validation(trainer)
         self.takes_iterator = takes_iterator(trainer.training_module.training_step)
         self.losses = LossReader(trainer.training_module, trainer.strategy)
+        self.at_epoch_start: dict[str, Any] | None = None
+        self._fetched: Batches | None = None
+        trainer._fit = self
 
     def run(self) -> None:
         """Train until a limit is reached, somebody stops it, or an exception ends it."""
         trainer, state, metrics = self.trainer, self.state, self.metrics
         if self.resumed is None:
             self.validation.sanity_check()
-        if state.epoch_done:
+        owes_end = state.epoch_done and state.pending == "values"
+        if state.epoch_done and not owes_end:
             self.enter_next_epoch()
-        if trainer.limit_train_batches == 0 or self.finished():
+        if trainer.limit_train_batches == 0 or (self.finished() and not owes_end):
             messages.info_once(f"Nothing to train: {self.why_finished()}.", key="nothing to train")
             return
         state.stage = "train"
@@ -57,6 +65,10 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
             hook()
+        if self.resumed is not None and (owes_end or state.next_batch == 0):
+            self.resumed.go_on()
+        if owes_end:
+            self.finish_epoch()
         while not self.finished():
             self.run_epoch(state.next_batch)
         metrics.enter(phases.ON_TRAIN_END)
@@ -73,7 +85,9 @@ class FitLoop:
         num_batches, validates = trainer.num_training_batches, validation.plan_epoch()
         batch_idx, complete = start_batch - 1, False
         with closing(batches):
-            for batch in self.started(batches, start_batch):
+            iterator = self.started(batches, start_batch, schedules)
+            over = self.finished()  # after what was left to do of the batch at which a checkpoint was written
+            for batch in () if over else iterator:
                 batch_idx += 1
                 if batch_idx >= num_batches:
                     raise RuntimeError(self.length_lie(f"at least {batch_idx + 1}"))
@@ -88,8 +102,9 @@ class FitLoop:
                 state.batches += 1
                 if schedules.per_batch:
                     schedules.after_batch()
+                state.next_batch, state.pending = batch_idx + 1, "batch"
                 if not state.window:
-                    state.next_batch, state.settled = batch_idx + 1, state.batches
+                    state.settled = state.batches
                 if ends:
                     outputs = detached(outputs)
                     for hook in ends:
@@ -100,6 +115,7 @@ class FitLoop:
                     validation.run()
                 if schedules.step_plateaus and state.stepped:
                     schedules.advance(schedules.step_plateaus, state.updates)
+                state.pending = ""
                 if state.window:
                     continue  # a window is never left half-way
                 if state.signum:
@@ -108,8 +124,9 @@ class FitLoop:
                     complete = state.is_last_batch
                     break
             else:
-                self.check_length(batch_idx + 1, batches)
-                complete = True
+                if not over:
+                    self.check_length(batch_idx + 1, batches)
+                complete = not over or state.is_last_batch
         self.end_epoch(schedules, complete)
 
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
@@ -135,39 +152,79 @@ class FitLoop:
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
-        knows_position = self.resumed is not None and load_loader_state(
-            loader, self.resumed.get("paceline", {}).get("loader"), mid_epoch=start_batch > 0
-        )
+        resumed = self.resumed
+        knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0)
         skip = 0 if knows_position else start_batch
-        cut, mover = source.cut() - (start_batch - skip), bind_mover(trainer, 0)
-        found = Batches(loader, mover, lookahead, cut, skip, source.keeps_step())
+        found = self._fetched = Batches(
+            loader,
+            bind_mover(trainer, 0),
+            lookahead,
+            source.cut() - (start_batch - skip),
+            skip,
+            source.keeps_step(),
+            seed=mixed(state.shuffle_seed, state.epoch, trainer.strategy.data_rank),
+            remember=what_fetching_changes(loader) if lookahead else None,
+            prepare=None if resumed is None or not start_batch else resumed.before_fetch,
+        )
         return HandOver(found, start_batch, self.metrics) if self.takes_iterator else found
 
-    def started(self, batches: Any, start_batch: int) -> Any:
-        """The batches' iterator; after a resume with the random states where the uninterrupted run had them.
+    def started(self, batches: Any, start_batch: int, schedules: Schedules) -> Any:
+        """The batches' iterator; after a resume everything is as it was when the checkpoint was written.
 
-        At an epoch's start they belong before the iterator is made (which draws from them), inside an epoch after it.
+        What a checkpoint was written in the middle of is brought to its end.
         """
-        resumed, self.resumed = self.resumed, None
-        if resumed is not None and start_batch == 0:
-            restore_random(resumed)
+        resumed = self.resumed
+        if resumed is not None and start_batch > 0:
+            resumed.enter_epoch()
+        self.at_epoch_start = host_random_states()
         iterator = iter(batches)
         if resumed is not None and start_batch > 0:
-            restore_random(resumed)
+            resumed.go_on()
+            self.finish_batch(schedules)
+        self.resumed = None
         return iterator
+
+    def fetched_ahead(self) -> dict[str, Any]:
+        """What a checkpoint keeps so that the batch fetched ahead is fetched again as it was."""
+        found = None if self._fetched is None or self.state.epoch_done else self._fetched.before_ahead
+        return found or {}
+
+    def finish_batch(self, schedules: Schedules) -> None:
+        """Do what was still to be done after the batch at which a checkpoint was written."""
+        trainer, state, pending = self.trainer, self.state, self.state.pending
+        if pending == "batch" and state.stepped and state.updates % trainer.log_every_n_steps == 0:
+            self.metrics.flush_step(state.updates, state.epoch)
+        if pending in ("batch", "validation") and self.validation.every and self.validation.due(state.batch_idx):
+            self.validation.run()
+        if pending and schedules.step_plateaus and state.stepped:
+            schedules.advance(schedules.step_plateaus, state.updates)
+        state.pending = ""
+
+    def finish_epoch(self) -> None:
+        """Do what was still to be done after ``on_train_epoch_end``, in which a checkpoint was written."""
+        self.resumed = None
+        self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
+        self.metrics.end_epoch()
+        self.close_epoch(Schedules(self.trainer), complete=True)
 
     def end_epoch(self, schedules: Schedules, complete: bool) -> None:
         """Everything that follows the last batch. An epoch that was cut short is not over: a later fit goes on."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
-        state.epoch_done = complete
+        state.epoch_done, state.pending = complete, "values" if complete else ""
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end:
             hook()
+        self.close_epoch(schedules, complete)
+
+    def close_epoch(self, schedules: Schedules, complete: bool) -> None:
+        """What follows ``on_train_epoch_end``."""
+        state, hooks, metrics = self.state, self.hooks, self.metrics
         results = metrics.finish_epoch()
         if schedules.epoch_plateaus:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
+        state.pending = ""
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
             hook()

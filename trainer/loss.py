@@ -30,6 +30,7 @@ class LossReader:
         self.by_items = False
         self.items: Any = 0
         self._unit = 1.0
+        self._resumed_unit: float | None = None
         self._form_known = False
 
     def read(self, output: Any) -> Tensor | None:
@@ -61,6 +62,19 @@ class LossReader:
         self.items = 0
         return self._unit / total.clamp(min=torch.finfo(torch.float32).tiny)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The items of the window under way and the unit they are weighed in, as plain data."""
+        items = self.items.detach().cpu() if isinstance(self.items, Tensor) else self.items
+        return {"items": items, "unit": self._unit if self.by_items else None}
+
+    def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
+        """Take back :meth:`state_dict`; without a window, only the unit."""
+        self._resumed_unit = state["unit"]
+        if in_window and state["unit"] is not None:
+            items = state["items"]
+            self.items = items.to(self.strategy.device) if isinstance(items, Tensor) else items
+            self._form_known, self.by_items, self._unit = True, True, state["unit"]
+
     def _unit_of(self, items: Any) -> float:
         """A power of two near the first batch's items: keeps the weighed loss in fp16's range and costs no rounding."""
         first = float(items)
@@ -68,6 +82,8 @@ class LossReader:
             raise ValueError(
                 f"{self.owner} returned num_items={first}. Return how many items the mean is over, 0 or more."
             )
+        if self._resumed_unit is not None:
+            return self._resumed_unit
         return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
 
     def _skip(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..loggers import messages
 from .data.batches import batch_size_of, conflicting_sizes
-from .phases import EVAL_BATCH, SETUP, Moment
+from .phases import EVAL_BATCH, SETUP, TRAIN_BATCH, Moment
 from .records import REDUCTIONS, Options, Record, as_tensor, make_record
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class MetricStore:
         self._dataloader_idx: int | None = None
         self._tables: dict[tuple[str, str, int | None], Table] = {}
         self._finished: dict[str, Tensor] = {}
-        self._resumed: dict[str, dict[str, Any]] = {}
         self._copies: list[_HostCopy] = []
         self._bar = _BarValues()
         self._eval_steps: dict[str, int] = {}
@@ -82,6 +81,9 @@ class MetricStore:
         if self.listener is not None:
             return self.listener(name, value, options)
         known = self.records.get(name)
+        if known is not None and known.resumed and known.fits(options):
+            known.options, known.resumed = options, False
+            return known
         if known is not None:
             changed = ", ".join(
                 f"{f}={getattr(known.options, f)!r} then {getattr(options, f)!r}"
@@ -97,12 +99,9 @@ class MetricStore:
                 f"self.log({name!r}) was called in {self._hook()}, where no metrics are kept. "
                 f"Log it in {self._moment.instead.format(stage=self._stage_word())} instead."
             )
-        weigh = self._weight if self._moment.step_allowed else _alike
+        weigh = self.weigher(self._moment)
         record = make_record(name, value, options, self._moment, self._hook(), self._dataloader_idx, weigh)
         self._refuse_overwriting(name, record)
-        resumed = self._resumed.pop(f"{self.state.stage}|{self._moment.name}|{record.key}", None)
-        if resumed is not None:
-            record.load(resumed)
         self.records[name] = record
         if self._moment is EVAL_BATCH and record.on_step:
             self.steps_in_evaluation = True
@@ -245,6 +244,11 @@ class MetricStore:
             self._copies.append(_HostCopy(fresh, stage_step, epoch))
             self.drain(wait=False)
 
+    def flush_batch(self, stage_step: int, epoch: int) -> None:
+        """:meth:`flush_step` in the middle of a training batch's hooks; nothing at any other moment."""
+        if self._moment is TRAIN_BATCH:
+            self.flush_step(stage_step, epoch)
+
     def flush_eval_step(self) -> None:
         """Send an evaluation batch's step values, against a counter of the stage's own."""
         stage = self.state.stage or ""
@@ -345,24 +349,28 @@ class MetricStore:
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
+    def running(self, stage: str) -> Iterator[tuple[str, int | None, str, Record]]:
+        """Moment, loader, name and record of everything that a stage has logged in the epoch under way."""
+        for (at, moment, idx), table in self._tables.items():
+            if at == stage:
+                yield from ((moment, idx, name, record) for name, record in table.items() if record.seen)
+
+    def resume(self, stage: str, moment: Moment, idx: int | None, name: str, record: Record) -> None:
+        """Put a record back that :meth:`running` gave in an earlier run."""
+        record.resumed = True
+        self._tables.setdefault((stage, moment.name, idx), {})[name] = record
+
+    def weigher(self, moment: Moment) -> Callable[[str], int]:
+        """What weighs the values logged in a moment."""
+        return self._weight if moment.step_allowed else _alike
+
     def state_dict(self) -> dict[str, Any]:
-        """Finished values and running sums, as tensors and plain data."""
-        running = {
-            f"{stage}|{moment}|{record.key}": state
-            for (stage, moment, _), table in self._tables.items()
-            for record in table.values()
-            if record.seen and (state := record.dump())
-        }
-        return {
-            "finished": {k: v.cpu() for k, v in self._finished.items()},
-            "running": running,
-            "eval": self._eval_steps,
-        }
+        """Finished values and counts of evaluation steps; the epoch under way is in :mod:`.running`."""
+        return {"finished": {k: v.cpu() for k, v in self._finished.items()}, "eval": self._eval_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back :meth:`state_dict`; running sums join their records when the names are logged again."""
+        """Take back :meth:`state_dict`."""
         self._finished = {k: v.to(self.strategy.device) for k, v in state["finished"].items()}
-        self._resumed = dict(state["running"])
         self._eval_steps = dict(state["eval"])
 
 

@@ -50,11 +50,15 @@ class ManagedOptimizer:
     """What ``self.optimizers()`` gives: its ``step`` goes through precision and strategy and is counted.
 
     Everything else (``param_groups``, ``state``, ``zero_grad``) is the optimizer's own, found at ``.optimizer``.
+
+    Attributes:
+        stepped_at: ``trainer.state.batches`` when it stepped last: gradients before that are used up.
     """
 
     def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
         self.optimizer = optimizer
         self._trainer = trainer
+        self.stepped_at = -1
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were."""
@@ -65,6 +69,7 @@ class ManagedOptimizer:
         elif by_hand:
             self._show_gradients()
         stepped = trainer.strategy.optimizer_step(self.optimizer, closure)
+        self.stepped_at = state.batches
         if stepped and (by_hand or state.window):  # a window without a batch in it is no step
             state.global_step += 1
             if not state.stepped:

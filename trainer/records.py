@@ -48,6 +48,7 @@ class Record:
         shared: the epoch's value, over all processes if they share it, if it was computed since the last update.
         alone: this process has the name and others have not, or it is not meant to be shared.
         dtype: of the tensors that numbers become for whoever monitors them.
+        resumed: out of a checkpoint, and not logged since.
     """
 
     reduction = "last"
@@ -64,7 +65,7 @@ class Record:
         self.graph = options.enable_graph
         self.weigh = weigh
         self.dtype = torch.get_default_dtype()
-        self.fresh = self.seen = False
+        self.fresh = self.seen = self.resumed = False
         self.value: Any = None
         self.shared: Tensor | float | None = None
         self.alone = not self.is_shared
@@ -88,6 +89,11 @@ class Record:
         """The epoch's value: a number, or a scalar tensor on its device. Every process must call, if they share it."""
         raise NotImplementedError
 
+    def fits(self, options: Options) -> bool:
+        """Whether these are the options that a checkpoint kept: reductions by name, and no process group."""
+        plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
+        return plain == self.options
+
     @property
     def is_shared(self) -> bool:
         """Whether the epoch's value is reduced over all processes, so that computing it takes all of them."""
@@ -105,11 +111,16 @@ class Record:
         self.fresh = self.seen = False
 
     def dump(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the running epoch."""
+        """What there is of the running epoch besides the last value."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take back :meth:`dump`."""
+        """Take back :meth:`dump`, or several of them as one."""
+
+    @staticmethod
+    def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
+        """What several processes dumped, as if one had seen it all."""
+        return states[0]
 
 
 class SumRecord(Record):
@@ -175,6 +186,21 @@ class SumRecord(Record):
     def load(self, state: dict[str, Any]) -> None:
         self.total, self.rest, self.weight = state["total"], state["rest"], state["weight"]
 
+    def merge(self, state: dict[str, Any]) -> None:
+        if state["total"] is not None:
+            self.total = state["total"] if self.total is None else self.total + state["total"]
+        self.rest += state["rest"]
+        self.weight += state["weight"]
+
+    @staticmethod
+    def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
+        totals = [state["total"] for state in states if state["total"] is not None]
+        return {
+            "total": sum(totals[1:], totals[0]) if totals else None,
+            "rest": sum(state["rest"] for state in states),
+            "weight": sum(state["weight"] for state in states),
+        }
+
 
 class MeanRecord(SumRecord):
     """Mean over the epoch's samples: sum(value * batch size) / sum(batch size)."""
@@ -225,6 +251,9 @@ class ExtremeRecord(Record):
 
     def load(self, state: dict[str, Any]) -> None:
         self.extreme = state["extreme"]
+
+    def merge(self, state: dict[str, Any]) -> None:
+        self.extreme = self._pick(self.extreme, state["extreme"]) if self.extreme is not None else state["extreme"]
 
 
 class MetricRecord(Record):

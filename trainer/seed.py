@@ -5,6 +5,7 @@ numpy is asked only where somebody has imported it already.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
 import random
@@ -81,15 +82,41 @@ def random_states() -> dict[str, Any]:
     ``torch``: shape (n,), uint8, on the CPU; ``cuda``: one such tensor a device, only if CUDA is in use (reading them
     waits for the devices).
     """
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy.random" in sys.modules:
-        name, keys, *rest = sys.modules["numpy.random"].get_state()
-        states["numpy"] = (name, keys.tolist(), *rest)
+    states = host_random_states()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         states["mps"] = torch.mps.get_rng_state()
     return states
+
+
+def host_random_states() -> dict[str, Any]:
+    """:func:`random_states` of the generators on the host alone: nothing waits for a device."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy.random" in sys.modules:
+        name, keys, *rest = sys.modules["numpy.random"].get_state()
+        states["numpy"] = (name, keys.tolist(), *rest)
+    return states
+
+
+def seed_host(value: int) -> None:
+    """Seed python's ``random``, numpy and torch on the CPU, and nothing else."""
+    random.seed(value)
+    torch.default_generator.manual_seed(value)  # torch.manual_seed would seed the devices too
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(value % 2**32)
+
+
+def seed_all(value: int) -> None:
+    """:func:`seed_host`, and the devices."""
+    seed_host(value)
+    torch.manual_seed(value % 2**63)
+
+
+def mixed(*numbers: int) -> int:
+    """One 64-bit seed out of several numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def set_random_states(states: dict[str, Any]) -> None:
@@ -163,10 +190,7 @@ class PrivateRandomness:
         if self._own is not None:
             _set_host_states(self._own)
             return
-        random.seed(self._seed)
-        torch.default_generator.manual_seed(self._seed)  # torch.manual_seed would seed the devices too
-        if "numpy.random" in sys.modules:
-            sys.modules["numpy.random"].seed(self._seed % 2**32)
+        seed_host(self._seed)
 
     def __exit__(self, *exception: object) -> None:
         self._own = _host_states()

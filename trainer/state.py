@@ -21,9 +21,11 @@ class RunState:
         batches: training batches trained on, over all epochs.
         batch_idx: index of the training batch under way in its epoch (0-based); -1 before the first.
         window: micro-batches whose gradients wait for the next optimizer step.
-        next_batch: the first batch of the epoch that the weights have not learned from: where a resume goes on. Behind
-            ``batch_idx`` inside an accumulation window, whose gradients no checkpoint holds, and when a step fails.
-        settled: ``batches`` without those from ``next_batch`` on.
+        next_batch: the first batch of the epoch that has not been trained on; still ``batch_idx`` when a step fails.
+        settled: ``batches`` without those whose gradients wait in the window.
+        pending: what a resume from here has to do before the next batch: ``"batch"``: what follows a trained batch
+            (records to the loggers, validation, plateau schedulers); ``"validation"``: the same, from the validation
+            that is under way; ``"plateaus"``: what follows that; ``"values"``: what follows ``on_train_epoch_end``.
         epoch_done: the epoch's last batch has been trained (true inside ``on_train_epoch_end``).
         is_last_batch: the batch under way is the last of its epoch.
         stepped: the batch under way ended in an optimizer step.
@@ -41,6 +43,7 @@ class RunState:
         "global_step",
         "is_last_batch",
         "next_batch",
+        "pending",
         "settled",
         "should_stop",
         "shuffle_seed",
@@ -53,7 +56,20 @@ class RunState:
     )
 
     #: The counters that a checkpoint holds.
-    SAVED = ("epoch", "global_step", "updates", "next_batch", "settled", "epoch_done", "shuffle_seed")
+    SAVED = (
+        "epoch",
+        "global_step",
+        "updates",
+        "batches",
+        "settled",
+        "window",
+        "next_batch",
+        "pending",
+        "stepped",
+        "is_last_batch",
+        "epoch_done",
+        "shuffle_seed",
+    )
 
     def __init__(self) -> None:
         self.fn: Fn | None = None
@@ -70,6 +86,7 @@ class RunState:
         self.window = 0
         self.next_batch = 0
         self.settled = 0
+        self.pending = ""
         self.epoch_done = False
         self.is_last_batch = False
         self.stepped = False
@@ -90,12 +107,30 @@ class RunState:
             return self.stage or self.fn or ""
         return f"train, epoch {self.epoch}, batch {self.batch_idx}"
 
+    @property
+    def step_failed(self) -> bool:
+        """The batch under way was begun and not trained on, so that gradients in the window may be its own."""
+        return self.next_batch <= self.batch_idx
+
     def state_dict(self) -> dict[str, Any]:
-        """The counters as plain numbers."""
+        """The counters as plain data."""
         return {name: getattr(self, name) for name in self.SAVED}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the counters of :meth:`state_dict`."""
         for name in self.SAVED:
             setattr(self, name, state[name])
-        self.batches, self.batch_idx, self.window = self.settled, self.next_batch - 1, 0
+        self.batch_idx = self.next_batch - 1
+
+    def drop_window(self) -> None:
+        """Go back to where the accumulation window began."""
+        self.load_state_dict(without_window(self.state_dict()))
+
+
+def without_window(progress: dict[str, Any]) -> dict[str, Any]:
+    """Counters (of :meth:`RunState.state_dict`) as they were before the accumulation window under way."""
+    waiting = progress["batches"] - progress["settled"]
+    if not waiting and not progress["window"]:
+        return progress
+    back = {"next_batch": progress["next_batch"] - waiting, "batches": progress["settled"]}
+    return progress | back | {"window": 0, "pending": "", "stepped": False, "is_last_batch": False}

@@ -18,6 +18,7 @@ from ..strategies.choose import choose_strategy
 from ..strategies.precision.base import Precision
 from . import arguments as check
 from .attach import attach
+from .checkpoint.parts import PARTS, check_parts
 from .defaults import choose_callbacks, choose_loggers
 from .environment import numerics
 from .evaluation import EvalLoop
@@ -46,6 +47,7 @@ class Request:
     keep_predictions: bool = False
     gather: bool = False
     weights_only: bool | None = None
+    restore: tuple[str, ...] = PARTS
 
 
 class Trainer(TrainerStatus):
@@ -212,6 +214,7 @@ class Trainer(TrainerStatus):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
+        restore: Iterable[str] = PARTS,
     ) -> None:
         """Train.
 
@@ -224,9 +227,21 @@ class Trainer(TrainerStatus):
                 earlier starts of the same command; ``"auto"``: the same where there may be none yet, as in a job that
                 is requeued. ``"best"``: that of the run before.
             weights_only: None or True, which is always so: a file never runs code.
+            restore: what of ``ckpt_path`` to take; all of it by default, which goes on to the bit as the run that wrote
+                it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: what the optimizers have
+                gathered (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the optimizers' settings
+                (learning rate, weight decay, ...); without it those of ``configure_optimizers`` hold. ``"loops"``: epoch,
+                step, place in the data and in the accumulation window, what was logged so far in the epoch; without it
+                the fit begins with epoch 0. ``"rng"``: random states. ``"callbacks"``: the callbacks' states.
+
+        Raises:
+            ValueError: ``restore`` has an unknown name.
         """
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
-        return self._start(Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
+        parts = check_parts(restore)
+        return self._start(
+            Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only, restore=parts)
+        )
 
     def validate(
         self,
@@ -369,6 +384,7 @@ class Trainer(TrainerStatus):
         self.current_batch_indices: list[int] | None = None
         self._ckpt_path = self._ckpt_asked = None
         self._saves = 0
+        self._fit: FitLoop | None = None
         self._brought = None
         self._log_dir = None
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import phases
 from .evaluation import EvalLoop
-from .seed import isolate_rng
+from .seed import isolate_rng, random_states
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -18,6 +18,7 @@ class Validation:
 
     Attributes:
         every: batches between two validations in the epoch under way; inf: after its last; None: none in this epoch.
+        random: the random states in which the validation under way began.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -25,6 +26,7 @@ class Validation:
         self.loop = EvalLoop(trainer, "validate")
         self.every: int | float | None = None
         self.last = time.monotonic()
+        self.random: dict[str, Any] | None = None
 
     def sanity_check(self) -> None:
         """Try a few validation batches ahead of training; leaves no trace in metrics or random states."""
@@ -66,6 +68,7 @@ class Validation:
         """A validation in the middle or at the end of an epoch."""
         state, metrics = self.trainer.state, self.trainer._metrics
         metrics.drain()
+        self.random, state.pending = random_states(), "validation"
         state.stage = "validate"
         self.loop.run(zero_grad=state.window == 0)
         state.stage = "train"

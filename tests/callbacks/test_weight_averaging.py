@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -665,3 +666,23 @@ def test_an_update_on_a_gpu_does_not_wait_for_the_device() -> None:
             average.hide()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_sharded_parameters_and_plain_buffers_are_averaged_as_on_replicas() -> None:
+    def averaged(strategy: str) -> dict[str, Tensor]:
+        average = EMAWeightAveraging(decay=0.5)
+        quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)
+        trainer = Trainer(**quiet, enable_model_summary=False, accelerator="cpu", strategy=strategy, max_epochs=2)
+        trainer.callbacks.append(average)
+        module = Net()
+        trainer.fit(module, loader)
+        return {
+            name: value.full_tensor() if hasattr(value, "full_tensor") else value
+            for name, value in module.state_dict().items()
+        }
+
+    replicas, shards = ranks(2, averaged, "ddp")[0], ranks(2, averaged, "fsdp")[0]
+    for name, value in replicas.items():
+        torch.testing.assert_close(shards[name], value, msg=name)

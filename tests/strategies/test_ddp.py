@@ -188,6 +188,27 @@ def test_a_generator_of_each_ranks_own_is_left_alone_with_loaders_that_are_split
     assert mine != theirs
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_evaluate_with_rank_0s_buffers_which_are_those_of_a_checkpoint(strategy: str) -> None:
+    class Normal(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))  # type: ignore[assignment]
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("mean", self.layer[0].running_mean.sum(), on_step=False, on_epoch=True, sync_dist=False)
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        trainer = Trainer(**QUIET, strategy=strategy, max_epochs=1)
+        module = Normal()
+        trainer.fit(module, tiny_loader(), tiny_loader())
+        return trainer.callback_metrics["mean"].item(), module.layer[0].running_mean.sum().item()
+
+    mine, theirs = ranks(2, run)
+    assert mine[0] == theirs[0] == mine[1]
+
+
 def counted(strategy: Any, accumulate: int, batches: int = 6) -> dict[str, int]:
     """How often each collective is called in the batches of a fit."""
     found: dict[str, int] = {}

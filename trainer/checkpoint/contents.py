@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ...callbacks.manifest import FORMAT
 from ...loggers import messages
-from .. import seed
-from ..data.loaders import loader_state
-from . import lightning
+from . import lightning, places
+from .parts import PARTS
+from .place import Resumed, gather_ranks, progress
 from .plain import plain
 
 if TYPE_CHECKING:
@@ -35,16 +35,19 @@ def gather(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             hooks ``on_save_checkpoint`` run all the same, so that averaged weights, for one, are what is saved.
     """
     module = trainer.training_module
+    ranks = [] if weights_only else gather_ranks(trainer)
+    counters = progress(trainer, ranks)
     checkpoint: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": lightning.LAYOUT_VERSION,
         "state_dict": trainer.strategy.model_state(module),
-        "loops": lightning.loops(trainer.state),
-        "paceline": _section(trainer),
+        "loops": lightning.loops(counters),
+        "paceline": _section(trainer, counters),
     }
     if not weights_only:
         _add_training(trainer, checkpoint)
+        checkpoint["paceline"]["ranks"] = ranks
     _add_hyperparameters(module, "hparams_name", "hyper_parameters", checkpoint)
     if trainer.datamodule is not None:
         _add_datamodule(trainer.datamodule, checkpoint)
@@ -53,7 +56,7 @@ def gather(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     return checkpoint
 
 
-def _section(trainer: Trainer) -> dict[str, Any]:
+def _section(trainer: Trainer, counters: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "versions": {
@@ -65,7 +68,7 @@ def _section(trainer: Trainer) -> dict[str, Any]:
         "stage": trainer.state.stage,
         "world_size": trainer.world_size,
         "data_ranks": trainer.strategy.num_data_ranks,
-        "progress": trainer.state.state_dict(),
+        "progress": counters,
         "manifest": {"sequence": trainer._count_save()},
     }
 
@@ -77,11 +80,10 @@ def _add_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     checkpoint["optimizer_states"] = [strategy.optimizer_state(trainer.model, o) for o in trainer.optimizers]
     checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     checkpoint["paceline"] |= {
-        "random": [seed.random_states()],
         "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
         "precision": strategy.precision.state_dict(),
         "metrics": trainer._metrics.state_dict(),
-        "loader": None if trainer.train_dataloader is None else loader_state(trainer.train_dataloader),
+        "loggers": places.gather(trainer),
     }
 
 
@@ -121,25 +123,26 @@ def _say_left_out(owner: str, left_out: dict[str, str]) -> None:
 # ---- restore ---------------------------------------------------------------------------------------------------------
 
 
-def restore_model(trainer: Trainer, checkpoint: dict[str, Any], callbacks: bool = True) -> None:
+def restore_model(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> None:
     """Give a checkpoint's weights to the module, and its state to the data module and the callbacks.
 
     Args:
         trainer: a trainer whose module is set up.
         checkpoint: what ``file.read`` returned; hooks may change it.
-        callbacks: False leaves the callbacks as they are, as for validate, test and predict.
+        parts: without ``"callbacks"`` these stay as they are, as for validate, test and predict.
 
     Raises:
         RuntimeError: the weights do not fit the module.
     """
     module = trainer.training_module
     call(module, "on_load_checkpoint", checkpoint)
-    load_weights(module, checkpoint["state_dict"], module.strict_loading, trainer.strategy.load_model_state)
     datamodule = trainer.datamodule
-    state = checkpoint.get(type(datamodule).__qualname__)
-    if datamodule is not None and state is not None:
-        datamodule.load_state_dict(state)
-    if callbacks:
+    if "model" in parts:
+        load_weights(module, checkpoint["state_dict"], module.strict_loading, trainer.strategy.load_model_state)
+        state = checkpoint.get(type(datamodule).__qualname__)
+        if datamodule is not None and state is not None:
+            datamodule.load_state_dict(state)
+    if "callbacks" in parts:
         _restore_callbacks(trainer, checkpoint)
 
 
@@ -226,51 +229,48 @@ def _prefix_hint(module: nn.Module, state: Mapping[str, Any]) -> str:
     return ""
 
 
-def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Give a checkpoint's optimizers, schedulers, loss scale, counters and metrics to a run whose optimizers exist.
+def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> Resumed:
+    """Give a checkpoint's optimizers, schedulers, loss scale and counters to a run whose optimizers exist.
+
+    Returns:
+        The rest, which the loop puts in force when it comes to where the checkpoint was written.
 
     Raises:
         ValueError: the file holds only weights, or other optimizers or schedulers than this run has.
     """
-    if "optimizer_states" not in checkpoint:
+    section = checkpoint.get("paceline", {})
+    if parts != ("model",) and "optimizer_states" not in checkpoint:
         raise ValueError(
             "The checkpoint holds weights only (it was saved with weights_only=True or save_weights_only=True), so a "
             f"fit cannot go on from it. Use its weights in a new fit: {type(trainer.training_module).__name__}."
-            "load_from_checkpoint(path), then trainer.fit without ckpt_path."
+            "load_from_checkpoint(path), then trainer.fit without ckpt_path; or trainer.fit(..., restore=['model'])."
         )
-    section = checkpoint.get("paceline", {})
-    _restore_optimizers(trainer, checkpoint["optimizer_states"], section.get("optimizers"))
-    states = checkpoint.get("lr_schedulers", [])
-    configs = trainer.lr_scheduler_configs
-    _same_count("learning rate schedulers", len(states), len(configs))
-    for config, state in zip(configs, states, strict=True):
-        config.scheduler.load_state_dict(state)
-    _restore_precision(trainer.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
-    progress = section.get("progress") or lightning.progress(checkpoint)
-    progress = _on_these_ranks(progress, section.get("data_ranks"), trainer.strategy.num_data_ranks)
-    trainer.state.load_state_dict(trainer.state.state_dict() | progress)
-    if "metrics" in section:
-        running = {} if progress["epoch_done"] else section["metrics"]["running"]
-        trainer._metrics.load_state_dict(section["metrics"] | {"running": running})
+    if "optimizer" in parts:
+        _restore_optimizers(trainer, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
+        _restore_precision(trainer.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
+    if "schedulers" in parts:
+        _restore_schedulers(trainer, checkpoint.get("lr_schedulers", []))
+    resumed = Resumed(trainer, checkpoint, parts)
+    if "loops" in parts:
+        counters = trainer.state.state_dict() | (section.get("progress") or lightning.progress(checkpoint))
+        trainer.state.load_state_dict(resumed.position(counters, trainer.accumulate_grad_batches))
+        if "metrics" in section:
+            trainer._metrics.load_state_dict(section["metrics"])
+        places.restore(trainer, section)
+    resumed.tell()
     if not section:
         messages.info(
             "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "
             "no random states, so what is drawn from here on differs from the run that was saved."
         )
+    return resumed
 
 
-def _on_these_ranks(progress: dict[str, Any], saved: int | None, now: int) -> dict[str, Any]:
-    """The counters for another number of ranks: as many samples of the epoch are behind them in other batches."""
-    batch = progress["next_batch"]
-    if saved in (None, now) or not batch or progress["epoch_done"]:
-        return progress
-    here, left = divmod(batch * saved, now)
-    again = f" The {left} batches that do not fill one of all ranks are trained on again." if left else ""
-    messages.info(
-        f"The checkpoint was written inside an epoch on {saved} ranks, and this run has {now}: it goes on at batch "
-        f"{here} of the epoch, which was batch {batch} there.{again}"
-    )
-    return progress | {"next_batch": here}
+def _restore_schedulers(trainer: Trainer, states: list[dict[str, Any]]) -> None:
+    configs = trainer.lr_scheduler_configs
+    _same_count("learning rate schedulers", len(states), len(configs))
+    for config, state in zip(configs, states, strict=True):
+        config.scheduler.load_state_dict(state)
 
 
 def _same_count(what: str, saved: int, given: int) -> None:
@@ -281,7 +281,9 @@ def _same_count(what: str, saved: int, given: int) -> None:
         )
 
 
-def _restore_optimizers(trainer: Trainer, states: list[dict[str, Any]], names: list[str] | None) -> None:
+def _restore_optimizers(
+    trainer: Trainer, states: list[dict[str, Any]], names: list[str] | None, settings: bool
+) -> None:
     _same_count("optimizers", len(states), len(trainer.optimizers))
     for index, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
         problem = _optimizer_problem(optimizer, state, names[index] if names else "another optimizer")
@@ -291,7 +293,11 @@ def _restore_optimizers(trainer: Trainer, states: list[dict[str, Any]], names: l
                 "optimizer in configure_optimizers as it was when the file was saved, or load only the weights "
                 "(load_from_checkpoint) and start a new fit."
             )
+        own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         trainer.strategy.load_optimizer_state(trainer.model, optimizer, state)
+        if not settings:
+            for group, before in zip(optimizer.param_groups, own, strict=True):
+                group.update(before)
 
 
 def _optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: str) -> str:
@@ -312,10 +318,3 @@ def _restore_precision(precision: Any, state: dict[str, Any] | None) -> None:
         precision.load_state_dict(state)
     elif state:
         messages.info(f"The saved loss scale is not used: precision {precision.name!r} scales no losses.")
-
-
-def restore_random(checkpoint: dict[str, Any], rank: int = 0) -> None:
-    """Put every random number generator where it was when the checkpoint was gathered; nothing if it holds none."""
-    states = checkpoint.get("paceline", {}).get("random", [])
-    if rank < len(states):
-        seed.set_random_states(states[rank])

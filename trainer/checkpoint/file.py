@@ -13,9 +13,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from ...callbacks import manifest, places
+from ...callbacks import locations, manifest
+from ...callbacks.locations import Location, Remote, location
 from ...callbacks.manifest import FORMAT
-from ...callbacks.places import Place, Remote, place
 from ...loggers import messages
 from . import replace
 from .plain import plain
@@ -39,7 +39,7 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
         TypeError: a value is neither plain data nor a tensor; the message has its place.
         OSError: it could not be written. What was at ``path`` is still there.
     """
-    target = place(path)
+    target = location(path)
     if target.is_dir() and not manifest.is_folder(target):
         raise IsADirectoryError(errno.EISDIR, "A checkpoint is one file, but there is a folder of this name", str(path))
     stream = _Stream()
@@ -108,7 +108,7 @@ def _save(checkpoint: dict[str, Any], stream: _Stream) -> None:
         raise stream.error
 
 
-def _not_written(error: OSError, checkpoint: dict[str, Any], target: Place, written: int) -> OSError:
+def _not_written(error: OSError, checkpoint: dict[str, Any], target: Location, written: int) -> OSError:
     remote = isinstance(target, Remote)
     kept = "The file that was there before is unchanged. " if not remote and target.exists() else ""
     text = f"{error.strerror or error}: the checkpoint was not saved. {kept}"
@@ -157,9 +157,9 @@ def read(path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = 
         ValueError: damaged, not a checkpoint, written by a newer version, or it names code.
     """
     if isinstance(path, (str, os.PathLike, Remote)):
-        where = place(path)
+        where = location(path)
         _must_be_file(where)
-        with places.local_copy(where) as copy, copy.open("rb") as file:
+        with locations.local_copy(where) as copy, copy.open("rb") as file:
             return _read(file, str(where), map_location)
     return _read(path, str(getattr(path, "name", path)), map_location)
 
@@ -181,7 +181,7 @@ def _read(file: IO[bytes], name: str, map_location: Any) -> dict[str, Any]:
     return checkpoint
 
 
-def _must_be_file(path: Place) -> None:
+def _must_be_file(path: Location) -> None:
     if path.is_dir():
         text = f"A checkpoint is one file, but this is a folder. {_files_in(path)} Checkpoint"
         raise IsADirectoryError(errno.EISDIR, text, str(path))
@@ -189,24 +189,24 @@ def _must_be_file(path: Place) -> None:
         raise FileNotFoundError(errno.ENOENT, f"There is no such file. {_neighbors(path)} Checkpoint", str(path))
 
 
-def _neighbors(path: Place) -> str:
+def _neighbors(path: Location) -> str:
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     if folder != path.parent:
-        return f"Its folder does not exist either; the nearest that does is {places.absolute(folder)}."
+        return f"Its folder does not exist either; the nearest that does is {locations.absolute(folder)}."
     return f"{_files_in(folder)}{messages.did_you_mean(path.name, _names_in(folder))}"
 
 
-def _names_in(folder: Place) -> list[str]:
+def _names_in(folder: Location) -> list[str]:
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     return [name for name in names if name.endswith((".ckpt", ".pt", ".pth"))] or names
 
 
-def _files_in(folder: Place) -> str:
+def _files_in(folder: Location) -> str:
     names = _names_in(folder)
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"In {places.absolute(folder)} there is {', '.join(names[:10]) or 'nothing'}{more}."
+    return f"In {locations.absolute(folder)} there is {', '.join(names[:10]) or 'nothing'}{more}."
 
 
 def _check_bytes(file: IO[bytes], name: str) -> None:

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ..state import RunState
+from typing import Any
 
 #: The version of Lightning whose layout the files follow.
 LAYOUT_VERSION = "2.6.6"
 
 
-def loops(state: RunState) -> dict[str, Any]:
+def loops(counters: dict[str, Any]) -> dict[str, Any]:
     """What Lightning keeps under ``"loops"``, from the counters of a run."""
-    in_epoch = state.next_batch
-    epoch = _passed(state.epoch, in_epoch > 0 or state.epoch_done, state.epoch_done)
+    in_epoch, steps, done = counters["next_batch"], counters["global_step"], counters["epoch_done"]
+    epoch = _passed(counters["epoch"], in_epoch > 0 or done, done)
     return {
         "fit_loop": {
             "state_dict": {},
             "epoch_progress": {"total": epoch, "current": dict(epoch)},
-            "epoch_loop.state_dict": {"_batches_that_stepped": state.updates},
+            "epoch_loop.state_dict": {"_batches_that_stepped": counters["updates"]},
             "epoch_loop.batch_progress": {
-                "total": _all(state.settled),
+                "total": _all(counters["batches"]),
                 "current": _all(in_epoch),
-                "is_last_batch": state.epoch_done,
+                "is_last_batch": done,
             },
             "epoch_loop.scheduler_progress": {"total": _two(0), "current": _two(0)},
             "epoch_loop.automatic_optimization.state_dict": {},
             "epoch_loop.automatic_optimization.optim_progress": {
                 "optimizer": {
-                    "step": {"total": _two(state.global_step), "current": _two(in_epoch)},
-                    "zero_grad": {"total": _three(state.global_step), "current": _three(in_epoch)},
+                    "step": {"total": _two(steps), "current": _two(in_epoch)},
+                    "zero_grad": {"total": _three(steps), "current": _three(in_epoch)},
                 }
             },
             "epoch_loop.manual_optimization.state_dict": {},
@@ -47,7 +44,7 @@ def loops(state: RunState) -> dict[str, Any]:
 def progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The counters of a run out of a file that Lightning wrote."""
     fit = checkpoint.get("loops", {}).get("fit_loop", {})
-    found = {"global_step": checkpoint.get("global_step", 0)}
+    found = {"global_step": checkpoint.get("global_step", 0), "window": 0, "pending": "", "stepped": False}
     try:
         epoch, batch = fit["epoch_progress"]["current"], fit["epoch_loop.batch_progress"]
         started, in_epoch = epoch["started"] > epoch["completed"], batch["current"]["completed"]
@@ -56,6 +53,7 @@ def progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
             "epoch_done": epoch["processed"] > epoch["completed"],
             "next_batch": in_epoch if started else 0,
             "settled": batch["total"]["completed"],
+            "batches": batch["total"]["completed"],
             "updates": fit["epoch_loop.state_dict"]["_batches_that_stepped"],
         }
     except KeyError:
@@ -64,6 +62,7 @@ def progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
             "epoch_done": True,
             "next_batch": 0,
             "settled": found["global_step"],
+            "batches": found["global_step"],
             "updates": found["global_step"],
         }
 

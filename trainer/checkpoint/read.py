@@ -6,7 +6,7 @@ import os
 from typing import IO, TYPE_CHECKING, Any
 
 from ...callbacks import manifest
-from ...callbacks.places import Remote, place
+from ...callbacks.locations import Remote, location
 from . import file, sharded
 
 if TYPE_CHECKING:
@@ -29,5 +29,5 @@ def read(
         ValueError: damaged, not a checkpoint, written by a newer version, or it names code.
     """
     if isinstance(path, (str, os.PathLike, Remote)) and manifest.is_folder(path):
-        return sharded.read(place(path), map_location, strategy)
+        return sharded.read(location(path), map_location, strategy)
     return file.read(path, map_location)

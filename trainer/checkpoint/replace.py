@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from ...callbacks import manifest, places
-from ...callbacks.places import Place, Remote
+from ...callbacks import locations, manifest
+from ...callbacks.locations import Location, Remote
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
-def written_aside(target: Place) -> Iterator[Path]:
+def written_aside(target: Location) -> Iterator[Path]:
     """A path of this machine to write a file at, synced; when the block ends it takes the place of ``target``.
 
     If the block raises, nothing of it is left and ``target`` is as it was.
@@ -36,7 +36,7 @@ def written_aside(target: Place) -> Iterator[Path]:
         raise
 
 
-def beside(target: Place, name: str) -> Path:
+def beside(target: Location, name: str) -> Path:
     """Where to write first: in the same folder; for an upload in the machine's folder for temporary files (TMPDIR)."""
     return Path(tempfile.gettempdir(), name) if isinstance(target, Remote) else target.with_name(name)
 
@@ -48,7 +48,7 @@ def temporary_name(name: str) -> str:
     return f".{name}{ending}" if len(os.fsencode(name)) + len(ending) < longest_name else f".checkpoint{ending}"
 
 
-def take_place(temporary: Path, target: Place) -> None:
+def take_place(temporary: Path, target: Location) -> None:
     """Give what is at ``temporary`` the name ``target``, delete what had that name, and sync the folder.
 
     A file is uploaded if ``target`` is an address.
@@ -60,7 +60,7 @@ def take_place(temporary: Path, target: Place) -> None:
     target.upload(temporary)
     temporary.unlink()
     if manifest.is_folder(target):  # behind an address both can be there
-        places.remove_all(target.files_below())
+        locations.remove_all(target.files_below())
 
 
 def _rename(temporary: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...callbacks import places
+from ...callbacks import locations
 from .. import phases
 from . import file, sharded
 from .contents import gather
@@ -102,7 +102,7 @@ class Saver:
         checkpoint, in_parts = self._gathered(weights_only)
         strategy = self._trainer.strategy
         if background is None:
-            slow = any(isinstance(places.place(path), places.Remote) for path in paths)
+            slow = any(locations.is_remote(path) for path in paths)
             background = strategy.broadcast(slow or size_bytes(checkpoint) >= WORTH_BYTES)
         if background:
             strategy = strategy.beside() if in_parts else strategy
@@ -121,7 +121,9 @@ class Saver:
         self.failed = write.error is not None
 
     def _gathered(self, weights_only: bool) -> tuple[dict[str, Any], bool]:
-        trainer = self._trainer
+        trainer, state = self._trainer, self._trainer.state
+        if state.stepped and trainer.logs_this_step:  # its row is part of what has happened
+            trainer._metrics.flush_batch(state.updates, state.epoch)
         trainer._metrics.drain()
         for logger in trainer.loggers if trainer.is_global_zero else []:
             logger.save()

@@ -25,9 +25,9 @@ from typing import IO, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...callbacks import manifest, places
+from ...callbacks import locations, manifest
+from ...callbacks.locations import Location, Remote, location
 from ...callbacks.manifest import CONTENTS
-from ...callbacks.places import Place, Remote, place
 from ...strategies.base import Strategy
 from . import file, replace
 from .verify import folder_problem, sums
@@ -52,7 +52,7 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    target = place(path)
+    target = location(path)
     parts: dict[str, DTensor] = {}
     known: dict[int, Tensor] = {}
 
@@ -114,7 +114,7 @@ def together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
     return result
 
 
-def _make_folder(target: Place, temporary: Path, make: bool) -> None:
+def _make_folder(target: Location, temporary: Path, make: bool) -> None:
     if isinstance(target, Remote):  # what lies there already stays
         temporary.mkdir(parents=True, exist_ok=True)
         return
@@ -148,7 +148,7 @@ def _upload_folder(temporary: Path, target: Remote) -> Remote:
     return target / temporary.name.split(".")[-2]
 
 
-def _bring(written: list[Path], temporary: Path, target: Place) -> dict[str, list[int]]:
+def _bring(written: list[Path], temporary: Path, target: Location) -> dict[str, list[int]]:
     """Bring files to where they stay; returns size and checksum by their names in the manifest."""
     found = sums(written)
     if isinstance(target, Path):
@@ -159,7 +159,7 @@ def _bring(written: list[Path], temporary: Path, target: Place) -> dict[str, lis
     return {f"{folder.name}/{name}": sum_ for name, sum_ in found.items()}
 
 
-def _finish(contents: dict[str, Any], temporary: Path, target: Place, files: dict[str, list[int]]) -> None:
+def _finish(contents: dict[str, Any], temporary: Path, target: Location, files: dict[str, list[int]]) -> None:
     elsewhere = [name for name in files if isinstance(target, Path) and not (temporary / name).exists()]
     if elsewhere:
         raise OSError(
@@ -181,23 +181,23 @@ def _upload_manifest(temporary: Path, target: Remote) -> None:
     """Make the upload a checkpoint, and delete the one before it."""
     before = manifest.read_folder(target).files if manifest.is_folder(target) else {}
     (target / manifest.NAME).upload(temporary / manifest.NAME)
-    places.remove_all(target / name for name in before)
+    locations.remove_all(target / name for name in before)
     if target.is_file():  # behind an address a file can be there too, under the same name
         target.unlink()
 
 
-def _clear(temporary: Path, target: Place) -> None:
+def _clear(temporary: Path, target: Location) -> None:
     """Delete what was written of a checkpoint that failed."""
     replace.remove(temporary)
     if isinstance(target, Remote):
         with suppress(OSError):
-            places.remove_all(_upload_folder(temporary, target).files_below())
+            locations.remove_all(_upload_folder(temporary, target).files_below())
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(folder: Place, map_location: Any = "cpu", strategy: Strategy | None = None) -> dict[str, Any]:
+def read(folder: Location, map_location: Any = "cpu", strategy: Strategy | None = None) -> dict[str, Any]:
     """Read a checkpoint folder, after its checksums were found right.
 
     Args:
@@ -230,13 +230,13 @@ def read(folder: Place, map_location: Any = "cpu", strategy: Strategy | None = N
     return filled
 
 
-def _check(folder: Place, strategy: Strategy | None) -> None:
+def _check(folder: Location, strategy: Strategy | None) -> None:
     found = folder_problem(folder, strategy.global_rank, strategy.world_size) if strategy else folder_problem(folder)
     if found is not None:
         raise found.error(str(folder))
 
 
-def _load(folder: Place, wanted: dict[str, Tensor]) -> None:
+def _load(folder: Location, wanted: dict[str, Tensor]) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -256,17 +256,17 @@ def _load(folder: Place, wanted: dict[str, Tensor]) -> None:
 class _Files:
     """What torch's reader asks of a file system, for every kind of place."""
 
-    def concat_path(self, folder: Place, name: str) -> Place:
+    def concat_path(self, folder: Location, name: str) -> Location:
         return folder / name
 
-    def create_stream(self, path: Place, mode: str) -> IO[bytes]:
+    def create_stream(self, path: Location, mode: str) -> IO[bytes]:
         return path.open(mode)
 
 
 class _Metadata(pickle.Unpickler):
     """Reads torch's index of a folder; like everything in a checkpoint it may not name code to run."""
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: Location) -> None:
         super().__init__(io.BytesIO(path.read_bytes()))
         self.name = str(path)
 

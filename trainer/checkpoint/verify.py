@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import IO, NamedTuple
 
 from ...callbacks import manifest
-from ...callbacks.places import Place
+from ...callbacks.locations import Location
 
 _BUFFER_BYTES = 1 << 24
 _DOS_FOLDER = 0x10
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
         return ValueError(f"The checkpoint {name!r} is damaged or cut short: {self.why}. {fix}")
 
 
-def problem(path: Place) -> Problem | None:
+def problem(path: Location) -> Problem | None:
     """What is wrong with the bytes of a checkpoint, file or folder; None if they are what was written.
 
     A file without checksums, such as torch wrote before it used zip files, is taken to be right.
@@ -85,7 +85,7 @@ def _is_odd(record: zipfile.ZipInfo) -> bool:
     return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
 
 
-def folder_problem(folder: Place, share: int = 0, shares: int = 1) -> Problem | None:
+def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem | None:
     """What is wrong with the files of a folder.
 
     Args:
@@ -111,12 +111,12 @@ def folder_problem(folder: Place, share: int = 0, shares: int = 1) -> Problem | 
     return None
 
 
-def sums(paths: Sequence[Place]) -> dict[str, list[int]]:
+def sums(paths: Sequence[Location]) -> dict[str, list[int]]:
     """Size in bytes and CRC-32 of files, by name."""
     return {path.name: [path.stat().st_size, _checksum(path)] for path in paths}
 
 
-def _checksum(path: Place) -> int:
+def _checksum(path: Location) -> int:
     found = 0
     with path.open("rb") as stream:
         while data := stream.read(_BUFFER_BYTES):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeGuard
+from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, IterableDataset
 
+from ...loggers import messages
 from ...strategies.transfer import ahead
+from ..seed import mixed
 from .combined import CombinedLoader, close_iterator
+from .order import can_jump, iterate
+from .rounds import Shard
 
 _END = object()
 
@@ -33,8 +37,13 @@ class Batches:
             The epoch ends for all when it ends for one; needs ``lookahead``.
         skip: how many batches at the beginning were done already (they count towards ``limit``). A map-style
             DataLoader jumps over them without loading anything, other loaders fetch and drop them.
+        seed: what workers that load by index seed their random states from, with the number of each batch; None leaves
+            them as torch makes them.
+        remember: called before each batch that is fetched ahead; what it returns is kept in ``before_ahead``.
+        prepare: called before the first batch is fetched, with ``lookahead``.
 
     Attributes:
+        before_ahead: what ``remember`` returned before the batch that waits behind the one handed out was fetched.
         exhausted: whether the batch handed out last is known to be the final one. Stays False without ``lookahead``.
         left_over: the epoch ended although this process had another batch.
     """
@@ -46,8 +55,12 @@ class Batches:
         "_loader",
         "_lookahead",
         "_move",
+        "_prepare",
+        "_remember",
+        "_seed",
         "_skip",
         "_source",
+        "before_ahead",
         "exhausted",
         "left_over",
     )
@@ -60,6 +73,9 @@ class Batches:
         limit: int | float = float("inf"),
         skip: int = 0,
         agree: Callable[[bool], bool] | None = None,
+        seed: int | None = None,
+        remember: Callable[[], Any] | None = None,
+        prepare: Callable[[], Any] | None = None,
     ) -> None:
         self._agree = agree
         self._loader = loader
@@ -67,6 +83,10 @@ class Batches:
         self._lookahead = lookahead
         self._limit = limit
         self._skip = skip
+        self._seed = seed
+        self._remember = remember
+        self._prepare = prepare
+        self.before_ahead: Any = None
         self._source: Iterator[Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self.exhausted = self.left_over = False
@@ -92,7 +112,7 @@ class Batches:
             return iter(())
         source, dropped = self._open()
         self._source = source
-        next(islice(source, dropped, dropped), None)  # at once, so that random states can be restored after it
+        self._drop(source, dropped)  # at once, so that random states can be restored after it
         if limited:
             source = islice(source, int(self._limit) - self._skip)
         if self._agree is not None:
@@ -102,16 +122,38 @@ class Batches:
         side = ahead(self._move)
         move = side or self._move
         source = source if move is None else map(move, source)
+        if self._prepare is not None:
+            self._prepare()
         return self._one_ahead(next(source, _END), source, side.ready if side else None)
 
     def _open(self) -> tuple[Iterator[Any], int]:
         """The loader's iterator, and how many of its batches remain to be dropped."""
         loader = self._loader
         if isinstance(loader, CombinedLoader):
-            return loader.batches(), self._skip
-        if self._skip and _can_jump(loader):
-            return _jump(loader, self._skip), 0
-        return iter(loader), self._skip
+            jumps = all(can_jump(leaf) for leaf in loader.flattened) and loader.counts_passes
+            start = self._skip if jumps else 0
+            return loader.batches(start, self._open_leaf), self._skip - start
+        if self._skip and not can_jump(loader):
+            return iterate(loader, 0, self._seed), self._skip
+        return iterate(loader, self._skip, self._seed), 0
+
+    def _open_leaf(self, leaf: Any, start: int, index: int, number: int) -> Iterator[Any]:
+        return iterate(leaf, start, None if self._seed is None else mixed(self._seed, index, number))
+
+    def _drop(self, source: Iterator[Any], count: int) -> None:
+        """Fetch batches that were done already, and say what that costs."""
+        if not count or isinstance(self._loader, (Sequence, Shard)):
+            next(islice(source, count, count), None)
+            return
+        begun = perf_counter()
+        next(islice(source, count, count), None)
+        messages.info_once(
+            f"Going on at batch {count} of the epoch: {count} batches were loaded and thrown away to get there, which "
+            f"took {perf_counter() - begun:.1f} s, because a {type(self._loader).__name__} of this kind cannot be "
+            "entered in the middle. A map-style data set can, and so can a loader (or, without workers, an iterable "
+            "data set) that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
+            key="batches thrown away",
+        )
 
     def _in_step(self, source: Iterator[Any], agree: Callable[[bool], bool]) -> Iterator[Any]:
         """The batches for as long as every process has one."""
@@ -123,6 +165,8 @@ class Batches:
         while batch is not _END:
             if ready is not None:
                 ready()
+            if self._remember is not None:
+                self.before_ahead = self._remember()
             try:
                 following = next(source, _END)
             except Exception:
@@ -132,42 +176,6 @@ class Batches:
                 self.exhausted = True
             yield batch
             batch = following
-
-
-class _Jump:
-    """A sampler that leaves out its first ``count`` items, the first time it is read."""
-
-    def __init__(self, sampler: Any, count: int) -> None:
-        self._sampler = sampler
-        self._count = count
-
-    def __iter__(self) -> Iterator[Any]:
-        count, self._count = self._count, 0  # when the first item is asked for: some iterators call iter() twice
-        yield from islice(iter(self._sampler), count, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-
-def _can_jump(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether batches can be left out before they are loaded: the loader will take indices from its sampler.
-
-    A running iterator with persistent workers took its sampler when it was made.
-    """
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return False
-    return loader._iterator is None and not isinstance(loader.dataset, IterableDataset)
-
-
-def _jump(loader: DataLoader[Any], count: int) -> Iterator[Any]:
-    """The loader's iterator from batch number ``count`` on, as if the batches before had been taken."""
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = getattr(loader, name)
-    loader.__dict__[name] = _Jump(sampler, count)  # the loader refuses a plain assignment; its iterator reads it once
-    try:
-        return iter(loader)
-    finally:
-        loader.__dict__[name] = sampler
 
 
 def batch_size_of(batch: Any) -> int | None:

@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...loggers import messages
+from .order import pass_over
 
 Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 Limit = int | float | None
 MODES: tuple[str, ...] = ("min_size", "max_size", "max_size_cycle", "sequential")
 
+#: Gives the iterator of a loader from one of its batches on, told the loader's index and the number of the pass.
+Open = Callable[[Any, int, int, int], Iterator[Any]]
 Build = Callable[[Sequence[Any]], Any]
 
 
@@ -123,20 +126,38 @@ class CombinedLoader:
         passes = (zip(_closing(self._limited(index)), count(), repeat(index)) for index in range(len(self._flattened)))
         return chain.from_iterable(passes)
 
-    def batches(self) -> Iterator[Any]:
-        """Iterate over the combined batches alone, without the indices."""
+    @property
+    def counts_passes(self) -> bool:
+        """Whether it is known in which pass and where in it each loader is after a number of batches."""
+        return self._mode in ("min_size", "max_size") or (
+            self._mode == "max_size_cycle" and None not in self._lengths() and 0 not in self._lengths()
+        )
+
+    def batches(self, start: int = 0, open_leaf: Open | None = None) -> Iterator[Any]:
+        """Iterate over the combined batches alone, without the indices.
+
+        Args:
+            start: batches to leave out at the beginning, where the object :attr:`counts_passes`.
+            open_leaf: ``open_leaf(loader, start, index, number)`` gives a loader's iterator from its batch ``start`` on,
+                in its pass ``number``.
+        """
         if self._mode == "sequential":
-            for index in range(len(self._flattened)):
-                yield from _closing(self._limited(index))
-            return
+            return self._one_by_one()
+        passes = [_Pass(self, index, start, open_leaf) for index in range(len(self._flattened))]
+        return self._side_by_side(passes, start)
+
+    def _one_by_one(self) -> Iterator[Any]:
+        for index in range(len(self._flattened)):
+            yield from _closing(self._limited(index))
+
+    def _side_by_side(self, passes: list[_Pass], start: int) -> Iterator[Any]:
         build = self._build
-        opened: list[Iterator[Any]] = []
         try:
-            for parts in self._parts(opened):
+            for parts in self._parts(passes, start):
                 yield build(parts)
         finally:
-            for iterator in opened:
-                close_iterator(iterator)
+            for one in passes:
+                close_iterator(one.iterator)
 
     def reset(self) -> None:
         """Drop what earlier passes left, worker processes of persistent loaders included."""
@@ -182,44 +203,60 @@ class CombinedLoader:
         iterator = iter(self._flattened[index])
         return islice(iterator, self._limit(index)), iterator
 
-    def _parts(self, opened: list[Iterator[Any]]) -> Iterator[Sequence[Any]]:
-        """The loaders' batches side by side. Iterators that have to be closed are noted in ``opened``."""
+    def _parts(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
+        """The loaders' batches side by side."""
         if self._mode == "max_size_cycle":
-            return self._cycled(opened)
-        limited = [self._limited(index) for index in range(len(self._flattened))]
-        opened.extend(iterator for _, iterator in limited)
-        sources = [source for source, _ in limited]
+            return self._cycled(passes, start)
+        sources = [one.source for one in passes]
         return zip(*sources) if self._mode == "min_size" else zip_longest(*sources)  # noqa: B905
 
-    def _cycled(self, opened: list[Iterator[Any]]) -> Iterator[Sequence[Any]]:
-        limited = [self._limited(index) for index in range(len(self._flattened))]
-        sources = [source for source, _ in limited]
-        opened.extend(iterator for _, iterator in limited)
-        unread = set(range(len(sources)))  # those that have not come to their end yet
+    def _cycled(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
         lengths = self._lengths()
         total = max((length for length in lengths if length is not None), default=0)
-        steps = range(total) if None not in lengths else count()
+        unread = {index for index, one in enumerate(passes) if one.number == 0}  # not come to their end yet
+        steps = range(start, total) if None not in lengths else count()
         for _ in steps:
-            parts = [next(source, _END) for source in sources]
+            parts = [next(one.source, _END) for one in passes]
             ended = [index for index, part in enumerate(parts) if part is _END]
             unread.difference_update(ended)
             if not unread:
                 return
             for index in ended:
-                parts[index] = self._start_over(index, sources, opened)
+                parts[index] = passes[index].start_over()
             yield parts
 
-    def _start_over(self, index: int, sources: list[Iterator[Any]], opened: list[Iterator[Any]]) -> Any:
-        """The first batch of a new pass over one loader."""
-        close_iterator(opened[index])
-        sources[index], opened[index] = self._limited(index)
-        part = next(sources[index], _END)
+
+class _Pass:
+    """One pass over one of the loaders: the iterator to read, which ends at the limit, and the one to close."""
+
+    def __init__(self, combined: CombinedLoader, index: int, start: int, open_leaf: Open | None) -> None:
+        self.combined, self.index = combined, index
+        self.loader, self.limit = combined.flattened[index], combined._limit(index)
+        self.open_leaf = open_leaf
+        length = combined._lengths()[index]
+        self.number, rest = divmod(start, length) if length and combined.mode == "max_size_cycle" else (0, start)
+        for number in range(self.number):
+            pass_over(self.loader, first=number == 0)
+        self.open(rest)
+
+    def open(self, start: int) -> None:
+        loader, limit = self.loader, self.limit
+        self.iterator = (
+            iter(loader) if self.open_leaf is None else self.open_leaf(loader, start, self.index, self.number)
+        )
+        self.source = islice(self.iterator, None if limit is None else max(limit - start, 0))
+
+    def start_over(self) -> Any:
+        """The first batch of a new pass."""
+        close_iterator(self.iterator)
+        self.number += 1
+        self.open(0)
+        part = next(self.source, _END)
         if part is _END:
-            loader = self._flattened[index]
             raise ValueError(
-                f"Loader {index} ({type(loader).__name__}) of this CombinedLoader ended before the longest one, and "
-                "gave no batch when it was started over. An empty loader, or an iterator that can be read only once, "
-                "cannot cycle: give a DataLoader or a list, or use mode='max_size' or 'min_size'."
+                f"Loader {self.index} ({type(self.loader).__name__}) of this CombinedLoader ended before the longest "
+                "one, and gave no batch when it was started over. An empty loader, or an iterator that can be read "
+                "only once, cannot cycle: give a DataLoader or a list, or use mode='max_size' or 'min_size'."
             )
         return part
 

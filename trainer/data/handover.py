@@ -37,8 +37,11 @@ class HandOver:
         self._batches.close()
 
     def __iter__(self) -> Iterator[HandOver]:
-        self._iterator = iter(self._batches)
+        self._iterator = iter(self._batches)  # now, not with the first batch
         self.taken = 0
+        return self._turns()
+
+    def _turns(self) -> Iterator[HandOver]:
         while not self.exhausted:
             yield self
 

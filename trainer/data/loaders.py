@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ...loggers import messages
+from ..seed import host_random_states, mixed
 from .combined import CombinedLoader, holds_loaders, length_of
 from .rounds import Shard
 
@@ -109,14 +109,14 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
             _at_epoch_start[generator] = generator.get_state()
         samplers, shard = samplers_of(leaf), shard_of(leaf)
         if shard is not None:
-            shard.order_seed = _mixed(seed, epoch, index)
+            shard.order_seed = mixed(seed, epoch, index)
         owners = [*samplers, leaf] if isinstance(leaf, DataLoader) else samplers
         for place, owner in enumerate(owners):
             if getattr(owner, "generator", _MISSING) is None:
                 owner.generator = _EpochGenerator()
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
                 apart = () if shard is None or shard.alike or owner is not leaf else (shard.division.rank,)
-                owner.generator.manual_seed(_mixed(seed, epoch, index, place, *apart))
+                owner.generator.manual_seed(mixed(seed, epoch, index, place, *apart))
         for owner in (leaf, *samplers, getattr(leaf, "dataset", None)):
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
@@ -140,13 +140,16 @@ def loader_state(loader: Any) -> dict[str, Any] | None:
     return {"loaders": states} if any(state is not None for state in states) else None
 
 
-def load_loader_state(loader: Any, state: Mapping[str, Any] | None, mid_epoch: bool = False) -> bool:
+def load_loader_state(
+    loader: Any, state: Mapping[str, Any] | None, mid_epoch: bool = False, same_ranks: bool = True
+) -> bool:
     """Take back what :func:`loader_state` returned; warn about what finds no place.
 
     Args:
         loader: the loader as it is now.
         state: of the loader as it was then.
         mid_epoch: the epoch of then is gone through again up to where it was, so that its order is needed once more.
+        same_ranks: the state is that of this rank among as many; otherwise a place in the data is none of this rank's.
 
     Returns:
         Whether the loader knows its position itself, so that no batches have to be skipped.
@@ -160,8 +163,30 @@ def load_loader_state(loader: Any, state: Mapping[str, Any] | None, mid_epoch: b
             "left out, so the data start anew. Give fit the loaders of then to continue where it was."
         )
         return False
-    known = [_load_leaf_state(leaf, kept, mid_epoch) for leaf, kept in zip(leaves, states, strict=True) if kept]
+    # Loaders that are combined are entered where they were only if they all can be.
+    positions = same_ranks and len(leaves) == 1
+    known = [
+        _load_leaf_state(leaf, kept, mid_epoch, positions) for leaf, kept in zip(leaves, states, strict=True) if kept
+    ]
     return any(known)
+
+
+def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
+    """What gives, before a batch is fetched ahead, the states that fetching it changes; None if it changes none.
+
+    In this process samples are drawn from its random states, and a loader with a place of its own moves on.
+    """
+    leaves = list(_leaves(loader))
+    draws = any(not isinstance(leaf, (list, tuple)) and not getattr(leaf, "num_workers", 0) for leaf in leaves)
+    moves = len(leaves) == 1 and _positioned(leaves[0]) is not None
+    if not draws and not moves:
+        return None
+
+    def states() -> dict[str, Any]:
+        found: dict[str, Any] = {"random": host_random_states()} if draws else {}
+        return found | {"loader": loader_state(loader)} if moves else found
+
+    return states
 
 
 def without_shuffling(loader: Any) -> Any:
@@ -316,14 +341,17 @@ def _leaves(loader: Any) -> Iterator[Any]:
         yield loader
 
 
-def _mixed(*numbers: int) -> int:
-    """One 64-bit seed out of several numbers."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+def _is_stateful(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
-def _is_stateful(loader: Any) -> bool:
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+def _positioned(loader: Any) -> Any:
+    """What knows the place in a loader's data: the loader, or an iterable data set that it reads in this process."""
+    if _is_stateful(loader):
+        return loader
+    dataset = getattr(loader, "dataset", None)
+    here = isinstance(loader, DataLoader) and loader.num_workers == 0 and isinstance(dataset, IterableDataset)
+    return dataset if here and _is_stateful(dataset) else None
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
@@ -339,8 +367,9 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 def _leaf_state(loader: Any) -> dict[str, Any] | None:
     state: dict[str, Any] = {}
-    if _is_stateful(loader):
-        state["state_dict"] = loader.state_dict()
+    positioned = _positioned(loader)
+    if positioned is not None:
+        state["state_dict"] = positioned.state_dict()
     generators = _generators(loader)
     if generators:
         state["generators"] = [generator.get_state() for generator in generators]
@@ -348,12 +377,13 @@ def _leaf_state(loader: Any) -> dict[str, Any] | None:
     return state or None
 
 
-def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool) -> bool:
+def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, positions: bool) -> bool:
     lost = []
-    positioned = "state_dict" in state and _is_stateful(loader)
+    owner = _positioned(loader)
+    positioned = positions and "state_dict" in state and owner is not None
     if positioned:
-        loader.load_state_dict(state["state_dict"])
-    elif "state_dict" in state:
+        owner.load_state_dict(state["state_dict"])
+    elif positions and "state_dict" in state:
         lost.append("its position (the loader has no load_state_dict now)")
     shard = shard_of(loader)
     # What is shared by a sampler goes through the whole order once more, wherever the loader goes on.

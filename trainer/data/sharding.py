@@ -34,13 +34,11 @@ from ...loggers import messages
 from ..seed import PrivateRandomness
 from .combined import CombinedLoader, close_iterator, length_of
 from .loaders import replaced, samplers_of, shard_of, whole_of
+from .order import cuts, from_item
 from .rounds import Division, Part, Shard
 
 #: Samplers whose order a generator of their own decides (or nothing), so that it is the same on every process.
 _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-#: Where torchdata's BatchSampler is from, which cuts as torch's does and can save its place.
-_STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
 
 #: Iterators that run nobody's code, so that nothing is drawn while they are read: changing states costs 0.2 ms.
 _DRAWS_NOTHING = (type(iter([])), type(iter(())), type(iter(range(0))))
@@ -140,15 +138,23 @@ class RankSampler(Shard, Sampler[Any]):
         self.sampler_of_all: Any = whole.sampler if whole.batch_sampler is None else whole.batch_sampler
         self.division = division
         self._makes_batches = whole.batch_sampler is not None
-        self._splits = _is_plain(self.sampler_of_all)
+        self._splits = cuts(self.sampler_of_all)
         self._items: Any = self.sampler_of_all.sampler if self._splits else self.sampler_of_all
         self._share = 1.0
         self._records: deque[list[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        return self._batches(0)
+
+    def from_item(self, count: int) -> Iterator[Any]:
+        """As ``iter()``, from batch number ``count`` on."""
+        return self._batches(count)
+
+    def _batches(self, start: int) -> Iterator[Any]:
         records, self._records = self._records, None
         known = type(self._items) in _SELF_CONTAINED or isinstance(self._items, Sequence)
-        for part in _parts(self.division, self._items, None if known else self.order_seed):
+        seed, left_out = None if known else self.order_seed, start * self.division.round_size
+        for part in _parts(self.division, self._items, seed, left_out):
             self._share = part.share
             batch = list(part.items) if self._splits else part.items[0]
             if records is not None:
@@ -285,25 +291,28 @@ def _shard(loader: Any, rank: int, world: int, evaluation: bool) -> Any:
         return replaced(loader, dataset=kind(loader, division), batch_sampler=None, paceline_whole=loader)
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     batches: Any = getattr(loader, place)
-    size, drop_last = (batches.batch_size, batches.drop_last) if _is_plain(batches) else (1, False)
+    size, drop_last = (batches.batch_size, batches.drop_last) if cuts(batches) else (1, False)
     sampler = RankSampler(loader, Division(rank, world, size, drop_last, evaluation))
     return replaced(loader, **{place: sampler}, paceline_whole=loader)
 
 
-def _parts(division: Division, source: Any, seed: int | None) -> Iterator[Part]:
-    """This rank's parts of what ``source`` yields, which draws from random states of its own if a seed is given."""
-    items = iter(source) if seed is None else _privately(source, seed, division.round_size)
+def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[Part]:
+    """This rank's parts of what ``source`` yields, which draws from random states of its own if a seed is given.
+
+    The first ``start`` items, full rounds, are left out.
+    """
+    items = from_item(source, start) if seed is None else _privately(source, seed, division.round_size, start)
     try:
         yield from division.parts(items)
     finally:
         _close(items, source)
 
 
-def _privately(source: Any, seed: int, at_once: int) -> Iterator[Any]:
+def _privately(source: Any, seed: int, at_once: int, start: int) -> Iterator[Any]:
     """What ``source`` yields, read so many items at a time under random states of their own."""
     states = PrivateRandomness(seed)
     with states:
-        items = iter(source)
+        items = from_item(source, start)
     if type(items) in _DRAWS_NOTHING:
         yield from items
         return
@@ -321,12 +330,6 @@ def _privately(source: Any, seed: int, at_once: int) -> Iterator[Any]:
 def _close(items: Iterator[Any], source: Any) -> None:
     if items is not source:  # an iterator that the user gave may be read on in the next epoch
         close_iterator(items)
-
-
-def _is_plain(sampler: Any) -> bool:
-    """Whether a batch sampler does no more than cut what its sampler yields."""
-    cuts = type(sampler).__iter__ is BatchSampler.__iter__ or type(sampler).__module__ == _STATEFUL_SAMPLERS
-    return isinstance(sampler, BatchSampler) and cuts
 
 
 def _is_split(loader: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from ....callbacks.places import Place, place
+from ....callbacks.locations import Location, location
 from ....loggers import messages
 
 #: What only a fit needs that goes on; and what of the section "paceline" says what the checkpoint is.
@@ -31,7 +31,7 @@ def run(arguments: Namespace) -> int:
     from ...checkpoint import file
     from ...checkpoint.read import read
 
-    out = place(arguments.out)
+    out = location(arguments.out)
     kind = arguments.format or ("safetensors" if out.name.endswith(".safetensors") else None)
     if kind is None:
         raise ValueError(f"{arguments.out!r} does not tell the format. Pass --format {', '.join(_FORMATS)}.")
@@ -53,7 +53,7 @@ def _without_training(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in checkpoint.items() if key not in _TRAINING} | {"paceline": kept}
 
 
-def _write_safetensors(state: dict[str, Any], out: Place) -> None:
+def _write_safetensors(state: dict[str, Any], out: Location) -> None:
     """The tensors of a ``state_dict``. One that has two names is written once; the metadata say which name is left out.
 
     ``safetensors.torch.load_model`` understands that.

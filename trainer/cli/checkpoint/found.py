@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ....callbacks import manifest
+from ....callbacks.locations import Location, Remote, location
 from ....callbacks.manifest import Manifest
-from ....callbacks.places import Place, Remote, place
 from ...checkpoint.verify import folder_problem
 
 #: How many levels of folders are looked through: name/version_N/checkpoints, and one that a file name makes.
@@ -23,7 +23,7 @@ class Found(NamedTuple):
         problem: what is wrong with it, as far as that shows without reading all of it; None if nothing.
     """
 
-    path: Place
+    path: Location
     known: Manifest | None
     problem: str | None
 
@@ -56,7 +56,7 @@ def checkpoints(path: str, depth: int = DEPTH) -> Iterator[Found]:
         FileNotFoundError: there is no such path.
         ValueError: there is none in the folder.
     """
-    where = place(path)
+    where = location(path)
     if not where.exists():
         raise FileNotFoundError(f"There is nothing at {path!r}. Pass a checkpoint, or a folder that has some in it.")
     if not where.is_dir() or manifest.is_folder(where):
@@ -69,7 +69,7 @@ def checkpoints(path: str, depth: int = DEPTH) -> Iterator[Found]:
     yield from found
 
 
-def _look_at(path: Place) -> Found:
+def _look_at(path: Location) -> Found:
     try:
         known = manifest.read(path)
         if known is None or known.kind == "file":

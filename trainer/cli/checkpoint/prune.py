@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 
-from ....callbacks.places import Place, remove
+from ....callbacks.locations import Location, remove
 from ....loggers import messages
 from ...checkpoint.verify import problem
 from .found import Found, checkpoints
@@ -50,7 +50,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _why_kept(found: list[Found], arguments: Namespace) -> dict[Place, str]:
+def _why_kept(found: list[Found], arguments: Namespace) -> dict[Location, str]:
     """The checkpoints that stay, with the reason."""
     why = {one.path: f"({one.state}: not counted, and not deleted)" for one in found if one.state != "ok"}
     own = [one for one in found if one.path not in why]
@@ -86,7 +86,7 @@ def _best_first(newest: list[Found], arguments: Namespace) -> list[Found]:
     return sorted(wanted, key=lambda one: sign * (scored[one.path].score or 0.0))
 
 
-def _first_whole(candidates: Iterable[Found], number: int, why: dict[Place, str]) -> list[Found]:
+def _first_whole(candidates: Iterable[Found], number: int, why: dict[Location, str]) -> list[Found]:
     """The first ``number`` that are what was written; one that is not is noted in ``why`` and so stays, uncounted."""
     kept: list[Found] = []
     for one in candidates:

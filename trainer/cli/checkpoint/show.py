@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from ....callbacks.places import place
+from ....callbacks.locations import location
 from ....loggers import messages
 from .found import Found, checkpoints
 from .ls import size, table
@@ -21,7 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Print what the checkpoint says about itself."""
     found = next(checkpoints(arguments.file))
-    if found.path != place(arguments.file):
+    if found.path != location(arguments.file):
         raise ValueError(f"{arguments.file!r} is a folder of checkpoints. Pass one, such as {str(found.path)!r}.")
     messages.answer(table([("path", str(found.path)), *_facts(found)]))
     if arguments.keys:

@@ -203,10 +203,10 @@ class Remote:
                 raise
 
 
-Place: TypeAlias = Path | Remote
+Location: TypeAlias = Path | Remote
 
 
-def place(path: str | os.PathLike[str] | Remote) -> Place:
+def location(path: str | os.PathLike[str] | Remote) -> Location:
     """What a path means: ``file://`` and what has no protocol is of this machine."""
     if isinstance(path, Remote):
         return path
@@ -220,6 +220,11 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
     return Remote(f"{protocol}://{rest}")
 
 
+def is_remote(path: str | os.PathLike[str] | Remote) -> bool:
+    """Whether a path is an address."""
+    return isinstance(location(path), Remote)
+
+
 def absolute(path: str | os.PathLike[str] | Remote) -> str:
     """The path as text that means the same from every working directory.
 
@@ -227,7 +232,7 @@ def absolute(path: str | os.PathLike[str] | Remote) -> str:
         ModuleNotFoundError: the package for the protocol is not installed.
         ValueError: there is no such protocol.
     """
-    where = place(path)
+    where = location(path)
     if isinstance(where, Path):
         return os.path.abspath(os.path.expanduser(where))
     _must_be_known(where.parts[0].removesuffix("://"), str(where))
@@ -236,7 +241,7 @@ def absolute(path: str | os.PathLike[str] | Remote) -> str:
 
 def join(folder: str, *names: str) -> str:
     """The path of something in a folder, which may be ``""``."""
-    where = place(folder)
+    where = location(folder)
     for name in names:
         where = where / name
     return str(where)
@@ -244,12 +249,12 @@ def join(folder: str, *names: str) -> str:
 
 def is_inside(path: str, folder: str) -> bool:
     """Whether a path leads to something in a folder or below it."""
-    return place(absolute(folder)) in place(absolute(path)).parents
+    return location(absolute(folder)) in location(absolute(path)).parents
 
 
 def relative(path: str, folder: str) -> str:
     """A path as seen from a folder, with ``..`` where needed; the path itself if it is of another kind of place."""
-    where, start = place(path), place(folder)
+    where, start = location(path), location(folder)
     if isinstance(where, Path) and isinstance(start, Path):
         return os.path.relpath(path, folder)
     if isinstance(where, Remote) and isinstance(start, Remote) and where.parts[0] == start.parts[0]:
@@ -257,13 +262,13 @@ def relative(path: str, folder: str) -> str:
     return str(where)
 
 
-def remove(path: str | Place) -> None:
+def remove(path: str | Location) -> None:
     """Delete a file or folder; of a folder nothing is left that looks like a checkpoint while it is being deleted.
 
     Raises:
         OSError: it could not be deleted.
     """
-    where = place(path)
+    where = location(path)
     if isinstance(where, Remote):
         remove_all(where.files_below() if where.is_dir() else [where])
     elif where.is_dir():
@@ -281,7 +286,7 @@ def remove_all(files: Iterable[Remote]) -> None:
 
 
 @contextmanager
-def local_copy(where: Place) -> Iterator[Path]:
+def local_copy(where: Location) -> Iterator[Path]:
     """A file of this machine with the same bytes: the path itself, or a download that is deleted at the end."""
     if isinstance(where, Path):
         yield where

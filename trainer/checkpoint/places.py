@@ -1,0 +1,70 @@
+"""The loggers' places: where each stood when a checkpoint was written, so that a resumed run goes on just there."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...callbacks.manifest import CONTENTS
+from ...loggers import messages
+
+if TYPE_CHECKING:
+    from ...loggers.base import Logger
+    from ..trainer import Trainer
+
+
+def gather(trainer: Trainer) -> dict[str, Any]:
+    """The state of each logger by its class and its number among those of the class; empty on other ranks than 0."""
+    named = _named(trainer.loggers if trainer.is_global_zero else [])
+    return {name: state for name, logger in named if (state := logger.state_dict())}
+
+
+def take_over(trainer: Trainer, path: str | os.PathLike[str]) -> None:
+    """Let the loggers be those of the run that wrote a checkpoint, if they can be, before anybody asks for a folder.
+
+    Rank 0 looks; every rank must call.
+    """
+    found = _recognized(trainer, _section(path)) if trainer.is_global_zero else {}
+    found = trainer.strategy.broadcast(found)
+    for name, logger in _named(trainer.loggers):
+        if name in found:
+            logger.take_over(found[name])
+    folders = [logger.log_dir for name, logger in _named(trainer.loggers) if name in found and logger.log_dir]
+    if folders:
+        messages.info(f"The run is logged on where it was: {messages.names(folders, last='and')}.")
+
+
+def restore(trainer: Trainer, section: Mapping[str, Any]) -> None:
+    """Let the loggers that are the run's go on where they stood."""
+    if trainer.is_global_zero:
+        found = _recognized(trainer, section)
+        for name, logger in _named(trainer.loggers):
+            if name in found:
+                logger.load_state_dict(found[name])
+
+
+def _named(loggers: list[Logger]) -> Iterator[tuple[str, Logger]]:
+    seen: Counter[str] = Counter()
+    for logger in loggers:
+        kind = type(logger).__qualname__
+        yield f"{kind} {seen[kind]}", logger
+        seen[kind] += 1
+
+
+def _recognized(trainer: Trainer, section: Mapping[str, Any]) -> dict[str, Any]:
+    states = section.get("loggers") or {}
+    return {name: states[name] for name, logger in _named(trainer.loggers) if logger.recognizes(states.get(name, {}))}
+
+
+def _section(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """What a checkpoint says about the run, its tensors not read; nothing if it cannot be read, which is said later."""
+    held = Path(path) / CONTENTS if os.path.isdir(path) else path
+    try:
+        return torch.load(held, map_location="meta", mmap=True, weights_only=True)["paceline"]
+    except Exception:  # whatever it is, reading it as a whole says it better
+        return {}

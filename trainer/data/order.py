@@ -1,0 +1,174 @@
+"""The order of a loader's batches from any place on, reached by counting indices rather than by loading batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from .. import seed as randomness
+
+#: Where torchdata's BatchSampler is from, which cuts as torch's does and can save its place.
+_STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
+
+_REACHED = object()
+
+
+def from_item(sampler: Any, count: int) -> Iterator[Any]:
+    """What a sampler yields from its item number ``count`` on.
+
+    What torch's own samplers leave out costs next to nothing, what a sampler of the user's leaves out costs its
+    iterating. The items before have been drawn when this returns; no item after them has.
+    """
+    own = getattr(sampler, "from_item", None)
+    if own is not None:
+        return own(count)
+    if cuts(sampler):
+        rest = from_item(sampler.sampler, count * sampler.batch_size)
+        return iter(BatchSampler(rest, sampler.batch_size, sampler.drop_last))  # type: ignore[arg-type]
+    if type(sampler) is SequentialSampler:
+        return iter(range(len(sampler.data_source))[count:])
+    if type(sampler) is RandomSampler and _is_one_permutation(sampler):
+        return _permuted(sampler, count)
+    items = iter(sampler)
+    next(islice(items, count, count), None)
+    return items
+
+
+def cuts(sampler: Any) -> bool:
+    """Whether a batch sampler does no more than cut what its sampler yields."""
+    plain = type(sampler).__iter__ is BatchSampler.__iter__ or type(sampler).__module__ == _STATEFUL_SAMPLERS
+    return isinstance(sampler, BatchSampler) and plain
+
+
+def _is_one_permutation(sampler: RandomSampler) -> bool:
+    one = not sampler.replacement and sampler.num_samples == len(sampler.data_source)  # type: ignore[arg-type]
+    return one and sampler.generator is not None
+
+
+def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
+    """What ``RandomSampler`` yields, which at its end draws one permutation more for a part that is empty."""
+    size = len(sampler.data_source)  # type: ignore[arg-type]
+    yield from torch.randperm(size, generator=sampler.generator)[count:].tolist()
+    torch.randperm(size, generator=sampler.generator)
+
+
+class NumberedIndices:
+    """The indices of a batch and its number, on their way to a worker process, where they arrive as the indices alone.
+
+    A worker takes the next batch off its queue right before it loads it, so this is where its random states are set:
+    they depend on the batch and not on what else the worker has loaded.
+    """
+
+    __slots__ = ("indices", "number", "seed")
+
+    def __init__(self, indices: Any, seed: int, number: int) -> None:
+        self.indices, self.seed, self.number = indices, seed, number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self.indices, self.seed, self.number)
+
+
+def _arrived(indices: Any, seed: int, number: int) -> Any:
+    randomness.seed_host(randomness.mixed(seed, number))
+    return indices
+
+
+class Order:
+    """Takes the place of a loader's sampler in one iterator of it: starts anywhere, and numbers batches for workers."""
+
+    def __init__(self, sampler: Any, in_workers: bool) -> None:
+        self.sampler = sampler
+        self.in_workers = in_workers
+        self.start = 0
+        self.seed: int | None = None
+        self._opened: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        self._opened = self._numbered() if self.in_workers else self._from_start()
+        return self._opened
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def reach(self) -> None:
+        """Draw what comes before the start, now; workers have been given their first batches by then."""
+        if not self.in_workers:
+            next(self._opened)
+
+    def _from_start(self) -> Iterator[Any]:
+        items = from_item(self.sampler, self.start)
+        yield _REACHED
+        yield from items
+
+    def _numbered(self) -> Iterator[Any]:
+        start, seed = (
+            self.start,
+            self.seed,
+        )  # when the first item is asked for: a loader with workers calls iter() twice
+        items = from_item(self.sampler, start) if start else iter(self.sampler)
+        if seed is None:
+            yield from items
+            return
+        for number, indices in enumerate(items, start):
+            yield NumberedIndices(indices, seed, number)
+
+
+def takes_indices(loader: Any) -> bool:
+    """Whether a loader takes indices from a sampler when its iterator is made anew, and loads nothing by itself."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return not isinstance(loader.dataset, IterableDataset)
+
+
+def can_jump(loader: Any) -> bool:
+    """Whether batches can be left out before they are loaded.
+
+    A running iterator with persistent workers took its sampler when it was made.
+    """
+    return takes_indices(loader) and (loader._iterator is None or type(loader._iterator._index_sampler) is Order)
+
+
+def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[Any]:
+    """A loader's iterator from batch number ``start`` on, as if the batches before had been taken.
+
+    Args:
+        loader: one that :func:`can_jump`; any other if ``start`` is 0.
+        start: batches to leave out.
+        seed: what workers that load by index seed their random states from, with the number of each batch; None leaves
+            them as they are.
+    """
+    if not can_jump(loader):
+        return iter(loader)
+    running, workers = loader._iterator, loader.num_workers > 0
+    if running is None and not start and (seed is None or not workers):
+        return iter(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = getattr(loader, name)
+    order = Order(sampler, workers) if running is None else running._index_sampler
+    order.start, order.seed = start, seed
+    loader.__dict__[name] = order  # the loader refuses a plain assignment; its iterator reads it once
+    try:
+        iterator = iter(loader)
+    finally:
+        loader.__dict__[name] = sampler
+    order.reach()
+    return iterator
+
+
+def pass_over(loader: Any, first: bool) -> None:
+    """Draw what a whole pass over a loader that :func:`can_jump` draws from its generators, without loading anything.
+
+    Args:
+        loader: the loader.
+        first: it is the first pass; persistent workers get their seed in that one alone.
+    """
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    items = iter(sampler)
+    if first or not loader.persistent_workers:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    deque(items, maxlen=0)
