@@ -156,12 +156,12 @@ def test_an_upload_that_fails_leaves_what_was_there_and_nothing_else(
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsspec import registry
+    from fsspec.registry import known_implementations
 
     missing = {"class": "no_such_package.FileSystem", "err": "Install it"}
-    monkeypatch.setitem(registry.known_implementations, "nowhere", missing)
+    monkeypatch.setitem(known_implementations, "nowhere", missing)
     with pytest.raises(
-        ModuleNotFoundError, match="'nowhere://x' needs .*'no_such_package'.*pip install no_such_package"
+        ModuleNotFoundError, match=r"'nowhere://x' needs .*'no_such_package'.*pip install no_such_package"
     ):
         locations.absolute("nowhere://x")
     with pytest.raises(ModuleNotFoundError, match="pip install no_such_package"):

@@ -95,7 +95,7 @@ def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem
         shares: among how many processes they are divided.
     """
     if not manifest.is_folder(folder):
-        return Problem("it is a folder of something else", foreign=True)
+        return Problem("it has no manifest, so it is something else or was never finished", foreign=True)
     try:
         files = manifest.read_folder(folder).files
     except ValueError as error:
