@@ -1,6 +1,7 @@
 # From a bare machine with python3 (3.11 or newer, with venv):
 #   make demo    train the handwritten-digits example in an environment of its own (.demo)
 #   make test    lint, types and tests in an environment of its own (.venv)
+#   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 
 SHELL := bash
@@ -12,7 +13,7 @@ ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and f"Python {sys.vers
 # Two workers share the cores, so each computes on one thread.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test lint types tests format demo clean
+.PHONY: test lint types tests faults format demo clean
 
 test: lint types tests
 
@@ -25,6 +26,9 @@ types: .venv/installed
 
 tests: .venv/installed
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal
+
+faults: .venv/installed
+	$(BIN)/python tests/faults/strikes.py --kills 200
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

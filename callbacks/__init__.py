@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from .early_stopping import EarlyStopping
     from .finetuning import BackboneFinetuning, BaseFinetuning
     from .gradient_accumulation_scheduler import GradientAccumulationScheduler
+    from .hang_detector import HangDetector
     from .lambda_callback import LambdaCallback
+    from .loss_guard import LossGuard
     from .lr_monitor import LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint
     from .model_summary import ModelSummary, RichModelSummary
@@ -36,8 +38,10 @@ __all__ = [
     "EMAWeightAveraging",
     "EarlyStopping",
     "GradientAccumulationScheduler",
+    "HangDetector",
     "LambdaCallback",
     "LearningRateMonitor",
+    "LossGuard",
     "ModelCheckpoint",
     "ModelSummary",
     "OnExceptionCheckpoint",
@@ -59,7 +63,9 @@ _FILES = {
     "early_stopping": ("EarlyStopping",),
     "finetuning": ("BackboneFinetuning", "BaseFinetuning"),
     "gradient_accumulation_scheduler": ("GradientAccumulationScheduler",),
+    "hang_detector": ("HangDetector",),
     "lambda_callback": ("LambdaCallback",),
+    "loss_guard": ("LossGuard",),
     "lr_monitor": ("LearningRateMonitor",),
     "model_checkpoint": ("ModelCheckpoint",),
     "model_summary": ("ModelSummary", "RichModelSummary"),

@@ -164,11 +164,41 @@ class CheckpointKeeper(Checkpoint):
             path = self._unused(trainer, values, self.filename) if self._saved_step != step else None
             last = self.save_last and self._last_step != step
             if path is not None or last:
-                self._write(trainer, values, path, None, last, background=False)
+                self._write(trainer, values, path, None, last)
             if path is not None:
                 messages.info(f"{what} ended the fit; its state is saved in {path!r}.")
         except Exception as error:
             messages.warn(f"The state could not be saved after the {what}: {error}")
+
+    def has_saved(self, step: int) -> bool:
+        """Whether there is a file of this step that can be resumed from."""
+        return step in (self._saved_step, self._last_step) and not self.save_weights_only
+
+    def save_on_signal(self, trainer: Trainer, name: str) -> None:
+        """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.
+
+        Without a monitor the newest file gives way as always, and ``last`` is rewritten if it is kept. Otherwise the
+        file stays outside the ranking.
+
+        Args:
+            trainer: the one that calls.
+            name: of the signal.
+        """
+        step = trainer.global_step
+        if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
+            return
+        try:
+            if self.save_last or (self.monitor is None and self.save_top_k):
+                self.save(trainer, ranked=self.monitor is None)
+            elif self._saved_step != step:
+                values = self._values(trainer)
+                self._write(trainer, values, self._unused(trainer, values, self.filename), None, False)
+            trainer.saver.wait()
+        except Exception as error:  # the run ends by the signal all the same
+            messages.error(f"The state could not be saved after {name}: {type(error).__name__}: {error}")
+        else:
+            path = self._saved_path if self._saved_step == step else self.last_model_path
+            messages.info(f"{name} ends the fit after step {step}; its state is saved in {path!r}.")
 
     def _pushed_out(self, step: int, score: Tensor | None) -> list[str] | None:
         """The files that one of this step pushes out of the ranking; None if it does not get into it."""
@@ -227,7 +257,7 @@ class CheckpointKeeper(Checkpoint):
         path: str | None,
         gone: list[str] | None,
         last: bool,
-        background: bool | None,
+        background: bool | None = False,
     ) -> None:
         """Write one checkpoint under the names it gets, and delete those whose place it takes.
 

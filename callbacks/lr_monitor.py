@@ -85,6 +85,8 @@ class LearningRateMonitor(Callback):
             self._log(trainer, [optimizer], update)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if trainer.state.next_batch > 0:
+            return  # logged when the epoch began, before the fit went on inside it
         due = [optimizer for optimizer in trainer.optimizers if self._interval(trainer, optimizer) == "epoch"]
         self._log(trainer, due, trainer.state.updates)
 

@@ -60,7 +60,7 @@ class ModelCheckpoint(CheckpointKeeper):
         save_last: also keep ``last.ckpt``, rewritten at every save, after every epoch and when the training ends.
             ``"link"`` is taken as True: a link breaks as soon as its target is deleted.
         save_top_k: how many to keep; -1 all, 0 none.
-        save_on_exception: save when an exception or Ctrl-C ends the fit.
+        save_on_exception: save when an exception ends the fit. A signal that ends it is always followed by a save.
         save_weights_only: leave optimizers and all else that a resume needs out of the files.
         mode: ``"min"`` if a smaller metric is better, ``"max"`` if a larger one is.
         auto_insert_metric_name: ``{epoch}`` in the template gives ``epoch=3``, else ``3``. A ``/`` in an inserted name
@@ -76,7 +76,8 @@ class ModelCheckpoint(CheckpointKeeper):
             16 MiB or more.
 
     Attributes:
-        best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none.
+        best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none. It may still be in
+            the writing, in the background; after the fit it is there.
         best_model_score: its score, scalar, shape (), or None.
         best_k_models: score by path, of all files kept for their score; NaN for those without one.
         kth_best_model_path: the file that gives way next, ``""`` while there are fewer than k.
@@ -215,6 +216,10 @@ class ModelCheckpoint(CheckpointKeeper):
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         if self.save_on_exception and trainer.state.fn == "fit":
             self.save_after(trainer, exception)
+
+    def save_on_signal(self, trainer: Trainer, name: str) -> None:
+        if trainer.global_step != self._start_step:
+            super().save_on_signal(trainer, name)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "monitor_is_validated": self._monitor_is_validated}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..loggers import messages
 from . import locations
-from .checkpoint_keeper import Checkpoint
+from .checkpoint_keeper import Checkpoint, CheckpointKeeper
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Checkpoint):
     """Saves a checkpoint when an exception or Ctrl-C ends a fit; ``fit(ckpt_path="last")`` finds it.
 
-    A file of that name is overwritten. Nothing is written before the first optimizer step or under ``fast_dev_run``.
+    A file of that name is overwritten. Nothing is written before the first optimizer step, under ``fast_dev_run``, or
+    when a signal ended the fit and a ``ModelCheckpoint`` has saved that step.
 
     Args:
         dirpath: a folder, or an address such as ``s3://bucket/run``.
@@ -44,6 +45,9 @@ class OnExceptionCheckpoint(Checkpoint):
         state = trainer.state
         training = state.fn == "fit" and state.stage in ("train", "validate") and state.global_step > 0
         if not training or trainer.fast_dev_run:
+            return
+        keepers = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointKeeper)]
+        if state.signum and any(keeper.has_saved(state.global_step) for keeper in keepers):
             return
         what = type(exception).__name__
         try:

@@ -24,12 +24,15 @@ class Timer(Callback):
     """Stops the training when ``duration`` is used up; also a stopwatch for every stage.
 
     The time of a training is wall time from ``on_train_start`` on, validation included. It is saved in checkpoints: a
-    resumed run has only what is left.
+    resumed run has only what is left. With several processes all stop at the same batch, soon after the first of their
+    clocks says so.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict (``{"hours": 2}``); None: only measure.
         interval: look at the clock after each ``"step"`` (training batch) or at the end of each ``"epoch"``.
         verbose: say so when the time is up.
+        grace_seconds: stop so long before the end of ``duration``: what the step under way, a validation and the last
+            checkpoint take.
 
     Example:
         >>> Timer("00:12:00:00").time_remaining()
@@ -41,19 +44,25 @@ class Timer(Callback):
         duration: str | timedelta | Mapping[str, float] | None = None,
         interval: Literal["step", "epoch"] = "step",
         verbose: bool = True,
+        grace_seconds: float = 0.0,
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(
                 f"{messages.unknown('interval of Timer', interval, ('step', 'epoch'))} "
                 "It says when the clock is looked at: after each training batch or at the end of each epoch."
             )
+        if not isinstance(grace_seconds, (int, float)) or not 0 <= grace_seconds < math.inf:
+            raise ValueError(
+                f"Timer(grace_seconds={grace_seconds!r}) is no time to stop before the end. Pass the seconds that the "
+                "last step and its checkpoint take, or 0."
+            )
+        self._grace = grace_seconds
         self._duration = None if duration is None else to_timedelta(duration, "Timer(duration=)").total_seconds()
         self._verbose = verbose
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
         self._used_before = 0.0
         self._deadline = math.inf
-        self._alone = True
         self._announced = False
         timed = self._duration is not None
         cls = type(self)
@@ -88,20 +97,21 @@ class Timer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._begin("train")
-        self._alone = trainer.world_size == 1
         self._announced = False
         if self._duration is not None:
-            self._deadline = self._start["train"] + self._duration - self._used_before
-            self._look(trainer)
+            self._deadline = self._start["train"] + self._duration - self._used_before - self._grace
+            if perf_counter() >= self._deadline:
+                self._stop(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int
     ) -> None:
-        if perf_counter() >= self._deadline or not self._alone:
-            self._look(trainer)
+        if perf_counter() >= self._deadline:
+            self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._look(trainer)
+        if perf_counter() >= self._deadline:
+            self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._end["train"] = perf_counter()
@@ -134,10 +144,7 @@ class Timer(Callback):
         self._end.pop(stage, None)
         self._start[stage] = perf_counter()
 
-    def _look(self, trainer: Trainer) -> None:
-        # Clocks differ between processes: all stop at the same batch when the first one's time is up.
-        if not trainer.strategy.agree(perf_counter() >= self._deadline):
-            return
+    def _stop(self, trainer: Trainer) -> None:
         trainer.should_stop = True
         if self._verbose and not self._announced:
             elapsed = timedelta(seconds=int(self.time_elapsed()))

@@ -7,6 +7,7 @@ import io
 import os
 import time
 from collections.abc import Iterable, Mapping
+from glob import escape, glob
 from typing import Any
 
 from . import messages
@@ -169,6 +170,8 @@ class Table:
 
     def rewind(self, rows: int, last: Mapping[str, Any]) -> None:
         """Go back to a :meth:`place`: later rows are dropped, the columns stay, and ``last`` is as it was then."""
+        for torn in glob(f"{escape(self.path)}.*.tmp"):  # of a process that was killed while it replaced the file
+            os.remove(torn)
         found = self._read()
         kept = found[: rows - 1 if last else rows]
         lost = rows - len(kept) - bool(last)

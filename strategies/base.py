@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .precision.base import Precision, gradients
+from .stacks import stacks
+from .stopping import Stop
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -233,6 +235,21 @@ class Strategy:
     def same(self, text: str) -> bool:
         """Whether all processes pass the same text."""
         return True
+
+    def begin_run(self, run: Any) -> None:
+        """A run begins, in every process; ``run`` is its :class:`~.stopping.Run`, by which others may stop it."""
+
+    def is_told_to_stop(self) -> bool:
+        """Whether another process has asked this run to stop."""
+        return False
+
+    def decide_stop(self, boundary: int, signum: int, wants: bool) -> Stop:
+        """At which boundary all processes stop; see :meth:`.stopping.StopVote.decide`."""
+        return Stop(boundary, signum, (self.global_rank,))
+
+    def reports(self) -> dict[int, str] | None:
+        """What every process does just now, by rank; None in a process that asks while another one does."""
+        return {self.global_rank: f"{self.progress()}\n{stacks()}"}
 
     @property
     def host_group(self) -> Any:

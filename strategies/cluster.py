@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from ..loggers import messages
 
 Environment = Mapping[str, str]
 
@@ -86,6 +89,39 @@ def find_cluster(environ: Environment | None = None) -> Cluster | None:
         _check(cluster)
         _agrees(cluster, environ)
     return cluster
+
+
+def requeue() -> None:
+    """Give this process's SLURM job back to the queue, by ``scontrol requeue``; SLURM then ends its processes."""
+    job = _slurm_job(os.environ)
+    if job is None:
+        messages.info("There is no SLURM job to requeue (SLURM_JOB_ID is not set).")
+        return
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        problem = f"exit status {done.returncode}: {(done.stderr or done.stdout).strip()}" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    if problem:
+        messages.error(
+            f"`{' '.join(command)}` failed ({problem}), so the job does not start again by itself. Submit it again: "
+            "its state is saved."
+        )
+    else:
+        messages.info(f"SLURM job {job} goes back to the queue and resumes from there.")
+
+
+def is_requeued(environ: Environment | None = None) -> bool:
+    """Whether SLURM has started this process's job before, so that there may be a checkpoint to go on from."""
+    environ = os.environ if environ is None else environ
+    return _slurm_job(environ) is not None and _number(environ, "SLURM_RESTART_COUNT", 0) > 0
+
+
+def _slurm_job(environ: Environment) -> str | None:
+    """As ``scontrol`` names it: a task of a job array by the array's number and its own."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
 
 
 # ---- launchers -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -152,6 +152,12 @@ class DDPStrategy(DistributedStrategy):
         if self._averager is not None and stepped:
             self._averager.average_parameters(optimizer.param_groups)
         return stepped
+
+    def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        super().load_window_gradients(module, state)
+        if self._wrapped is not None and not self._manual:
+            # After a forward that communicated nothing the next one does not send rank 0's buffers.
+            self._wrapped.require_forward_param_sync = False
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -24,6 +25,7 @@ from .cluster import Cluster, find_cluster
 from .differentiable import all_gather
 from .meeting import shared_store
 from .precision.base import Precision
+from .stopping import Stop
 from .watch import Watch
 
 T = TypeVar("T")
@@ -122,10 +124,8 @@ class DistributedStrategy(Strategy):
                 f"{self.world_size} ({len(self.devices)} devices on {self._nodes} nodes). Leave init_process_group to "
                 "Paceline, or pass the devices that group has."
             )
-        if self._host is None:
-            self._host = dist.new_group(backend="gloo", timeout=self.timeout)
-            self._watch = Watch(self.global_rank, self.world_size, lambda: self.progress())
-            atexit.register(self._watch.close)  # a thread inside torch while Python ends aborts the process
+        self._host, self._watch = host_room(self.timeout)
+        self._watch.progress = lambda: self.progress()
         self._abandoned = False
 
     @property
@@ -288,6 +288,20 @@ class DistributedStrategy(Strategy):
     def explain(self, error: BaseException) -> BaseException | None:
         return self._watch.explain(error) if self._watch is not None else None
 
+    def begin_run(self, run: Any) -> None:
+        if self._watch is not None:
+            self._watch.begin(run)
+
+    def is_told_to_stop(self) -> bool:
+        return self._watch is not None and self._watch.vote is not None and self._watch.vote.told
+
+    def decide_stop(self, boundary: int, signum: int, wants: bool) -> Stop:
+        vote = self._watch.vote if self._watch is not None and self.talks else None
+        return vote.decide(boundary, signum, wants) if vote else super().decide_stop(boundary, signum, wants)
+
+    def reports(self) -> dict[int, str] | None:
+        return self._watch.reports() if self._watch is not None and self.world_size > 1 else super().reports()
+
     def same_model(self, module: nn.Module) -> None:
         """Raise on every rank, naming the first difference, if the ranks built different models."""
         owner, named = type(module).__name__, list(module.named_parameters())
@@ -366,5 +380,49 @@ def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torc
 
 def leave() -> None:
     """Leave the process group; called when the process ends."""
+    global _room
+    if _room is not None:
+        _room.watch.close()
+        _room = None
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@dataclass
+class _Room:
+    """What all strategies of a process group share.
+
+    Attributes:
+        watch: its thread.
+        groups: gloo groups by their time limit.
+    """
+
+    watch: Watch
+    groups: dict[timedelta, Any] = field(default_factory=dict)
+
+    def is_open(self) -> bool:
+        """Whether the process group is still the one it was made for."""
+        try:
+            return all(dist.get_process_group_ranks(group) for group in self.groups.values())
+        except KeyError:
+            return False
+
+
+_room: _Room | None = None
+
+
+def host_room(timeout: timedelta) -> tuple[Any, Watch]:
+    """The gloo group and the watch of the process group; made by the first run in it, on every rank alike.
+
+    Args:
+        timeout: how long a collective of the gloo group waits.
+    """
+    global _room
+    if _room is None or not _room.is_open():
+        if _room is not None:
+            _room.watch.close()
+        _room = _Room(Watch(dist.get_rank(), dist.get_world_size()))
+        atexit.register(_room.watch.close)  # a thread inside torch while Python ends aborts the process
+    if timeout not in _room.groups:
+        _room.groups[timeout] = dist.new_group(backend="gloo", timeout=timeout)
+    return _room.groups[timeout], _room.watch

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as dtensor_empty
 
 from ..loggers import messages
-from . import shards
+from . import fsdp_window, shards
 from .distributed import DistributedStrategy, StartMethod
 from .fsdp_materialize import Materializer
 from .fsdp_wrapping import Policy, bottom_up, checkpoint_activations, choose_blocks
@@ -444,48 +444,10 @@ class FSDPStrategy(DistributedStrategy):
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
         """Whole gradients that were accumulated without communication, and parts of those that were reduced."""
         self._reshard(module)
-        found: dict[str, Any] = {}
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        for one in self._groups():
-            name, whole = names[id(one.sharded_param)], _waiting(one)
-            part = one.sharded_param.grad
-            if isinstance(whole, DTensor):
-                return None
-            if whole is not None or part is not None:
-                found[name] = {
-                    "whole": None if whole is None else whole.detach().cpu(),
-                    "part": None if part is None else shards.local_parts([part])[0].detach().cpu(),
-                }
-        return found
+        return fsdp_window.gather(self._holder, module)
 
     def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        parts = [part for part in self._holder.modules() if isinstance(part, FSDPModule)]
-        for part in parts:  # what is accumulated lies with a parameter that is made when it is first gathered
-            part.unshard()
-        for part in parts:
-            part.reshard()
-        for one in self._groups():
-            kept = state.get(names[id(one.sharded_param)])
-            if kept is None:
-                continue
-            if kept["part"] is not None:
-                own = one.sharded_param
-                local = kept["part"].to(own.device)
-                own.grad = DTensor.from_local(
-                    local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
-                )
-            if kept["whole"] is not None:
-                whole = kept["whole"].to(self.device)
-                if whole.dtype == one._unsharded_param.dtype:
-                    one._unsharded_param.grad = whole
-                else:
-                    one.unsharded_accumulated_grad = whole
-
-    def _groups(self) -> list[Any]:
-        """What torch keeps of each sharded parameter."""
-        states = [part._get_fsdp_state() for part in self._holder.modules() if isinstance(part, FSDPModule)]
-        return [one for state in states for group in _parameter_groups(state) for one in group.fsdp_params]
+        fsdp_window.put_back(self._holder, module, state, self.device)
 
     # ---- errors ----------------------------------------------------------------------------------------------------
 
@@ -536,20 +498,6 @@ class _Holder(nn.Module):
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         return step(*args)
-
-
-def _parameter_groups(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and later have several
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def _waiting(one: Any) -> Tensor | None:
-    """A parameter's gradient that was accumulated without communication."""
-    if one.unsharded_accumulated_grad is not None:
-        return one.unsharded_accumulated_grad
-    return one._unsharded_param.grad if hasattr(one, "_unsharded_param") else None
 
 
 def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:

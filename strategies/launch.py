@@ -42,7 +42,7 @@ _PICKLE_FIX = (
     "Define it at the top level of a file rather than inside a function or as a lambda, or create it in a hook; or use "
     "strategy='ddp_fork', which copies this process, or 'ddp', which runs the script again."
 )
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _ATTEMPTS = 10
 _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
@@ -68,9 +68,9 @@ def rerun(
 ) -> NoReturn:
     """Run this process's command ``num_processes`` times, wait, and exit with the status of what failed first.
 
-    Ctrl-C and SIGTERM are passed on; the processes get the time torch elastic gives them (30 seconds, or
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end as when
-    this one is killed (see :func:`register_failure_hook`).
+    Ctrl-C, SIGTERM and SLURM's SIGUSR1 are passed on; the processes get the time torch elastic gives them (30 seconds,
+    or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end as
+    when this one is killed (see :func:`register_failure_hook`).
 
     Args:
         num_processes: on this machine.
@@ -216,8 +216,10 @@ def _config(
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    # A program under nohup ignores SIGHUP, and should go on doing so.
+    # A program under nohup ignores SIGHUP, and should go on doing so. SIGUSR1 is SLURM's word before it ends a job.
     handled = [name for name in _SIGNALS if hasattr(signal, name) and not _is_ignored(getattr(signal, name))]
+    if "SLURM_JOB_ID" not in os.environ:
+        handled = [name for name in handled if name != "SIGUSR1"]
     with _environment(None, PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # or the check for CUDA makes a later fork unusable
         return LaunchConfig(
             min_nodes=place.num_nodes,

@@ -2,6 +2,7 @@
 
 Nothing is sent while all is well. A thread of each rank looks every few seconds whether somebody asks, and answers with
 the user's line that the rank executes. A rank asks when a collective of the strategy's has waited for long, or failed.
+The same thread hears of a stop that another rank asks for, and answers for its own (see :mod:`.stopping`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ..loggers import messages
+from .stacks import stacks
+from .stopping import Run, StopVote
 
 #: How long a rank waits in a collective before it says so.
 NOTICE_SECONDS = 60.0
@@ -58,17 +61,26 @@ class Watch:
         self._place = ""
         self._since = 0.0
         self._noticed = False
-        self._answered = 0
+        self._answered = self._reported = 0
         self._poll_seconds = poll_seconds(world_size)
         self._answer_seconds = 2 * self._poll_seconds + _ANSWER_SECONDS
         self._closed = threading.Event()
         self._main = threading.main_thread().ident or 0
         self._thread: threading.Thread | None = None
+        self._runs = 0
+        self.vote: StopVote | None = None
         if world_size > 1:
             store: Any = distributed_c10d._get_default_store()
             self._store: Any = distributed_c10d.PrefixStore("paceline/where", store.clone())
             self._thread = threading.Thread(target=self._listen, name="paceline-watch", daemon=True)
             self._thread.start()
+
+    def begin(self, run: Run) -> None:
+        """A run begins, on every rank: from here on the others can ask it to stop, through :attr:`vote`."""
+        self._runs += 1
+        if self._thread is not None:
+            store = distributed_c10d.PrefixStore(f"stop/{self._runs}", self._store)
+            self.vote = StopVote(run, self.rank, self.world_size, store)
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
@@ -103,6 +115,25 @@ class Watch:
             )
         return None
 
+    def reports(self) -> dict[int, str] | None:
+        """What each of several ranks does, by rank, with its threads' stacks; empty for one that does not answer.
+
+        Of ranks that ask at the same time one gets the reports, the others None once it has them; so do all if the
+        store has gone with the rank that held it.
+        """
+        number, me = self._reported, str(self.rank)
+        try:
+            store = self._store.clone()
+            if store.compare_set(f"report/{number}", "", me).decode() != me:
+                _read(store, f"reported/{number}", time.monotonic() + 2 * self._answer_seconds)
+                return None
+            deadline = time.monotonic() + self._answer_seconds
+            found = {rank: _read(store, f"report/{number}/{rank}", deadline) or "" for rank in range(self.world_size)}
+            store.set(f"reported/{number}", "")
+            return found
+        except RuntimeError:
+            return None
+
     def close(self) -> None:
         """Stop to answer."""
         self._closed.set()
@@ -120,7 +151,12 @@ class Watch:
                     self._store.set(f"answer/{self._answered}/{self.rank}", self._here())
                     self._answered += 1
                     self._noticed = bool(self._since)  # who asked says it for all that wait
+                while self._store.check([f"report/{self._reported}"]):
+                    self._store.set(f"report/{self._reported}/{self.rank}", f"{self.progress()}\n{stacks()}")
+                    self._reported += 1
                 self._notice()
+                if self.vote is not None:
+                    self.vote.listen()
             except Exception:  # the store has gone with the rank that held it: the run is over
                 return
 

@@ -12,6 +12,7 @@ from torch import nn
 from ..callbacks.base import Callback
 from ..callbacks.timer import Timer
 from ..loggers import messages
+from ..strategies.cluster import is_requeued
 from .binding import check_step, takes_iterator
 from .compiling import compile_in_place, uncompiled
 from .data.datamodule import DataModule
@@ -38,6 +39,7 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
     path = asked_path(trainer, request, reused)
     trainer.strategy.progress = trainer.state.where
     trainer.strategy.setup_environment()
+    trainer.strategy.begin_run(trainer.state)
     messages.set_rank(trainer.global_rank)
     trainer._log_dir = None
     connect(trainer, request, module)
@@ -278,11 +280,14 @@ def prepare_data(trainer: Trainer) -> None:
 def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
     """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
 
-    ``"last"`` and ``"auto"`` stay words until the callbacks of this run are known, or where they save.
+    ``"last"`` and ``"auto"`` stay words until the callbacks of this run are known, or where they save. A fit in a job
+    that SLURM requeued means ``"auto"`` without being told.
     """
     from .checkpoint.find import find_checkpoint
 
     asked = request.ckpt_path if trainer._ckpt_asked is None else trainer._ckpt_asked
+    if asked is None and request.fn == "fit" and is_requeued():
+        asked = "auto"
     return asked if asked in ("last", "auto") else find_checkpoint(trainer, asked, request.fn, reused)
 
 
@@ -291,14 +296,14 @@ def settle_folders(trainer: Trainer, request: Request, path: Any) -> Any:
 
     Returns the path of the checkpoint to go on from, None if there is none.
     """
-    from .checkpoint import places
     from .checkpoint.find import find_checkpoint
+    from .checkpoint.loggers import take_over
 
     if request.fn == "fit" and path is not None and trainer.loggers:
         found = find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
         path = trainer.strategy.broadcast(found)
-        if path is not None:
-            places.take_over(trainer, path)
+        if path is not None and "loops" in request.restore:
+            take_over(trainer, path)
     if trainer.world_size > 1:
         trainer._log_dir = trainer.strategy.broadcast(trainer.log_dir)
     return path

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks.loss_guard import LossGuard
 from . import phases
 from .hooks import method_of, overridden
 from .joining import JoiningStep
@@ -36,9 +37,18 @@ def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Cal
     if trainer.strategy.splits_batches:
         called = JoiningStep(called, name, module, trainer._metrics)
     bound = trainer.strategy.bind_step(called, trainer.model, training=name == "training_step")
-    if trainer.detect_anomaly and name == "training_step":
-        finite = LossReader(module, trainer.strategy).finite
-        return lambda batch, batch_idx: finite(bound(batch, batch_idx))
+    return around_training_step(trainer, bound) if name == "training_step" else bound
+
+
+def around_training_step(trainer: Trainer, bound: Callable[..., Any]) -> Callable[..., Any]:
+    """The training step inside what looks at each loss before its backward."""
+    module = trainer.training_module
+    if trainer.detect_anomaly:
+        finite, step = LossReader(module, trainer.strategy).finite, bound
+        bound = lambda batch, batch_idx: finite(step(batch, batch_idx))  # noqa: E731
+    for callback in trainer.callbacks:
+        if isinstance(callback, LossGuard):
+            bound = callback.around_training_step(trainer, module, bound)
     return bound
 
 

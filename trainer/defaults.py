@@ -60,7 +60,7 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
     return found
 
 
-def choose_callbacks(callbacks: Any, max_time: Any, trainer: Trainer) -> list[Callback]:
+def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, trainer: Trainer) -> list[Callback]:
     """The user's callbacks in their order, the defaults that are not there yet, those that save last."""
     from ..callbacks.timer import Timer, to_timedelta
 
@@ -79,7 +79,12 @@ def choose_callbacks(callbacks: Any, max_time: Any, trainer: Trainer) -> list[Ca
             raise ValueError(
                 f"Trainer(max_time={max_time!r}) contradicts the Timer among its callbacks. Leave one of them out."
             )
-        found.append(Timer(duration=to_timedelta(max_time, "Trainer(max_time=)")))
+        found.append(Timer(to_timedelta(max_time, "Trainer(max_time=)"), grace_seconds=grace_seconds))
+    elif grace_seconds:
+        raise ValueError(
+            f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no end to stop before. Pass "
+            "max_time, or leave it out."
+        )
     check_state_keys(found)
     return order(found)
 

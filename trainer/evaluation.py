@@ -14,7 +14,6 @@ from .binding import bind_mover, bind_step
 from .data.batches import Batches
 from .data.sharding import surplus
 from .hooks import check_signature, method_of, overridden
-from .signals import interruption
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -95,11 +94,10 @@ class EvalLoop:
             hook()
         found = metrics.finish_epoch()
         numbers = {}
+        trainer.state.pending = trainer.state.pending.replace("validation", "plateaus")
         if trainer.state.stage != "sanity_check":
             numbers = metrics.send_epoch(found, trainer.state.updates, trainer.state.epoch)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_END)
-        if trainer.state.pending == "validation":
-            trainer.state.pending = "plateaus"
         for hook in self.hooks("end"):
             hook()
         if self.kind == "predict" or not numbers:
@@ -128,9 +126,14 @@ class EvalLoop:
         counted = limit - 1 if surplus(loader) and limit == known else limit
         indices = source.track_indices(loader) if self.kind == "predict" and self.writes() else None
         batch_idx = -1
+        stops, may_stop = trainer._stops, self.may_stop(known)
         with closing(batches):
             for batch, is_mine in self.in_step(batches, known):
                 batch_idx += 1
+                state.evaluated += 1
+                state.passed += may_stop
+                if state.stop and may_stop and stops.at(state.passed):
+                    raise stops.by_signal()
                 metrics.batch = batch
                 if batch_idx >= counted or not is_mine:
                     with metrics.muted(trainer.training_module):
@@ -148,8 +151,6 @@ class EvalLoop:
                     kept.append(outputs)
                 if metrics.steps_in_evaluation:
                     metrics.flush_eval_step()
-                if state.signum:
-                    raise interruption(state.signum)
         if batch_idx + 1 != limit and known != float("inf"):
             raise RuntimeError(
                 f"The {self.word} dataloader has a length of {known} batches, but yielded {batch_idx + 1} where "
@@ -157,6 +158,16 @@ class EvalLoop:
             )
         self.predictions.append(self.of_all_ranks(kept) if self.gather else kept)
         trainer.predict_batch_indices.append(taken)
+
+    def may_stop(self, known: float) -> bool:
+        """Whether a signal stops this pass between two batches: a fit finishes its validations.
+
+        Nor is a pass left whose batches are not as many on all ranks, as far as is ``known``: those that are done would
+        wait for the others at its end.
+        """
+        trainer = self.trainer
+        alike = known != float("inf") or trainer.strategy.communicates_forward or trainer.world_size == 1
+        return alike and trainer.state.fn != "fit"
 
     def of_all_ranks(self, kept: list[Any]) -> list[Any]:
         """Every rank's outputs in the data's order: a round of one batch a rank after the other, in rank order."""

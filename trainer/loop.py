@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks.loss_guard import LossGuard
 from ..loggers import messages
 from . import phases
 from .binding import bind_mover, bind_step, takes_iterator
@@ -14,7 +15,6 @@ from .data.loaders import seed_shuffling, what_fetching_changes
 from .loss import LossReader
 from .schedules import Schedules
 from .seed import host_random_states, mixed
-from .signals import interruption
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
 
@@ -39,8 +39,10 @@ class FitLoop:
         self.hooks, self.metrics = trainer._hooks, trainer._metrics
         self.resumed = resumed
         self.validation = Validation(trainer)
+        self.stops = trainer._stops
         self.takes_iterator = takes_iterator(trainer.training_module.training_step)
-        self.losses = LossReader(trainer.training_module, trainer.strategy)
+        guarded = any(isinstance(callback, LossGuard) for callback in trainer.callbacks)
+        self.losses = LossReader(trainer.training_module, trainer.strategy, together=guarded)
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
         trainer._fit = self
@@ -80,13 +82,14 @@ class FitLoop:
         trainer, state, hooks, metrics, validation = self.trainer, self.state, self.hooks, self.metrics, self.validation
         self.start_epoch()
         step, schedules, batches = self.step(), Schedules(trainer), self.batches(start_batch)
-        starts, ends = hooks.on_train_batch_start, hooks.on_train_batch_end
+        starts, ends, stops = hooks.on_train_batch_start, hooks.on_train_batch_end, self.stops
         log_every, max_steps = trainer.log_every_n_steps, limit(trainer.max_steps)
         num_batches, validates = trainer.num_training_batches, validation.plan_epoch()
         batch_idx, complete = start_batch - 1, False
         with closing(batches):
             iterator = self.started(batches, start_batch, schedules)
-            over = self.finished()  # after what was left to do of the batch at which a checkpoint was written
+            # What was left to do of the batch at which a checkpoint was written may have ended the training.
+            over = self.at_limit() or stops.here() == "asked"
             for batch in () if over else iterator:
                 batch_idx += 1
                 if batch_idx >= num_batches:
@@ -109,24 +112,26 @@ class FitLoop:
                     outputs = detached(outputs)
                     for hook in ends:
                         hook(outputs, batch, batch_idx)
-                if state.stepped and (state.updates % log_every == 0 or state.should_stop):
+                reason = stops.at(state.passed + 1) if state.stop else ""
+                state.passed += 1
+                if state.stop:
+                    reason = stops.at(state.passed)
+                if state.stepped and (state.updates % log_every == 0 or reason == "asked"):
                     metrics.flush_step(state.updates, state.epoch)
-                if validates and validation.due(batch_idx):
-                    validation.run()
+                if validates and validation.due(batch_idx, reason):
+                    reason = validation.run()
                 if schedules.step_plateaus and state.stepped:
                     schedules.advance(schedules.step_plateaus, state.updates)
                 state.pending = ""
                 if state.window:
                     continue  # a window is never left half-way
-                if state.signum:
-                    raise interruption(state.signum)
-                if state.global_step >= max_steps or (state.should_stop and trainer.may_stop()):
+                if reason == "signal" and not state.is_last_batch:
+                    raise stops.by_signal()
+                if reason or state.global_step >= max_steps:
                     complete = state.is_last_batch
                     break
             else:
-                if not over:
-                    self.check_length(batch_idx + 1, batches)
-                complete = not over or state.is_last_batch
+                complete = state.is_last_batch if over else self.check_length(batch_idx + 1, batches)
         self.end_epoch(schedules, complete)
 
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
@@ -153,13 +158,14 @@ class FitLoop:
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
         resumed = self.resumed
-        knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0)
-        skip = 0 if knows_position else start_batch
+        ended = resumed is not None and start_batch > 0 and resumed.ended
+        knows_position = resumed is not None and resumed.load_loader(loader, mid_epoch=start_batch > 0 and not ended)
+        skip = 0 if knows_position and not ended else start_batch
         found = self._fetched = Batches(
             loader,
             bind_mover(trainer, 0),
             lookahead,
-            source.cut() - (start_batch - skip),
+            skip if ended else source.cut() - (start_batch - skip),
             skip,
             source.keeps_step(),
             seed=mixed(state.shuffle_seed, state.epoch, trainer.strategy.data_rank),
@@ -186,15 +192,17 @@ class FitLoop:
 
     def fetched_ahead(self) -> dict[str, Any]:
         """What a checkpoint keeps so that the batch fetched ahead is fetched again as it was."""
-        found = None if self._fetched is None or self.state.epoch_done else self._fetched.before_ahead
-        return found or {}
+        batches = None if self.state.epoch_done else self._fetched
+        if batches is None or batches.exhausted:
+            return {"ended": batches is not None}
+        return batches.before_ahead or {}
 
     def finish_batch(self, schedules: Schedules) -> None:
         """Do what was still to be done after the batch at which a checkpoint was written."""
         trainer, state, pending = self.trainer, self.state, self.state.pending
         if pending == "batch" and state.stepped and state.updates % trainer.log_every_n_steps == 0:
             self.metrics.flush_step(state.updates, state.epoch)
-        if pending in ("batch", "validation") and self.validation.every and self.validation.due(state.batch_idx):
+        if pending in ("batch", "validation") and self.validation.every and self.validation.due(state.batch_idx, ""):
             self.validation.run()
         if pending and schedules.step_plateaus and state.stepped:
             schedules.advance(schedules.step_plateaus, state.updates)
@@ -237,8 +245,6 @@ class FitLoop:
             )
         if complete:
             self.enter_next_epoch()
-        if state.signum:
-            raise interruption(state.signum)
 
     def enter_next_epoch(self) -> None:
         """Move the counters from a finished epoch to the next."""
@@ -266,11 +272,18 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def finished(self) -> bool:
-        """Whether there is nothing left to train."""
-        trainer, state = self.trainer, self.state
-        if state.global_step >= limit(trainer.max_steps) or state.epoch >= limit(trainer.max_epochs):
+        """Whether there is nothing left to train; a boundary between epochs."""
+        if self.at_limit():
             return True
-        return state.should_stop and trainer.may_stop()
+        reason = self.stops.here()
+        if reason == "signal":
+            raise self.stops.by_signal()
+        return bool(reason)
+
+    def at_limit(self) -> bool:
+        """Whether all epochs or steps have been made."""
+        trainer, state = self.trainer, self.state
+        return state.global_step >= limit(trainer.max_steps) or state.epoch >= limit(trainer.max_epochs)
 
     def why_finished(self) -> str:
         """The reason there is nothing to train, with the numbers."""
@@ -282,8 +295,12 @@ class FitLoop:
             f"max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}"
         )
 
-    def check_length(self, seen: int, batches: Any) -> None:
-        """Raise if the loader ended too early, or gave nothing at all; say what other ranks' shorter ones cost."""
+    def check_length(self, seen: int, batches: Any) -> bool:
+        """Raise if the loader ended too early, or gave nothing at all; say what other ranks' shorter ones cost.
+
+        Returns:
+            True: the epoch is complete.
+        """
         if getattr(batches, "left_over", False):
             messages.info_anywhere(
                 f"Rank {self.trainer.global_rank} had batches left when another rank's train_dataloader ended after "
@@ -297,6 +314,7 @@ class FitLoop:
             )
         if seen < self.trainer.num_training_batches and self.trainer._source.length_known():
             raise RuntimeError(self.length_lie(f"only {seen}"))
+        return True
 
     def length_lie(self, seen: str) -> str:
         """The error for a loader that yields more or fewer batches than it says."""

@@ -20,13 +20,15 @@ class LossReader:
     """Reads the form of the output on the first batch and holds the later ones to it.
 
     Attributes:
+        together: a batch is skipped on all ranks or on none (``LossGuard`` sees to that).
         by_items: ``training_step`` returns ``num_items``: losses are weighed by them.
         items: items in the window so far, on this rank; a number or a scalar tensor.
     """
 
-    def __init__(self, module: TrainingModule, strategy: Strategy) -> None:
+    def __init__(self, module: TrainingModule, strategy: Strategy, together: bool = False) -> None:
         self.owner = f"{type(module).__name__}.training_step"
         self.strategy = strategy
+        self.together = together
         self.by_items = False
         self.items: Any = 0
         self._unit = 1.0
@@ -36,7 +38,7 @@ class LossReader:
     def read(self, output: Any) -> Tensor | None:
         """The loss to run backward on, a scalar; None to skip the batch."""
         if output is None:
-            return self._skip()
+            return None if self.together else self._skip()
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise self._no_loss(output, loss)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..loggers import messages
 from .data.batches import batch_size_of, conflicting_sizes
-from .phases import EVAL_BATCH, SETUP, TRAIN_BATCH, Moment
-from .records import REDUCTIONS, Options, Record, as_tensor, make_record
+from .phases import EVAL_BATCH, SETUP, Moment
+from .records import REDUCTIONS, MetricRecord, Options, Record, as_tensor, make_record
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
@@ -151,24 +151,37 @@ class MetricStore:
         For a batch that a process runs only to keep step with the others. Names it logs for the first time are known
         from then on, so that every process shares the same ones.
         """
-        table, steps = self.records, self.steps_in_evaluation
-        before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
+        table, known, forget = self.records, set(self.records), self.remember()
         metrics = sys.modules.get("torchmetrics")
         kept: list[Any] = [m for m in module.modules() if isinstance(m, metrics.Metric)] if metrics is not None else []
         states = [(metric, metric._copy_state_dict(), metric._update_count) for metric in kept]
         yield
-        for name, record in table.items():
-            record.reset()
-            record.seen = True
-            if name in before:
-                state, record.value, record.fresh, record.seen = before[name]
-                record.load(state)
+        forget()
+        for name in table.keys() - known:
+            table[name].seen = True
         for metric, state, updates in states:
             metric.reset()
             for attribute, value in state.items():
                 setattr(metric, attribute, value)
             metric._update_count = updates
-        self.steps_in_evaluation = steps
+
+    def remember(self) -> Callable[[], None]:
+        """Take note of what was logged; the result, when called, forgets what was logged since.
+
+        The states of ``torchmetrics`` objects are their own and stay.
+        """
+        table, steps = self.records, self.steps_in_evaluation
+        before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
+
+        def forget() -> None:
+            for name, record in table.items():
+                Record.reset(record) if isinstance(record, MetricRecord) else record.reset()
+                if name in before:
+                    state, record.value, record.fresh, record.seen = before[name]
+                    record.load(state)
+            self.steps_in_evaluation = steps
+
+        return forget
 
     def _hook(self) -> str:
         return self._moment.name.format(stage=self._stage_word())
@@ -243,11 +256,6 @@ class MetricStore:
         if fresh:
             self._copies.append(_HostCopy(fresh, stage_step, epoch))
             self.drain(wait=False)
-
-    def flush_batch(self, stage_step: int, epoch: int) -> None:
-        """:meth:`flush_step` in the middle of a training batch's hooks; nothing at any other moment."""
-        if self._moment is TRAIN_BATCH:
-            self.flush_step(stage_step, epoch)
 
     def flush_eval_step(self) -> None:
         """Send an evaluation batch's step values, against a counter of the stage's own."""

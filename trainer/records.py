@@ -115,12 +115,10 @@ class Record:
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take back :meth:`dump`, or several of them as one."""
+        """Take back :meth:`dump`."""
 
-    @staticmethod
-    def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
-        """What several processes dumped, as if one had seen it all."""
-        return states[0]
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add what another process dumped, as if this one had seen it too."""
 
 
 class SumRecord(Record):
@@ -187,19 +185,11 @@ class SumRecord(Record):
         self.total, self.rest, self.weight = state["total"], state["rest"], state["weight"]
 
     def merge(self, state: dict[str, Any]) -> None:
+        """Add another process's sums."""
         if state["total"] is not None:
             self.total = state["total"] if self.total is None else self.total + state["total"]
         self.rest += state["rest"]
         self.weight += state["weight"]
-
-    @staticmethod
-    def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
-        totals = [state["total"] for state in states if state["total"] is not None]
-        return {
-            "total": sum(totals[1:], totals[0]) if totals else None,
-            "rest": sum(state["rest"] for state in states),
-            "weight": sum(state["weight"] for state in states),
-        }
 
 
 class MeanRecord(SumRecord):
@@ -253,6 +243,7 @@ class ExtremeRecord(Record):
         self.extreme = state["extreme"]
 
     def merge(self, state: dict[str, Any]) -> None:
+        """Take another process's extreme if it is one for both."""
         self.extreme = self._pick(self.extreme, state["extreme"]) if self.extreme is not None else state["extreme"]
 
 

@@ -29,8 +29,12 @@ class RunState:
         epoch_done: the epoch's last batch has been trained (true inside ``on_train_epoch_end``).
         is_last_batch: the batch under way is the last of its epoch.
         stepped: the batch under way ended in an optimizer step.
+        evaluated: batches of evaluations begun in this run, of all kinds and loaders.
         should_stop: somebody asked the training to stop (respected after ``min_epochs`` and ``min_steps``).
         signum: the signal that asked the run to end at the next step boundary, or 0.
+        stop: there may be a reason to stop, here or in another process: the loop looks before it goes on.
+        passed: boundaries of this run at which it went on (see :mod:`..strategies.stopping`).
+        saving: a checkpoint is being written because a signal ends the run.
         shuffle_seed: what shuffling is computed from, together with the epoch.
     """
 
@@ -39,11 +43,14 @@ class RunState:
         "batches",
         "epoch",
         "epoch_done",
+        "evaluated",
         "fn",
         "global_step",
         "is_last_batch",
         "next_batch",
+        "passed",
         "pending",
+        "saving",
         "settled",
         "should_stop",
         "shuffle_seed",
@@ -51,6 +58,7 @@ class RunState:
         "stage",
         "status",
         "stepped",
+        "stop",
         "updates",
         "window",
     )
@@ -76,7 +84,8 @@ class RunState:
         self.stage: Stage | None = None
         self.status = "initializing"
         self.signum = 0
-        self.should_stop = False
+        self.should_stop = self.stop = self.saving = False
+        self.passed = self.evaluated = 0
         self.shuffle_seed = 0
         self.epoch = 0
         self.global_step = 0
@@ -91,6 +100,12 @@ class RunState:
         self.is_last_batch = False
         self.stepped = False
 
+    def begin(self, fn: Fn) -> None:
+        """A run begins: nobody has asked it to stop."""
+        self.fn, self.stage, self.status = fn, None, "running"
+        self.signum = self.passed = self.evaluated = 0
+        self.should_stop = self.stop = self.saving = False
+
     @property
     def finished(self) -> bool:
         """The run came to its end."""
@@ -102,10 +117,12 @@ class RunState:
         return self.status in ("finished", "interrupted")
 
     def where(self) -> str:
-        """What the run is doing, in words: ``train, epoch 0, batch 3``; empty between runs."""
-        if self.stage != "train":
-            return self.stage or self.fn or ""
-        return f"train, epoch {self.epoch}, batch {self.batch_idx}"
+        """What the run is doing, in words: ``train, epoch 0, batch 3, step 3``; empty between runs."""
+        if self.stage == "train":
+            return f"train, epoch {self.epoch}, batch {self.batch_idx}, step {self.global_step}"
+        if self.stage is None:
+            return self.fn or ""
+        return f"{self.stage}, step {self.global_step}" if self.fn == "fit" else self.stage
 
     @property
     def step_failed(self) -> bool:

@@ -87,6 +87,7 @@ class TrainerStatus:
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self.state.should_stop = bool(stop)
+        self.state.stop |= self.state.should_stop
 
     def may_stop(self) -> bool:
         """Whether ``should_stop`` counts by now: only after ``min_epochs`` and ``min_steps``."""

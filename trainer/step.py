@@ -102,13 +102,17 @@ class TrainStep(ManualStep):
         output = self.forward(batch, batch_idx)
         loss = output if type(output) is Tensor and not self.losses.by_items else self.losses.read(output)
         if loss is None:
-            complete = state.is_last_batch  # a skipped batch takes no place in the window
-        else:
-            self.differentiate(loss)
-            state.window += 1
-        if complete and state.window:
+            return self.skip()
+        self.differentiate(loss)
+        state.window += 1
+        if complete:
             self.update()
         return output
+
+    def skip(self) -> None:
+        """Leave the batch out: it takes no place in the window."""
+        if self.state.is_last_batch:
+            self.finish_window()
 
     def differentiate(self, loss: Tensor) -> None:
         """Backward of one micro-batch."""
@@ -188,6 +192,9 @@ class ClosureStep(TrainStep):
         if self.sync is not None:
             self.sync(True)
         evaluated: list[Any] = []
+        first = [self.forward(batch, batch_idx)] if self.losses.together else []
+        if first and first[0] is None:  # no loss, no step
+            return self.skip()
         earlier = (state.window, self.losses.items)
 
         def closure() -> Tensor | None:
@@ -195,7 +202,7 @@ class ClosureStep(TrainStep):
                 self.clear(self.optimizer)
                 state.window, self.losses.items = earlier
             with torch.enable_grad():
-                output = self.forward(batch, batch_idx)
+                output = first.pop() if first else self.forward(batch, batch_idx)
             evaluated[:] = [output]
             loss = self.losses.read(output)
             if loss is not None:

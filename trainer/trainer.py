@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks.base import Callback
+from ..callbacks.loss_guard import Rollback
 from ..loggers import messages
 from ..loggers.base import Logger
 from ..strategies.base import Strategy
@@ -25,9 +26,10 @@ from .evaluation import EvalLoop
 from .loop import FitLoop
 from .memory import out_of_memory
 from .results import show_results
-from .signals import interruption, watch
+from .signals import actions, check_signals, watch
 from .state import Fn, RunState
 from .status import TrainerStatus
+from .stopping import Stops
 
 if TYPE_CHECKING:
     from .checkpoint.saver import Saver
@@ -68,6 +70,8 @@ class Trainer(TrainerStatus):
         max_steps: optimizer steps to make in all; -1 for no limit.
         min_steps: ``should_stop`` is ignored before.
         max_time: ``"DD:HH:MM:SS"``, a timedelta or its arguments; the run stops after that time.
+        grace_seconds: stop so long before ``max_time`` is up: what the step under way, a validation and the last
+            checkpoint take.
         limit_train_batches: number (int) or share (float) of the batches of an epoch; 0 turns training off.
         limit_val_batches: the same for validation.
         limit_test_batches: the same for test.
@@ -97,6 +101,9 @@ class Trainer(TrainerStatus):
             ``s3://bucket/run``, is for checkpoints; logs then go to the working directory.
         enable_autolog_hparams: log ``save_hyperparameters`` at the start of a fit.
         compile: compile the module in place; True, or a dict of ``torch.compile`` arguments.
+        signals: what signals do, such as ``{"SIGUSR2": "stop"}``: ``"stop"`` saves at the next step and ends the run,
+            ``"requeue"`` also gives the SLURM job back to the queue, None leaves the signal alone. SIGTERM and SIGINT
+            stop, SLURM's SIGUSR1 requeues, unless said otherwise.
     """
 
     @check.named
@@ -116,6 +123,7 @@ class Trainer(TrainerStatus):
         max_steps: int = -1,
         min_steps: int | None = None,
         max_time: str | timedelta | Mapping[str, int] | None = None,
+        grace_seconds: float = 0.0,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
@@ -144,6 +152,7 @@ class Trainer(TrainerStatus):
         default_root_dir: str | Path | None = None,
         enable_autolog_hparams: bool = True,
         compile: bool | Mapping[str, Any] = False,
+        signals: Mapping[str | int, str | None] | None = None,
     ) -> None:
         given = dict(locals())
         self.state = RunState()
@@ -153,7 +162,7 @@ class Trainer(TrainerStatus):
         self.strategy = choose_strategy(strategy, accelerator, devices, num_nodes, precision, plugins)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
         self.loggers = choose_loggers(logger, self)
-        self.callbacks = choose_callbacks(callbacks, max_time, self)
+        self.callbacks = choose_callbacks(callbacks, max_time, grace_seconds, self)
         self._clear()
 
     def _check_limits(self, given: Mapping[str, Any]) -> None:
@@ -203,6 +212,7 @@ class Trainer(TrainerStatus):
         self.barebones: bool = given["barebones"]
         self.enable_autolog_hparams: bool = given["enable_autolog_hparams"]
         self.compile: bool | Mapping[str, Any] = given["compile"]
+        self._signals = check_signals(given["signals"] or {})
 
     # ---- entry points ----------------------------------------------------------------------------------------------
 
@@ -227,12 +237,13 @@ class Trainer(TrainerStatus):
                 earlier starts of the same command; ``"auto"``: the same where there may be none yet, as in a job that
                 is requeued. ``"best"``: that of the run before.
             weights_only: None or True, which is always so: a file never runs code.
-            restore: what of ``ckpt_path`` to take; all of it by default, which goes on to the bit as the run that wrote
-                it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: what the optimizers have
-                gathered (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the optimizers' settings
-                (learning rate, weight decay, ...); without it those of ``configure_optimizers`` hold. ``"loops"``: epoch,
-                step, place in the data and in the accumulation window, what was logged so far in the epoch; without it
-                the fit begins with epoch 0. ``"rng"``: random states. ``"callbacks"``: the callbacks' states.
+            restore: what of ``ckpt_path`` to take; by default all of it, which goes on to the bit as the run that
+                wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: what the
+                optimizers have gathered (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
+                optimizers' settings (learning rate, weight decay, ...); without it those of ``configure_optimizers``
+                hold. ``"loops"``: epoch, step, place in the data and in the accumulation window, what was logged so
+                far in the epoch; without it the fit begins with epoch 0. ``"rng"``: random states. ``"callbacks"``:
+                the callbacks' states.
 
         Raises:
             ValueError: ``restore`` has an unknown name.
@@ -401,31 +412,40 @@ class Trainer(TrainerStatus):
         return take_over(self, request, launcher(run_and_report, self, request, random_states()))
 
     def _run(self, request: Request) -> Any:
-        state = self.state
-        check.check_request(state.fn, request)
-        state.fn, state.stage, state.status, state.signum, state.should_stop = request.fn, None, "running", 0, False
-        failed = True
-        try:
-            with watch(state), numerics(self):
-                resumed = attach(self, request)
-                loop = FitLoop(self, resumed) if request.fn == "fit" else self._evaluation(request)
-                result = loop.run()
-                for hook in self._hooks.on_fit_end if request.fn == "fit" else ():
-                    hook()
-                if request.fn == "fit":
+        check.check_request(self.state.fn, request)
+        self.state.begin(request.fn)
+        result, failed, back, wanted = None, True, None, actions(self._signals)
+        with watch(self.state, wanted), Stops(self, wanted) as self._stops:
+            try:
+                with numerics(self):
+                    resumed = attach(self, request)
+                    loop = FitLoop(self, resumed) if request.fn == "fit" else self._evaluation(request)
+                    result = loop.run()
+                    for hook in self._hooks.on_fit_end if request.fn == "fit" else ():
+                        hook()
                     self.saver.wait()
-                if state.signum:  # it came after the last step
-                    raise interruption(state.signum)
-            failed = False
-        except BaseException as error:
-            better = self.strategy.explain(error) or out_of_memory(self, error)
-            self._fail(better or error)
-            if better is not None:
-                raise better from error
-            raise
+                    self._stops.at_end()
+                failed = False
+            except Rollback as rollback:
+                self.saver.wait()
+                back, failed = rollback, False
+            except BaseException as error:
+                better = self.strategy.explain(error) or out_of_memory(self, error)
+                self._fail(better or error)
+                if better is not None:
+                    raise better from error
+                raise
+            finally:
+                self._teardown(request.fn, failed)
+        return result if back is None else self._go_back(request, back.path)
+
+    def _go_back(self, request: Request, path: Any) -> Any:
+        """Go on with a fit from one of its checkpoints."""
+        asked, self._ckpt_asked = self._ckpt_asked, None
+        try:
+            return self._run(replace(request, ckpt_path=path, restore=PARTS))
         finally:
-            self._teardown(request.fn, failed)
-        return result
+            self._ckpt_asked = asked
 
     def _evaluation(self, request: Request) -> EvalLoop:
         kind: Any = request.fn
@@ -435,7 +455,7 @@ class Trainer(TrainerStatus):
     def _fail(self, error: BaseException) -> None:
         """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
         self.state.status = "interrupted"
-        if not self.state.signum:
+        if not self._stops.signum:
             self.strategy.abandon(error)
         self._run_all([self._metrics.drain, partial(self.saver.wait, together=False)])
         if self._hooks is not None:

@@ -10,6 +10,7 @@ from .evaluation import EvalLoop
 from .seed import isolate_rng, random_states
 
 if TYPE_CHECKING:
+    from .stopping import Reason
     from .trainer import Trainer
 
 
@@ -52,20 +53,20 @@ class Validation:
         self.every = None if skipped or not trainer.enable_validation else trainer._source.val_check_batch()
         return self.every is not None
 
-    def due(self, batch_idx: int) -> bool:
-        """Whether to validate after this batch."""
+    def due(self, batch_idx: int, reason: Reason) -> bool:
+        """Whether to validate after this batch. ``reason``: why it is the last one, if it is."""
         trainer, state = self.trainer, self.trainer.state
         if trainer.val_check_seconds is not None:
             return time.monotonic() - self.last >= trainer.val_check_seconds
-        if state.should_stop and not state.window and trainer.may_stop():
+        if reason == "asked" and not state.window:
             return True
         if self.every == float("inf") or self.every is None:
             return state.is_last_batch
         done = state.batches if trainer.check_val_every_n_epoch is None else batch_idx + 1
         return done % self.every == 0
 
-    def run(self) -> None:
-        """A validation in the middle or at the end of an epoch."""
+    def run(self) -> Reason:
+        """A validation in the middle or at the end of an epoch, with a boundary behind it: why the run stops there."""
         state, metrics = self.trainer.state, self.trainer._metrics
         metrics.drain()
         self.random, state.pending = random_states(), "validation"
@@ -74,3 +75,4 @@ class Validation:
         state.stage = "train"
         self.last = time.monotonic()
         metrics.enter(phases.TRAIN_BATCH)
+        return self.trainer._stops.here()

@@ -13,7 +13,6 @@ from paceline import Trainer
 from paceline.callbacks import timer as module_under_test
 from paceline.callbacks.base import Callback
 from paceline.callbacks.timer import Timer, to_timedelta
-from paceline.strategies.single_device import SingleDevice
 
 
 class Clock(Callback):
@@ -140,20 +139,17 @@ def test_only_the_hook_that_is_needed_exists(arguments: dict[str, Any], batch: b
     assert (timer.on_train_epoch_end is not None) == epoch
 
 
-def test_every_process_stops_when_the_time_of_one_is_up(clock: Clock) -> None:
-    class OneOfTwo(SingleDevice):
-        asked = 0
+def test_the_grace_time_is_kept_for_what_follows(clock: Clock) -> None:
+    assert fit(clock, Timer({"seconds": 60}, grace_seconds=15)).global_step == 5
+    assert fit(Clock(), max_time={"seconds": 0.0}, grace_seconds=3).global_step == 0
 
-        @property
-        def world_size(self) -> int:
-            return 2
 
-        def agree(self, flag: bool, all: bool = False) -> bool:
-            self.asked += 1
-            return flag or self.asked == 4
-
-    strategy = OneOfTwo("cpu")
-    assert fit(clock, Timer("00:01:00:00"), strategy=strategy).global_step == 3
+def test_a_grace_time_without_an_end_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"grace_seconds=3\) without max_time"):
+        make_trainer(grace_seconds=3)
+    for seconds in (-1, float("nan"), "5"):
+        with pytest.raises(ValueError, match=r"Timer\(grace_seconds=.*Pass the seconds"):
+            Timer("00:00:00:01", grace_seconds=seconds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("verbose", [True, False])

@@ -71,9 +71,14 @@ def fit(
     keeper = ModelCheckpoint(save_top_k=-1, filename="{epoch}-{step}", **RHYTHMS[rhythm])
     settings: dict[str, Any] = {"logger": loggers_in(folder), "max_epochs": 3, **options}
     trainer = Trainer(
-        callbacks=[LearningRateMonitor("step"), Killed(kill), keeper],
+        callbacks=[
+            LearningRateMonitor("step"),
+            LearningRateMonitor("epoch", log_key_prefix="at/"),
+            Killed(kill),
+            keeper,
+        ],
         log_every_n_steps=1,
-        val_check_interval=2 if rhythm == "validations" else 1.0,
+        val_check_interval=1.0 if rhythm == "epochs" else 2,
         **QUIET,
         **settings,
     )
@@ -146,10 +151,16 @@ def test_a_version_that_the_user_names_is_kept(tmp_path: Path, read_csv: Read) -
     before = read_csv(str(tmp_path / "paceline_logs" / "a"))
     again = fit(tmp_path, logger=CSVLogger(tmp_path, version="a"), max_epochs=1, ckpt_path=path)
     assert again.log_dir == str(tmp_path / "paceline_logs" / "a")
-    assert [row["step"] for row in read_csv(str(again.log_dir))] == ["1", "2", "3", "4", "5"]
+    assert [row["step"] for row in read_csv(str(again.log_dir)) if "train_loss_step" in row] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+    ]
     other = fit(tmp_path, logger=CSVLogger(tmp_path, version="b"), max_epochs=1, ckpt_path=path)
     assert other.log_dir == str(tmp_path / "paceline_logs" / "b")
-    assert [row["step"] for row in read_csv(str(other.log_dir))] == ["4", "5"]
+    assert [row["step"] for row in read_csv(str(other.log_dir)) if "train_loss_step" in row] == ["3", "4", "5"]
     assert read_csv(str(again.log_dir))[:3] == before[:3]
 
 
@@ -184,7 +195,7 @@ def test_every_rank_goes_on_in_the_same_folder(tmp_path: Path, read_csv: Read) -
 
     (first, second) = ranks(2, resumed)
     assert first == second == (str(tmp_path / "paceline_logs" / "version_0"), 0, f"{first[0]}/checkpoints")
-    assert [row["step"] for row in read_csv(first[0])] == ["1", "2", "3", "4", "5"]
+    assert [row["step"] for row in read_csv(first[0]) if "train_loss_step" in row] == ["1", "2", "3", "4", "5"]
 
 
 def test_a_torn_line_and_lost_rows_do_not_stop_a_resume(tmp_path: Path, read_csv: Read) -> None:
@@ -197,6 +208,7 @@ def test_a_torn_line_and_lost_rows_do_not_stop_a_resume(tmp_path: Path, read_csv
     path = Path(logger.log_dir) / "metrics.csv"
     with open(path, "a") as file:
         file.write("5,0,17")
+    path.with_name("metrics.csv.1.tmp").touch()
 
     def resumed() -> CSVLogger:
         logger = CSVLogger(tmp_path)
@@ -208,6 +220,8 @@ def test_a_torn_line_and_lost_rows_do_not_stop_a_resume(tmp_path: Path, read_csv
         logger.finalize("success")
         return logger
 
+    resumed()
+    assert sorted(os.listdir(logger.log_dir)) == [".CSVLogger.run", "metrics.csv"]
     seen = [{k: v for k, v in row.items() if k != "wall_time"} for row in read_csv(resumed().log_dir)]
     assert seen[2:] == [
         {"step": "2", "epoch": "0", "loss": "1.0"},
@@ -254,7 +268,8 @@ def test_wandb_goes_on_with_the_run_of_the_checkpoint(offline_wandb: Path, wandb
     trainer = run(None)
     first, second = sorted(offline_wandb.glob(f"wandb/offline-run-*/run-{trainer.loggers[0].version}.wandb"))
     before, after = wandb_history(first), wandb_history(second)
-    assert [row["trainer/global_step"] for row in after if "train_loss_step" in row] == [4, 5]
-    assert [row["trainer/global_step"] for row in before if "train_loss_step" in row][:3] == [1, 2, 3]
-    assert after[0]["_step"] == 1 + max(row["_step"] for row in before if row["trainer/global_step"] <= 3)
+    assert {row["_step"] for row in before} & {row["_step"] for row in after}  # it had gone on before it was killed
+    joined = [row for row in before if row["_step"] < after[0]["_step"]] + after
+    assert [row["_step"] for row in joined] == list(range(len(joined)))
+    assert [row["trainer/global_step"] for row in joined if "train_loss_step" in row] == [1, 2, 3, 4, 5]
     assert os.listdir(trainer.loggers[0].root_dir) == [trainer.loggers[0].version]

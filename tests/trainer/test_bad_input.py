@@ -95,6 +95,11 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("max_time", {"hour": 2}, ValueError, ("max_time", "'hour'", "Did you mean 'hours'?", "Choose")),
     ("max_time", 3600, TypeError, ("max_time", "3600", "unit is unknown", "Pass a timedelta")),
     ("max_time", timedelta(-1), ValueError, ("max_time", "-1", "Pass a duration")),
+    ("grace_seconds", 5, ValueError, ("grace_seconds=5", "without max_time", "Pass max_time")),
+    ("signals", {"SIGTREM": "stop"}, ValueError, ("'SIGTREM'", "Did you mean 'SIGTERM'?", "Choose")),
+    ("signals", {"SIGTERM": "halt"}, ValueError, ("'SIGTERM'", "'halt'", "Choose 'stop' or 'requeue'", "None leaves")),
+    ("signals", {"SIGKILL": "stop"}, ValueError, ("'SIGKILL'", "no program can catch", "Leave it out")),
+    ("signals", ["SIGTERM"], TypeError, ("signals=['SIGTERM']", "what each signal does", "Pass a dict")),
     *[
         (name, value, error, (f"{name}={value!r}", why, "Pass an int" if error is ValueError else "Pass a number"))
         for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")

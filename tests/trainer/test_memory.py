@@ -26,7 +26,7 @@ def test_running_out_of_memory_says_where_and_what_to_try_with_numbers(quiet: di
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(Hungry(), tiny_loader(batch_size=8))
     said = str(caught.value)
-    assert "train, epoch 0, batch 1, 8 samples in the batch" in said
+    assert "train, epoch 0, batch 1, step 0, 8 samples in the batch" in said
     assert "Tried to allocate 2.00 GiB." in said
     assert "batch_size=4 and accumulate_grad_batches=6" in said
     assert "precision='bf16-mixed'" in said

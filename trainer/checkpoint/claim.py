@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
@@ -46,7 +47,7 @@ class Claims:
             if handle is None:
                 handle = self._held[folder] = os.open(folder, os.O_RDONLY)
             if alone:
-                _wait_for(folder, handle)
+                _wait_for(fcntl, folder, handle)
             with suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
@@ -56,8 +57,7 @@ class Claims:
             os.close(self._held.popitem()[1])
 
 
-def _wait_for(folder: Path, handle: int) -> None:
-    assert fcntl is not None
+def _wait_for(fcntl: Any, folder: Path, handle: int) -> None:
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:

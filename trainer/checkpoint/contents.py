@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...callbacks.manifest import FORMAT
 from ...loggers import messages
-from . import lightning, places
+from . import lightning, loggers
 from .parts import PARTS
 from .place import Resumed, gather_ranks, progress
 from .plain import plain
@@ -83,7 +83,7 @@ def _add_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
         "precision": strategy.precision.state_dict(),
         "metrics": trainer._metrics.state_dict(),
-        "loggers": places.gather(trainer),
+        "loggers": loggers.gather(trainer),
     }
 
 
@@ -256,7 +256,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[
         trainer.state.load_state_dict(resumed.position(counters, trainer.accumulate_grad_batches))
         if "metrics" in section:
             trainer._metrics.load_state_dict(section["metrics"])
-        places.restore(trainer, section)
+        loggers.restore(trainer, section)
     resumed.tell()
     if not section:
         messages.info(

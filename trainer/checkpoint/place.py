@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
 from ...loggers import messages
 from .. import running, seed
 from ..data.loaders import load_loader_state, loader_state
@@ -35,12 +38,14 @@ def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
         "metrics": [] if state.epoch_done and state.pending != "values" else running.logged(metrics, module),
         "torchmetrics": running.measured(metrics, module),
         "gradients": _gradients(trainer),
+        "buffers": _buffers_apart(trainer),
         "losses": None,
     }
     if fit is not None:
         ahead = fit.fetched_ahead()
         kept["losses"] = fit.losses.state_dict()
         kept["random_at_epoch_start"] = fit.at_epoch_start
+        kept["ended"] = ahead.get("ended", False)
         kept["random_before_fetch"] = ahead.get("random")
         kept["loader"] = ahead.get("loader")
         if state.pending == "validation" and fit.validation.random is not None:
@@ -69,6 +74,28 @@ def _gradients(trainer: Trainer) -> dict[str, Any] | None:
     found = {name for name, p in module.named_parameters() if p.grad is not None and id(p) not in used}
     kept = trainer.strategy.window_gradients(module) if found else None
     return None if kept is None else {name: grad for name, grad in kept.items() if name in found}
+
+
+def _buffers_apart(trainer: Trainer) -> dict[str, Tensor]:
+    """The module's buffers that differ from rank 0's, such as the running statistics of a batch norm, on the CPU."""
+    strategy = trainer.strategy
+    if strategy.world_size == 1:
+        return {}
+    buffers = _buffers(trainer.training_module)
+    own = {name: buffer.detach().cpu() for name, buffer in buffers.items()}
+    sums = {name: torch.hash_tensor(buffer.reshape(-1).view(torch.uint8)).item() for name, buffer in own.items()}
+    first = strategy.gather_objects(sums)[0]
+    return {name: buffer for name, buffer in own.items() if sums[name] != first.get(name)}
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state_dict has, by name, as far as they are whole on each process."""
+    return {
+        f"{place}.{name}" if place else name: buffer
+        for place, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set and type(buffer) is Tensor and buffer.numel()
+    }
 
 
 def progress(trainer: Trainer, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,6 +129,7 @@ class Resumed:
         section = checkpoint.get("paceline", {})
         self.trainer = trainer
         self.in_loops = "loops" in parts
+        self._parts = parts
         self.derived: list[str] = []
         self._saved = section.get("data_ranks") or 1
         self.ranks: list[dict[str, Any]] = section.get("ranks", [])
@@ -159,11 +187,11 @@ class Resumed:
         world = strategy.world_size
         lacking = [rank for rank in range(world) if not any(kept["rank"] == rank for kept in self.ranks)]
         if self.ranks and lacking and self._random:
-            listed = messages.names([str(rank) for rank in lacking[:8]], last="and")
+            listed = ", ".join(str(rank) for rank in lacking[:8])
             what = "rank" if len(lacking) == 1 else "ranks"
             self.derived.append(
-                f"the random states of {what} {listed}{' ...' if len(lacking) > 8 else ''} (seeded from the shuffling's "
-                "seed, the rank and the step)"
+                f"the random states of {what} {listed}{' ...' if len(lacking) > 8 else ''} (seeded from the "
+                "shuffling's seed, the rank and the step)"
             )
         if not self._alike and any(kept["metrics"] or kept["torchmetrics"] for kept in self.ranks):
             self.derived.append(
@@ -190,6 +218,11 @@ class Resumed:
         if self._random and states:
             seed.set_random_states(states)
 
+    @property
+    def ended(self) -> bool:
+        """The loader had come to its end before the last batch of the epoch was trained on."""
+        return self.in_loops and self._alike and (self.own or {}).get("ended", False)
+
     def at_epoch_start(self) -> dict[str, Any] | None:
         """What :meth:`enter_epoch` puts in force, if it was restored."""
         return (self.own or {}).get("random_at_epoch_start")
@@ -202,6 +235,10 @@ class Resumed:
             running.put_back(trainer._metrics, module, [kept["metrics"] for kept in entries])
             running.put_back_measured(module, [kept["torchmetrics"] for kept in entries])
             self._put_back_gradients()
+        if self._alike and self.own is not None and "model" in self._parts:
+            buffers = _buffers(trainer.training_module)
+            for name in self.own["buffers"].keys() & buffers.keys():
+                buffers[name].copy_(self.own["buffers"][name])
         if self._random:
             self._set((self.own or {}).get("random"), self._seed)
 

@@ -121,9 +121,7 @@ class Saver:
         self.failed = write.error is not None
 
     def _gathered(self, weights_only: bool) -> tuple[dict[str, Any], bool]:
-        trainer, state = self._trainer, self._trainer.state
-        if state.stepped and trainer.logs_this_step:  # its row is part of what has happened
-            trainer._metrics.flush_batch(state.updates, state.epoch)
+        trainer = self._trainer
         trainer._metrics.drain()
         for logger in trainer.loggers if trainer.is_global_zero else []:
             logger.save()

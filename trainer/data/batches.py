@@ -109,6 +109,7 @@ class Batches:
     def _start(self) -> Iterator[Any]:
         limited = self._limit != float("inf")
         if limited and self._skip >= self._limit:
+            self.exhausted = True
             return iter(())
         source, dropped = self._open()
         self._source = source
@@ -124,7 +125,9 @@ class Batches:
         source = source if move is None else map(move, source)
         if self._prepare is not None:
             self._prepare()
-        return self._one_ahead(next(source, _END), source, side.ready if side else None)
+        first = next(source, _END)
+        self.exhausted = first is _END
+        return self._one_ahead(first, source, side.ready if side else None)
 
     def _open(self) -> tuple[Iterator[Any], int]:
         """The loader's iterator, and how many of its batches remain to be dropped."""

@@ -138,8 +138,8 @@ class CombinedLoader:
 
         Args:
             start: batches to leave out at the beginning, where the object :attr:`counts_passes`.
-            open_leaf: ``open_leaf(loader, start, index, number)`` gives a loader's iterator from its batch ``start`` on,
-                in its pass ``number``.
+            open_leaf: ``open_leaf(loader, start, index, number)`` gives the iterator of a loader's pass ``number`` from
+                its batch ``start`` on.
         """
         if self._mode == "sequential":
             return self._one_by_one()
@@ -236,7 +236,7 @@ class _Pass:
         length = combined._lengths()[index]
         self.number, rest = divmod(start, length) if length and combined.mode == "max_size_cycle" else (0, start)
         for number in range(self.number):
-            pass_over(self.loader, first=number == 0)
+            pass_over(self.loader, number == 0, self.limit)
         self.open(rest)
 
     def open(self, start: int) -> None:

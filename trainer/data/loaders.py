@@ -163,12 +163,11 @@ def load_loader_state(
             "left out, so the data start anew. Give fit the loaders of then to continue where it was."
         )
         return False
-    # Loaders that are combined are entered where they were only if they all can be.
-    positions = same_ranks and len(leaves) == 1
-    known = [
-        _load_leaf_state(leaf, kept, mid_epoch, positions) for leaf, kept in zip(leaves, states, strict=True) if kept
-    ]
-    return any(known)
+    positioned = _knows_place(loader)
+    places = same_ranks and (positioned or not mid_epoch)
+    pairs = [(leaf, kept) for leaf, kept in zip(leaves, states, strict=True) if kept]
+    known = [_load_leaf_state(leaf, kept, mid_epoch, places) for leaf, kept in pairs]
+    return positioned and any(known)
 
 
 def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
@@ -178,7 +177,7 @@ def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
     """
     leaves = list(_leaves(loader))
     draws = any(not isinstance(leaf, (list, tuple)) and not getattr(leaf, "num_workers", 0) for leaf in leaves)
-    moves = len(leaves) == 1 and _positioned(leaves[0]) is not None
+    moves = _knows_place(loader)
     if not draws and not moves:
         return None
 
@@ -354,6 +353,12 @@ def _positioned(loader: Any) -> Any:
     return dataset if here and _is_stateful(dataset) else None
 
 
+def _knows_place(loader: Any) -> bool:
+    """Whether a loader, or all of those that are combined in step, can be entered where it was by its own state."""
+    in_step = getattr(loader, "mode", "") != "max_size_cycle"
+    return in_step and all(_positioned(leaf) is not None for leaf in _leaves(loader))
+
+
 def _generators(loader: Any) -> list[torch.Generator]:
     """The generators that the user gave to a loader or its samplers."""
     found: list[torch.Generator] = []
@@ -381,7 +386,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     lost = []
     owner = _positioned(loader)
     positioned = positions and "state_dict" in state and owner is not None
-    if positioned:
+    if positioned and owner is not None:
         owner.load_state_dict(state["state_dict"])
     elif positions and "state_dict" in state:
         lost.append("its position (the loader has no load_state_dict now)")

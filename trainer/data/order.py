@@ -8,7 +8,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from .. import seed as randomness
 
@@ -34,6 +41,9 @@ def from_item(sampler: Any, count: int) -> Iterator[Any]:
         return iter(range(len(sampler.data_source))[count:])
     if type(sampler) is RandomSampler and _is_one_permutation(sampler):
         return _permuted(sampler, count)
+    if type(sampler) is SubsetRandomSampler and sampler.generator is not None:
+        places = torch.randperm(len(sampler.indices), generator=sampler.generator)[count:].tolist()
+        return map(sampler.indices.__getitem__, places)
     items = iter(sampler)
     next(islice(items, count, count), None)
     return items
@@ -160,15 +170,18 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     return iterator
 
 
-def pass_over(loader: Any, first: bool) -> None:
+def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
     """Draw what a whole pass over a loader that :func:`can_jump` draws from its generators, without loading anything.
 
     Args:
         loader: the loader.
         first: it is the first pass; persistent workers get their seed in that one alone.
+        limit: the pass ends after so many batches; workers have been given some more by then.
     """
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     items = iter(sampler)
     if first or not loader.persistent_workers:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if limit is not None:
+        items = islice(items, limit + loader.num_workers * (loader.prefetch_factor or 0))
     deque(items, maxlen=0)

@@ -158,20 +158,25 @@ def test_auto_warns_if_all_there_is_is_broken(tmp_path: Path):
         assert resumed_from(tmp_path, "auto") is None
 
 
-def start(folder: Path, epochs: int, strategy: Any = "auto", **arguments: Any) -> Trainer:
+def start(folder: Path, epochs: int, ckpt_path: Any = "auto", **arguments: Any) -> Trainer:
     """The command of a cluster job, with the default folders."""
-    trainer = Trainer(**QUIET, default_root_dir=folder, max_epochs=epochs, strategy=strategy, **arguments)
-    trainer.fit(TinyModule(), tiny_loader(), ckpt_path="auto")
+    trainer = Trainer(**QUIET, default_root_dir=folder, max_epochs=epochs, **arguments)
+    trainer.fit(TinyModule(), tiny_loader(), ckpt_path=ckpt_path)
     return trainer
 
 
 def test_the_same_command_goes_on_from_its_earlier_starts(tmp_path: Path):
     paths = [start(tmp_path, epochs).ckpt_path for epochs in (1, 2, 3)]
     assert paths[0] is None
-    versions = [Path(path).relative_to(tmp_path).parts[:2] for path in paths[1:]]
-    assert versions == [("paceline_logs", "version_0"), ("paceline_logs", "version_1")]
-    found = sorted(number(path) for path in tmp_path.rglob("*.ckpt"))
-    assert found == [1, 2, 3]
+    assert [Path(path).name for path in paths[1:]] == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
+
+
+def test_the_versions_of_fresh_starts_are_in_order(tmp_path: Path):
+    for _ in range(3):
+        start(tmp_path, 1, ckpt_path=None)
+    found = {path.relative_to(tmp_path).parts[1]: number(path) for path in sorted(tmp_path.rglob("*.ckpt"))}
+    assert found == {"version_0": 1, "version_1": 2, "version_2": 3}
+    assert "version_2" in start(tmp_path, 2).ckpt_path.parts
 
 
 def test_numbers_compare_over_the_folders_of_two_callbacks(tmp_path: Path):

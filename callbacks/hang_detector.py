@@ -1,0 +1,97 @@
+"""Ends a run that makes no progress, and says where every rank was."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..loggers import messages
+from .base import Callback
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+#: The exit status of a run that hung; that of ``timeout`` for a command that took too long.
+HANG_STATUS = 124
+_LOOKS = 8
+_LONGEST_PAUSE_SECONDS = 10.0
+
+
+class HangDetector(Callback):
+    """Ends a run whose counters stand still: prints every rank's step, phase and stacks, once, on standard error.
+
+    A thread of each rank compares counters, so a batch costs nothing. Progress is any of these: a training or
+    evaluation batch, a step, another stage or epoch, a boundary passed. Whatever else takes long counts as standing
+    still: preparing data, the first batch of a compiled model, a checkpoint, a slow hook. Choose a time well above
+    the longest of them. A rank that sits in compiled code which holds the interpreter cannot answer; the report says
+    so, and whoever started the processes ends it.
+
+    Args:
+        timeout_seconds: how long the counters may stand still.
+        abort: end the process with status 124 after the report, at once: no checkpoint, no teardown. The launcher then
+            ends the other processes, as after any failure. False: only report, once for each standstill.
+
+    Example:
+        >>> HangDetector(timeout_seconds=1800).abort
+        True
+    """
+
+    def __init__(self, timeout_seconds: float = 1800.0, abort: bool = True) -> None:
+        if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, (int, float)) or timeout_seconds <= 0:
+            raise ValueError(
+                f"HangDetector(timeout_seconds={timeout_seconds!r}) is no time to wait. Pass seconds, more than the "
+                "longest step, checkpoint or preparation takes."
+            )
+        self.timeout_seconds = timeout_seconds
+        self.abort = abort
+        self._ended: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        self._ended = threading.Event()
+        name = f"paceline-hang-{stage}"
+        self._thread = threading.Thread(target=self._look, args=(trainer, self._ended), name=name, daemon=True)
+        self._thread.start()
+
+    def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if self._ended is not None and self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+        self._ended = self._thread = None
+
+    def _look(self, trainer: Trainer, ended: threading.Event) -> None:
+        pause = min(self.timeout_seconds / _LOOKS, _LONGEST_PAUSE_SECONDS)
+        mark, since, told = _mark(trainer), time.monotonic(), False
+        while not ended.wait(pause):
+            now = _mark(trainer)
+            if now != mark:
+                mark, since, told = now, time.monotonic(), False
+            elif not told and time.monotonic() - since >= self.timeout_seconds:
+                told = True
+                self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        reports = trainer.strategy.reports()
+        if reports is not None:
+            what = f"The run ends with status {HANG_STATUS}." if self.abort else "It goes on waiting."
+            messages.error(
+                f"Rank {trainer.global_rank} has made no progress for {self.timeout_seconds:g} s "
+                f"(HangDetector). {what} Where the ranks are:\n" + "\n".join(map(_told, reports, reports.values()))
+            )
+        if self.abort:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(HANG_STATUS)
+
+
+def _mark(trainer: Trainer) -> tuple[Any, ...]:
+    state = trainer.state
+    return state.fn, state.stage, state.epoch, state.batch_idx, state.global_step, state.evaluated, state.passed
+
+
+def _told(rank: int, report: str) -> str:
+    return f"Rank {rank}: {report or 'does not answer (it has ended, or compiled code holds its interpreter)'}"

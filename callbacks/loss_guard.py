@@ -1,0 +1,321 @@
+"""Keeps batches whose loss is not finite, or far off, from spoiling the weights."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..loggers import messages
+from .base import Callback
+from .early_stopping import check_mode
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+ACTIONS = ("skip", "rollback", "raise")
+Step = Callable[[Any, int], Any]
+
+
+class LossGuard(Callback):
+    """Looks at the loss of each training batch before its backward, and leaves out batches whose loss is bad.
+
+    A loss is bad if it is NaN or infinite, or if it is worse than the mean of the last ``window`` good ones by at least
+    ``rtol`` times that mean and by ``atol``. With several processes the mean loss of all of them is judged, so that
+    they decide alike, and as one process would that has all their data.
+
+    *What happens.* ``"skip"``: the batch is left out as if it were not in the data: no gradients, no place in the
+    accumulation window, no optimizer or scheduler step; buffers (of a batch norm, say), torch's random state and what
+    ``self.log`` was given are as before the batch. Only ``torchmetrics`` objects that the step updated have seen it.
+    ``"rollback"``: the run goes back to its last checkpoint, with all that a resume restores, and the batch is left out
+    when it comes again; for a loss that is bad because the weights have become so. ``"raise"``: an error ends the run.
+
+    *What it costs.* The loss is read before the backward is launched: on an accelerator the host waits there for the
+    forward pass (not for the backward or the step, which still run while the next batch is prepared). Buffers that
+    change in training are copied each step. With several processes one number is summed over the hosts each batch.
+
+    Not for manual optimization, ``training_step(dataloader_iter)``, and strategies that run a step in micro-batches.
+
+    Args:
+        mode: ``"min"`` if larger losses are worse, ``"max"`` if smaller ones are.
+        window: how many good losses the running mean is over.
+        warmup: good losses before which only those that are not finite are bad.
+        atol: least distance from the running mean of a bad loss; None for any.
+        rtol: least distance as a multiple of the running mean; None for any. If both are None, only losses that are not
+            finite are bad.
+        exclude_batches_path: JSON file of the batches that were bad. It is read when a fit starts: they are left out
+            then without being run. It belongs to one order of the data (seed and batch size).
+        finite_only: a loss that is not finite is bad.
+        action: ``"skip"``, ``"rollback"`` or ``"raise"``.
+        max_events: an error ends the run when more batches than that are bad; None for any number.
+
+    Attributes:
+        batches: what was bad, by epoch and index of the batch: step, loss, and the running mean then (None before the
+            first).
+        left_out: how often a batch was left out; logged as ``loss_guard/left_out`` each time.
+
+    Raises:
+        RuntimeError: ``action="raise"``, more than ``max_events`` bad batches, or no checkpoint to go back to.
+    """
+
+    #: A step may return None on all processes at once to skip a batch: they have agreed to.
+    skips_together = True
+
+    def __init__(
+        self,
+        mode: Literal["min", "max"] = "min",
+        window: int = 100,
+        warmup: int = 100,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        exclude_batches_path: str | os.PathLike[str] | None = None,
+        finite_only: bool = True,
+        *,
+        action: Literal["skip", "rollback", "raise"] = "skip",
+        max_events: int | None = 10,
+    ) -> None:
+        check_mode("LossGuard", mode)
+        if action not in ACTIONS:
+            raise ValueError(messages.unknown("action of LossGuard", action, ACTIONS))
+        for name, value, least in (("window", window, 1), ("warmup", warmup, 0), ("max_events", max_events, 0)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"LossGuard({name}={value!r}): pass a whole number of at least {least}.")
+        for name, distance in (("atol", atol), ("rtol", rtol)):
+            if distance is not None and not distance >= 0:
+                raise ValueError(f"LossGuard({name}={distance!r}): pass a distance of 0 or more, or None.")
+        self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
+        self.exclude_batches_path = None if exclude_batches_path is None else os.path.abspath(exclude_batches_path)
+        self.finite_only = finite_only
+        self.action = action
+        self.max_events = max_events
+        self.batches: dict[tuple[int, int], dict[str, Any]] = {}
+        self.left_out = 0
+        self._good: deque[float] = deque(maxlen=window)
+        self._seen = 0
+
+    @property
+    def running_mean(self) -> float | None:
+        """The mean of the last good losses; None before the first."""
+        return math.fsum(self._good) / len(self._good) if self._good else None
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        why = _why_not(trainer, pl_module)
+        if why:
+            raise ValueError(f"LossGuard cannot be used with {why}. Look at the loss in training_step instead.")
+        if self.action == "rollback" and not trainer.checkpoint_callbacks:
+            raise ValueError(
+                "LossGuard(action='rollback') needs checkpoints to go back to, but the Trainer has no ModelCheckpoint. "
+                "Leave enable_checkpointing=False out, or use action='skip'."
+            )
+        known = _read(self.exclude_batches_path) if trainer.is_global_zero and self.exclude_batches_path else {}
+        self.batches = trainer.strategy.broadcast(known) | self.batches
+
+    def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
+        """What runs in place of the training step: None, which skips the batch, if it is to be left out."""
+        state, batches = trainer.state, self.batches
+        before = _Before(trainer)
+
+        def guarded(batch: Any, batch_idx: int) -> Any:
+            if batches and (state.epoch, state.batch_idx) in batches:
+                return self._leave_out(trainer)
+            undo = before.remember()
+            output = step(batch, batch_idx)
+            loss, given_up = _shared(trainer, output)
+            if given_up:
+                messages.info_once(f"{type(pl_module).__name__}.training_step returned None: the batch is skipped.")
+                undo()
+                return None
+            if not self._is_bad(loss):
+                before.learn()
+                self._good.append(loss)
+                self._seen += 1
+                return output
+            self._note(trainer, loss)
+            undo()
+            return self._leave_out(trainer)
+
+        return guarded
+
+    def _is_bad(self, loss: float) -> bool:
+        if not math.isfinite(loss):
+            return self.finite_only
+        mean = self.running_mean
+        if mean is None or self._seen < self.warmup or (self.atol is None and self.rtol is None):
+            return False
+        off = loss - mean if self.mode == "min" else mean - loss
+        return off > 0 and off >= (self.atol or 0.0) and off >= (self.rtol or 0.0) * abs(mean)
+
+    def _note(self, trainer: Trainer, loss: float) -> None:
+        """Keep, tell and act: returns if the batch is to be left out at once."""
+        state, mean = trainer.state, self.running_mean
+        self.batches[state.epoch, state.batch_idx] = {"step": state.global_step, "loss": loss, "mean": mean}
+        if trainer.is_global_zero and self.exclude_batches_path:
+            _write(self.exclude_batches_path, self.batches)
+        against = "no mean yet" if mean is None else f"running mean {mean:.6g} of {len(self._good)}"
+        what = (
+            f"LossGuard: the loss is {loss:.6g} ({against}) at step {state.global_step}, epoch {state.epoch}, batch "
+            f"{state.batch_idx}"
+        )
+        if self.max_events is not None and len(self.batches) > self.max_events and self.action != "raise":
+            raise RuntimeError(
+                f"{what}. It is bad batch number {len(self.batches)}, more than max_events={self.max_events}: not "
+                "single batches are at fault, but the data or the learning rate. Look at the batches in its `batches` "
+                "(epoch, index), lower the learning rate or clip gradients, or allow more of them."
+            )
+        if self.action == "raise":
+            raise RuntimeError(
+                f"{what}; the weights are as they were before it. Look at that batch, and at the learning rate; "
+                "action='skip' leaves such batches out."
+            )
+        if self.action == "rollback":
+            path = _checkpoint_to_go_back_to(trainer, what)
+            messages.warn(f"{what}: going back to the last checkpoint, to leave the batch out when it comes again.")
+            raise Rollback(path)
+        messages.warn(f"{what}: the batch is left out.")
+
+    def _leave_out(self, trainer: Trainer) -> None:
+        self.left_out += 1
+        trainer.log_metrics({"loss_guard/left_out": self.left_out}, trainer.state.updates)
+
+    def state_dict(self) -> dict[str, Any]:
+        batches = [{"epoch": epoch, "batch": batch, **about} for (epoch, batch), about in self.batches.items()]
+        return {"batches": batches, "left_out": self.left_out, "good": list(self._good), "seen": self._seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # What was bad after the checkpoint stays known.
+        self.batches.update(_by_place(state_dict["batches"]))
+        self.left_out, self._seen = state_dict["left_out"], state_dict["seen"]
+        self._good = deque(state_dict["good"], maxlen=self.window)
+
+
+class Rollback(Exception):  # noqa: N818 - it is a request, no error
+    """Ends a fit that is to go on from a checkpoint of its own, in the same process.
+
+    Attributes:
+        path: the checkpoint, or ``"last"``.
+    """
+
+    def __init__(self, path: Any) -> None:
+        super().__init__(f"The fit goes back to the checkpoint {str(path)!r}.")
+        self.path = path
+
+
+class _Before:
+    """What a training step changes besides gradients, to be put back: buffers, random states, what was logged."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.module, self.metrics = trainer.training_module, trainer._metrics
+        device = trainer.strategy.device
+        self.cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+        self.moving: list[Tensor] | None = None
+        self.first: list[tuple[Tensor, Tensor]] = []
+
+    def learn(self) -> None:
+        """Find out which buffers a step changes, after the first that was good (compares them on the device, once)."""
+        if self.moving is None:
+            self.moving = [buffer for buffer, copy in self.first if not torch.equal(buffer, copy)]
+            self.first = []
+
+    def remember(self) -> Callable[[], None]:
+        """Returns what puts everything back."""
+        buffers = list(self.module.buffers()) if self.moving is None else self.moving
+        copies = [buffer.detach().clone() for buffer in buffers]
+        if self.moving is None:
+            self.first = list(zip(buffers, copies, strict=True))
+        forget = self.metrics.remember()
+        random = torch.get_rng_state()
+        on_device = self.cuda.get_state() if self.cuda is not None else None
+
+        def undo() -> None:
+            with torch.no_grad():
+                for buffer, copy in zip(buffers, copies, strict=True):
+                    buffer.copy_(copy)
+            torch.set_rng_state(random)
+            if self.cuda is not None and on_device is not None:
+                self.cuda.set_state(on_device)
+            forget()
+
+        return undo
+
+
+def _why_not(trainer: Trainer, module: TrainingModule) -> str:
+    """What it is that leaves no place between a batch's forward and its backward; empty if there is one."""
+    if not module.automatic_optimization:
+        return f"manual optimization, which {type(module).__name__} asks for"
+    if next(iter(inspect.signature(module.training_step).parameters), "") == "dataloader_iter":
+        return "training_step(dataloader_iter)"
+    if trainer.strategy.splits_batches:
+        return f"{type(trainer.strategy).__name__}, which runs forward and backward of a step in micro-batches"
+    return ""
+
+
+def _shared(trainer: Trainer, output: Any) -> tuple[float, bool]:
+    """The mean loss of all processes, and whether the step of one of them gave the batch up by returning None.
+
+    Waits for the device, and for the other hosts.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    mine = float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
+    strategy = trainer.strategy
+    if strategy.world_size == 1:
+        return mine, output is None
+    both = torch.tensor([mine, float(output is None)], dtype=torch.float64)
+    mean, given_up = strategy.reduce(both, "mean", strategy.host_group).tolist()
+    return mean, given_up > 0
+
+
+def _checkpoint_to_go_back_to(trainer: Trainer, what: str) -> Any:
+    for callback in trainer.checkpoint_callbacks:
+        if callback.last_model_path or callback.best_model_path or callback.best_k_models:
+            return "last"
+    if trainer.ckpt_path is not None:
+        return trainer.ckpt_path
+    raise RuntimeError(
+        f"{what}, and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps), or use "
+        "action='skip'."
+    )
+
+
+def _by_place(batches: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
+    return {
+        (one["epoch"], one["batch"]): {"step": one["step"], "loss": float(one["loss"]), "mean": one["mean"]}
+        for one in batches
+    }
+
+
+def _read(path: str) -> dict[tuple[int, int], dict[str, Any]]:
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            return _by_place(json.load(file)["batches"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"LossGuard(exclude_batches_path={path!r}) does not hold what LossGuard writes ({type(error).__name__}: "
+            f"{error}). Remove the file to start without excluded batches."
+        ) from None
+
+
+def _write(path: str, batches: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
+    """Replace the file in one piece. JSON has no number for a loss that is not finite: it is written as text."""
+    listed = [
+        {"epoch": epoch, "batch": batch, **about, "loss": loss if math.isfinite(loss := about["loss"]) else str(loss)}
+        for (epoch, batch), about in sorted(batches.items())
+    ]
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump({"batches": listed}, file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,22 @@
+"""What every thread of this process executes, for a report on a run that hangs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+
+#: Threads of ours whose stacks say nothing about the run.
+OURS = "paceline-"
+
+
+def stacks() -> str:
+    """The stacks of all threads, the main one first, innermost line last."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    found = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        name = threads[ident].name if ident in threads else f"thread {ident}"
+        if not name.startswith(OURS):
+            found.append(f"  {name}:\n{''.join(traceback.format_stack(frame)).rstrip()}")
+    return "\n".join(found)

@@ -1,0 +1,57 @@
+"""The short form of the fault suite: a few strikes on a few ways to train. ``make faults`` runs the long one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from strikes import ROOT, Cell, differences, examine, train
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their command line, in /proc")
+
+
+@pytest.mark.parametrize(
+    ("cell", "kills"),
+    [
+        (Cell("cpu", 2, False, 1), 4),
+        (Cell("cpu", 0, True, 3), 4),
+        (Cell("ddp", 0, True, 1), 2),
+        (Cell("fsdp", 2, False, 3), 2),
+    ],
+    ids=str,
+)
+def test_a_training_that_is_killed_again_and_again_ends_where_one_does_that_was_left_alone(
+    cell: Cell, kills: int, tmp_path: Path
+) -> None:
+    result = examine(cell, kills, seed=kills, folder=tmp_path)
+    assert not result.problems, "\n".join(result.problems)
+    assert result.struck.total() == kills
+
+
+def test_torch_elastics_own_restart_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    cell = Cell("ddp", 0, False, 1)
+    status, _, text = train(cell, tmp_path / "alone")
+    assert status == 0, text
+    struck, note = tmp_path / "struck", tmp_path / "note"
+    struck.mkdir()
+    elastic = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone"]
+    strike = {"PACELINE_STRIKE": "validation:3", "PACELINE_STRIKE_RANK": "1", "PACELINE_STRIKE_NOTE": str(note)}
+    environment = os.environ | strike | {"PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *elastic, *cell.command(struck)[1:]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert note.exists()
+    assert not differences(tmp_path / "alone", struck)
+
+
+def test_the_driver_sees_a_difference(tmp_path: Path) -> None:
+    one, other = Cell("cpu", 0, False, 1), Cell("cpu", 0, False, 3)
+    for cell, name in ((one, "one"), (other, "other")):
+        status, _, text = train(cell, tmp_path / name)
+        assert status == 0, text
+    found = differences(tmp_path / "one", tmp_path / "other")
+    assert any("state_dict" in line for line in found)
+    assert any("metrics.csv" in line for line in found)

@@ -1,0 +1,117 @@
+"""When a run stops before its limits: at a boundary that is the same on all ranks, and with one checkpoint."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal
+
+from typing_extensions import Self
+
+from ..callbacks.checkpoint_keeper import CheckpointKeeper
+from ..loggers import messages
+from ..strategies.cluster import requeue
+from ..strategies.stopping import Stop, chosen
+from .signals import interruption
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+#: Why a run stops here: not at all, because somebody wants the training to end, or by a signal.
+Reason = Literal["", "asked", "signal"]
+
+
+class Stops:
+    """The stop of one run.
+
+    A boundary lies after each training batch (a fit that is to stop at one inside an accumulation window goes on to the
+    window's end), after each validation of a fit, between epochs, and between the batches of ``validate``, ``test`` and
+    ``predict``.
+
+    Args:
+        trainer: whose run it is.
+        actions: what each signal does.
+
+    Attributes:
+        signum: the signal that ends the run on all ranks, at the boundary they agreed on; 0 until then.
+    """
+
+    def __init__(self, trainer: Trainer, actions: Mapping[int, str]) -> None:
+        self.trainer, self.state, self.actions = trainer, trainer.state, actions
+        self.signum = 0
+        self._found: Stop | None = None
+
+    def here(self) -> Reason:
+        """Come to a boundary, and go past it unless there is a reason to stop. The loop has these lines inline."""
+        reason = self.at(self.state.passed + 1) if self.state.stop else ""
+        self.state.passed += 1
+        if self.state.stop:
+            reason = self.at(self.state.passed)
+        return reason
+
+    def at(self, boundary: int) -> Reason:
+        """Whether the run stops at a boundary. Called only while ``state.stop`` is set."""
+        state = self.state
+        if self._found is None:
+            self._found = self._decide(boundary)
+        found = self._found
+        if found is None or boundary < found.boundary:
+            return ""
+        if found.signum:
+            self.signum = state.signum = found.signum
+            return "signal"
+        if not state.should_stop:
+            messages.info(f"The training stops because {messages.ranks(found.ranks)} asked for it.")
+        state.should_stop = True
+        return "asked"
+
+    def _decide(self, boundary: int) -> Stop | None:
+        """Where to stop; None if nobody asks (any more)."""
+        state, strategy = self.state, self.trainer.strategy
+        state.stop = False  # before looking: whoever asks from here on sets it again
+        told = strategy.is_told_to_stop()
+        if not (told or state.signum or state.should_stop):
+            return None
+        state.stop = True
+        wants = state.fn == "fit" and state.should_stop and self.trainer.may_stop()
+        if not (told or state.signum or wants):
+            return None
+        try:
+            return strategy.decide_stop(boundary, state.signum, wants)
+        except RuntimeError as error:
+            if not state.signum:
+                raise
+            messages.info_anywhere(f"Rank {self.trainer.global_rank} ends without the others: {error}")
+            raise interruption(state.signum) from None
+
+    def at_end(self) -> None:
+        """The run has come to its end: if a signal came to any rank meanwhile, all end by it."""
+        self.signum = chosen(self.trainer.strategy.gather_objects(self.state.signum))
+        if self.signum:
+            self.state.signum = self.signum
+            raise interruption(self.signum)
+
+    def by_signal(self) -> BaseException:
+        """Save once, on all ranks together, and return what ends the run."""
+        trainer, state = self.trainer, self.state
+        state.saving = True
+        try:
+            for callback in trainer.callbacks if state.fn == "fit" else []:
+                if isinstance(callback, CheckpointKeeper):
+                    callback.save_on_signal(trainer, signal.Signals(self.signum).name)
+        finally:
+            state.saving = False
+        return interruption(self.signum)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Last of all: no rank ends, and gets the others killed by whoever started it, before all are done."""
+        if not self.signum:
+            return
+        with suppress(RuntimeError):  # a rank is gone
+            self.trainer.strategy.barrier("stop")
+        if self.actions.get(self.signum) == "requeue" and self.trainer.is_global_zero:
+            requeue()
