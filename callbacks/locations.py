@@ -41,9 +41,10 @@ def _told(method: T) -> T:
 
     @wraps(method)
     def told(self: Remote, *args: Any, **kwargs: Any) -> Any:
+        _must_be_known(self.parts[0].removesuffix("://"), str(self))
         try:
             return method(self, *args, **kwargs)
-        except (OSError, ImportError):
+        except OSError:
             raise
         except Exception as error:
             raise OSError(
@@ -108,7 +109,6 @@ class Remote:
         """The file system, and what it calls this path."""
         from fsspec.core import url_to_fs
 
-        _must_be_known(self._protocol, str(self))
         fs, path = url_to_fs(str(self))
         fs.invalidate_cache()  # another process may have written since it was last listed
         return fs, path

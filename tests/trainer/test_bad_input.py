@@ -562,7 +562,7 @@ def test_arguments_of_methods_that_do_nothing_are_refused(trainer: Trainer) -> N
         lambda: trainer.save_checkpoint("a.ckpt", storage_options={"x": 1}),
         ValueError,
         "storage_options={'x': 1}",
-        "written locally",
+        "fsspec's settings",
         "Leave it out",
     )
     refused(
