@@ -341,8 +341,8 @@ def _checkpoints(callback: Any) -> dict[str, float | None]:
     away = [path for path in scores if "://" in path]
     if away:
         messages.warn_once(
-            f"WandbLogger(log_model=...) uploads checkpoints from this machine; {away[0]} is elsewhere already and is not "
-            "uploaded. Leave log_model out, or save to a local dirpath.",
+            f"WandbLogger(log_model=...) uploads checkpoints from this machine; {away[0]} is elsewhere already and "
+            "is not uploaded. Leave log_model out, or save to a local dirpath.",
             key="WandbLogger log_model",
         )
     there = [path for path in scores if path and os.path.exists(path)]
