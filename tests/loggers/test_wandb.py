@@ -271,8 +271,6 @@ def test_what_finalize_left_open_survives_a_kill(offline_wandb: Path, wandb_hist
 
 
 def test_checkpoints_behind_an_address_are_not_uploaded_which_is_said(offline_wandb: Path) -> None:
-    from types import SimpleNamespace
-
     logger = WandbLogger(save_dir=offline_wandb, offline=True, log_model="all")
     with pytest.warns(PacelineWarning, match=r"s3://bucket/x.ckpt is elsewhere already and is not uploaded"):
         logger.after_save_checkpoint(SimpleNamespace(best_model_path="s3://bucket/x.ckpt"))
