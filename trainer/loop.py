@@ -20,6 +20,7 @@ from .validation import Validation
 
 if TYPE_CHECKING:
     from .checkpoint.place import Resumed
+    from .stopping import Reason
     from .trainer import Trainer
 
 
@@ -114,8 +115,7 @@ class FitLoop:
                         hook(outputs, batch, batch_idx)
                 reason = stops.at(state.passed + 1) if state.stop else ""
                 state.passed += 1
-                if state.stop:
-                    reason = stops.at(state.passed)
+                reason = stops.at(state.passed) if state.stop else reason
                 if state.stepped and (state.updates % log_every == 0 or reason == "asked"):
                     metrics.flush_step(state.updates, state.epoch)
                 if validates and validation.due(batch_idx, reason):
@@ -125,10 +125,8 @@ class FitLoop:
                 state.pending = ""
                 if state.window:
                     continue  # a window is never left half-way
-                if reason == "signal" and not state.is_last_batch:
-                    raise stops.by_signal()
                 if reason or state.global_step >= max_steps:
-                    complete = state.is_last_batch
+                    complete = self.leave_epoch(reason)
                     break
             else:
                 complete = state.is_last_batch if over else self.check_length(batch_idx + 1, batches)
@@ -270,6 +268,12 @@ class FitLoop:
             )
 
     # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def leave_epoch(self, reason: Reason) -> bool:
+        """Whether the batch after which the run stops completes its epoch; inside one a signal ends the run at once."""
+        if reason == "signal" and not self.state.is_last_batch:
+            raise self.stops.by_signal()
+        return self.state.is_last_batch
 
     def finished(self) -> bool:
         """Whether there is nothing left to train; a boundary between epochs."""

@@ -60,7 +60,8 @@ def _named(loggers: list[Logger]) -> Iterator[tuple[str, Logger]]:
 
 def _recognized(trainer: Trainer, section: Mapping[str, Any]) -> dict[str, Any]:
     states = section.get("loggers") or {}
-    return {name: states[name] for name, logger in _named(trainer.loggers) if logger.recognizes(states.get(name, {}))}
+    pairs = [(name, logger) for name, logger in _named(trainer.loggers) if name in states]
+    return {name: states[name] for name, logger in pairs if logger.recognizes(states[name])}
 
 
 def _section(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:

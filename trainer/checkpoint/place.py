@@ -6,10 +6,11 @@ another number of ranks some of it is derived from what there is, and one messag
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from ...loggers import messages
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 def gather_ranks(trainer: Trainer) -> list[dict[str, Any]]:
     """What each rank keeps, in rank order; every rank must call. After an error: this rank's alone."""
+    trainer.strategy.barrier("save_checkpoint")  # a rank that is elsewhere is told of by this name
     return trainer.strategy.gather_objects(_of_this_rank(trainer))
 
 
@@ -83,9 +85,13 @@ def _buffers_apart(trainer: Trainer) -> dict[str, Tensor]:
         return {}
     buffers = _buffers(trainer.training_module)
     own = {name: buffer.detach().cpu() for name, buffer in buffers.items()}
-    sums = {name: torch.hash_tensor(buffer.reshape(-1).view(torch.uint8)).item() for name, buffer in own.items()}
+    sums = {name: _digest(buffer.contiguous()) for name, buffer in own.items()}
     first = strategy.gather_objects(sums)[0]
     return {name: buffer for name, buffer in own.items() if sums[name] != first.get(name)}
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(ctypes.string_at(tensor.data_ptr(), tensor.nbytes), digest_size=8).digest()
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
