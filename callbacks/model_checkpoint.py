@@ -73,7 +73,7 @@ class ModelCheckpoint(CheckpointKeeper):
         enable_version_counter: append ``-v1``, ``-v2``, ... to a name that exists; otherwise the file is overwritten.
         async_save: True writes in the background: training goes on as soon as the state is copied in memory, into
             buffers that are kept for the next save. False waits for the disk. None: in the background if the state has
-            16 MiB or more.
+            1 MiB or more.
 
     Attributes:
         best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none. It may still be in

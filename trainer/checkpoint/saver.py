@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ...strategies.base import Strategy
     from ..trainer import Trainer
 
-#: Below this, writing takes about as long as starting a thread that copies first (measured: see benchmarks/README.md).
-WORTH_BYTES = 16 << 20
+#: Smaller states are written at once. Measured: 1 MiB to a disk 28 ms, copied for a thread 0.4 ms; 64 MiB 204 and 22.
+WORTH_BYTES = 1 << 20
 
 
 @dataclass
