@@ -267,7 +267,7 @@ def check_request(running: str | None, request: Request) -> None:
             f"{name}(weights_only=False) asks to run code that a file may hold; Paceline loads data alone. Leave it "
             "out, and declare types of your own with torch.serialization.add_safe_globals."
         )
-    if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike)):
+    if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, locations.Remote)):
         raise TypeError(
             f"{name}(ckpt_path={request.ckpt_path!r}) is a {type(request.ckpt_path).__name__}. Pass the path of a "
             "checkpoint, 'best' or 'last'."
