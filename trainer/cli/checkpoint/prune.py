@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
+from pathlib import Path
 
-from ....callbacks.locations import Location, remove
+from ....callbacks.locations import Location, location, remove
 from ....loggers import messages
+from ...checkpoint.replace import sync_folder
 from ...checkpoint.verify import problem
 from .found import Found, checkpoints
 from .ls import size
@@ -46,6 +48,9 @@ def run(arguments: Namespace) -> int:
         return 1
     for one in gone:
         remove(one.path)
+    folder = location(arguments.folder)
+    if isinstance(folder, Path):
+        sync_folder(folder)
     messages.answer(f"Deleted {total}.")
     return 0
 
