@@ -28,6 +28,7 @@ from torch import Tensor
 from ...callbacks import locations, manifest
 from ...callbacks.locations import Location, Remote, location
 from ...callbacks.manifest import CONTENTS
+from ...loggers import messages
 from ...strategies.base import Strategy
 from . import file, replace
 from .verify import folder_problem, sums
@@ -179,19 +180,28 @@ def _finish(contents: dict[str, Any], temporary: Path, target: Location, files: 
 
 def _upload_manifest(temporary: Path, target: Remote) -> None:
     """Make the upload a checkpoint, and delete the one before it."""
-    before = manifest.read_folder(target).files if manifest.is_folder(target) else {}
+    before: dict[str, list[int]] = {}
+    with suppress(ValueError):  # there is none, or it is damaged
+        before = manifest.read_folder(target).files
     (target / manifest.NAME).upload(temporary / manifest.NAME)
-    locations.remove_all(target / name for name in before)
-    if target.is_file():  # behind an address a file can be there too, under the same name
-        target.unlink()
+    try:
+        locations.remove_all(target / name for name in before)
+        if target.is_file():  # behind an address a file can be there too, under the same name
+            target.unlink()
+    except OSError as error:
+        messages.warn(f"The checkpoint {str(target)!r} is saved; what it replaces could not be deleted: {error}")
 
 
 def _clear(temporary: Path, target: Location) -> None:
     """Delete what was written of a checkpoint that failed."""
     replace.remove(temporary)
     if isinstance(target, Remote):
+        folder, current = _upload_folder(temporary, target), ""
         with suppress(OSError):
-            locations.remove_all(_upload_folder(temporary, target).files_below())
+            with suppress(ValueError):
+                current = manifest.read_folder(target).inside
+            if current != folder.name:  # else it came to be a checkpoint before something failed
+                locations.remove_all(folder.files_below())
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ _GROUPS = {"checkpoint": "look at, check, thin out and convert checkpoints"}
 
 #: The exit status of a command that could not do its work.
 FAILED = 2
+#: Of one that Ctrl-C ended.
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as of `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
         messages.error(f"paceline {found.command}: {_sentence(error)}")
         return FAILED

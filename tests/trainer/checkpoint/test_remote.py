@@ -258,6 +258,21 @@ def test_a_folder_whose_upload_fails_is_as_it_was(tmp_path: Path) -> None:
     assert read(address)["global_step"] == 2
 
 
+def test_a_folder_is_saved_even_if_what_it_replaces_cannot_be_deleted(tmp_path: Path) -> None:
+    address = f"disk://{tmp_path}/x.ckpt"
+    save_in_parts(address, 2)
+
+    def refused(self: Any, path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    def refuse(trainer: Trainer) -> None:
+        Disk.rm_file = refused  # type: ignore[method-assign]
+
+    save_in_parts(address, 3, before=refuse)
+    assert read(address)["global_step"] == 3
+    assert len(seen(address)) == 9
+
+
 def test_a_file_and_a_folder_replace_each_other(tmp_path: Path, s3: dict[str, str], monkeypatch: Any) -> None:
     for name, value in s3.items():
         monkeypatch.setenv(name, value)
