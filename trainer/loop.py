@@ -88,9 +88,7 @@ class FitLoop:
         num_batches, validates = trainer.num_training_batches, validation.plan_epoch()
         batch_idx, complete = start_batch - 1, False
         with closing(batches):
-            iterator = self.started(batches, start_batch, schedules)
-            # What was left to do of the batch at which a checkpoint was written may have ended the training.
-            over = self.at_limit() or stops.here() == "asked"
+            iterator, over = self.started(batches, start_batch, schedules)
             for batch in () if over else iterator:
                 batch_idx += 1
                 if batch_idx >= num_batches:
@@ -113,9 +111,8 @@ class FitLoop:
                     outputs = detached(outputs)
                     for hook in ends:
                         hook(outputs, batch, batch_idx)
-                reason = stops.at(state.passed + 1) if state.stop else ""
                 state.passed += 1
-                reason = stops.at(state.passed) if state.stop else reason
+                reason = stops.at(state.passed) if state.stop else ""
                 if state.stepped and (state.updates % log_every == 0 or reason == "asked"):
                     metrics.flush_step(state.updates, state.epoch)
                 if validates and validation.due(batch_idx, reason):
@@ -172,10 +169,11 @@ class FitLoop:
         )
         return HandOver(found, start_batch, self.metrics) if self.takes_iterator else found
 
-    def started(self, batches: Any, start_batch: int, schedules: Schedules) -> Any:
+    def started(self, batches: Any, start_batch: int, schedules: Schedules) -> tuple[Any, bool]:
         """The batches' iterator; after a resume everything is as it was when the checkpoint was written.
 
-        What a checkpoint was written in the middle of is brought to its end.
+        What a checkpoint was written in the middle of is brought to its end. Also returned: whether that ended the
+        training.
         """
         resumed = self.resumed
         if resumed is not None and start_batch > 0:
@@ -186,7 +184,7 @@ class FitLoop:
             resumed.go_on()
             self.finish_batch(schedules)
         self.resumed = None
-        return iterator
+        return iterator, self.at_limit() or self.stops.here() == "asked"
 
     def fetched_ahead(self) -> dict[str, Any]:
         """What a checkpoint keeps so that the batch fetched ahead is fetched again as it was."""

@@ -57,7 +57,8 @@ class Validation:
         """Whether to validate after this batch. ``reason``: why it is the last one, if it is."""
         trainer, state = self.trainer, self.trainer.state
         if trainer.val_check_seconds is not None:
-            return time.monotonic() - self.last >= trainer.val_check_seconds
+            late = time.monotonic() - self.last >= trainer.val_check_seconds
+            return trainer.strategy.agree(late)  # each rank has its clock; one small message over the host a batch
         if reason == "asked" and not state.window:
             return True
         if self.every == float("inf") or self.every is None:

@@ -209,6 +209,28 @@ def test_all_ranks_evaluate_with_rank_0s_buffers_which_are_those_of_a_checkpoint
     assert mine[0] == theirs[0] == mine[1]
 
 
+def test_ranks_whose_clocks_differ_validate_at_the_same_batches() -> None:
+    def run() -> Any:
+        import os
+        import time
+
+        class Notes(TinyModule):
+            def on_validation_start(self) -> None:
+                at.append(self.trainer.state.batches)
+
+        at: list[int] = []
+        rank, real = int(os.environ["RANK"]), time.monotonic
+        time.monotonic = lambda: real() * (1 + 100 * rank)  # type: ignore[assignment]
+        strategy, interval = DDPStrategy(timeout=timedelta(seconds=20)), {"seconds": 1}
+        trainer = Trainer(**QUIET, strategy=strategy, max_epochs=4, num_sanity_val_steps=0, val_check_interval=interval)
+        trainer.fit(Notes(), tiny_loader(32), tiny_loader())
+        return at
+
+    mine, theirs = ranks(2, run)
+    assert mine == theirs
+    assert mine
+
+
 def counted(strategy: Any, accumulate: int, batches: int = 6) -> dict[str, int]:
     """How often each collective is called in the batches of a fit."""
     found: dict[str, int] = {}
