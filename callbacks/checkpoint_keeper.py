@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..loggers import messages
-from . import file_name
+from . import file_name, locations
 from .base import Callback
 from .early_stopping import check_mode
-from .run_files import RunFiles, local_folder
+from .run_files import RunFiles
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -77,7 +77,7 @@ class CheckpointKeeper(Checkpoint):
         self.kth_value = self._worst
         self.last_model_path = ""
         self.current_score: Tensor | None = None
-        self._given_dirpath = None if dirpath is None else local_folder(dirpath, "ModelCheckpoint")
+        self._given_dirpath = None if dirpath is None else locations.absolute(dirpath)
         self._files = RunFiles(self._given_dirpath or "")
         self._inherited: dict[str, Any] | None = None
         self._score_of_file: float | None = None
@@ -343,7 +343,7 @@ class CheckpointKeeper(Checkpoint):
         name = file_name.fill(template, metrics, self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None)
         version = None if ver is None else f"v{ver}"
         name = self.CHECKPOINT_JOIN_CHAR.join(part for part in (prefix, name, version) if part is not None)
-        return os.path.join(self.dirpath or "", name + self.FILE_EXTENSION)
+        return locations.join(self.dirpath or "", name + self.FILE_EXTENSION)
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Write score by path of the files kept, by default to ``best_k_models.yaml`` in ``dirpath``."""
@@ -352,14 +352,17 @@ class CheckpointKeeper(Checkpoint):
                 "ModelCheckpoint.to_yaml() does not know where to write: no filepath was given, no dirpath either, and "
                 "no fit has chosen one. Pass filepath."
             )
-        with open(filepath or os.path.join(self.dirpath or "", "best_k_models.yaml"), "w", encoding="utf-8") as file:
+        path = filepath or locations.join(self.dirpath or "", "best_k_models.yaml")
+        with locations.location(path).open("w", encoding="utf-8") as file:
             for path, score in self.best_k_models.items():
                 number = json.dumps(score.item()).replace("Infinity", ".inf").replace("NaN", ".nan")
                 file.write(f"{json.dumps(path)}: {number}\n")
 
     def _folder(self, trainer: Trainer) -> str:
-        default = os.path.join(trainer.log_dir or trainer.default_root_dir, "checkpoints")
-        return self._given_dirpath or local_folder(default, "ModelCheckpoint")
+        root = trainer.default_root_dir
+        if not locations.is_remote(root):  # else logs are local, and checkpoints are not
+            root = trainer.log_dir or root
+        return self._given_dirpath or locations.absolute(locations.join(root, "checkpoints"))
 
     def _values(self, trainer: Trainer) -> dict[str, Tensor]:
         """What ranking and names need, on the CPU (the host waits for it here); rank 0's on every process."""
@@ -391,7 +394,7 @@ class CheckpointKeeper(Checkpoint):
         return value if self._alone else trainer.strategy.broadcast(value)
 
     def _delete(self, trainer: Trainer, path: str, successor: str) -> None:
-        resumed_from = os.path.abspath(trainer.ckpt_path) if trainer.ckpt_path else None
+        resumed_from = locations.absolute(trainer.ckpt_path) if trainer.ckpt_path else None
         if path not in ("", successor, resumed_from):
             self._files.delete(path)
 
@@ -419,7 +422,7 @@ class CheckpointKeeper(Checkpoint):
     def _adopt(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Take over the files of the run that is resumed, from where they are now."""
         scores = state["best_k_models"]
-        beside = os.path.dirname(os.path.abspath(trainer.ckpt_path)) if trainer.ckpt_path else ""
+        beside = str(locations.location(locations.absolute(trainer.ckpt_path)).parent) if trainer.ckpt_path else ""
         names = {*scores, state["best_model_path"], state["last_model_path"]} - {""}
         found = {name: self._files.find(name, beside, state.get("dirpath")) for name in sorted(names)}
         found = trainer.strategy.broadcast(found)

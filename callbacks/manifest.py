@@ -18,6 +18,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
+from .locations import Location, Remote, location
+
 #: In a checkpoint that is a folder, the file that holds everything but the big tensors.
 CONTENTS = "contents.ckpt"
 #: The name of the file, and the ending of the record, that holds a manifest.
@@ -61,6 +63,11 @@ class Manifest:
     runs: list[str] = field(default_factory=list)
     written: str = ""
     files: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def inside(self) -> str:
+        """Where in a folder the files are: ``""``, or a folder of their own below it, as behind an address."""
+        return next((name.removesuffix(CONTENTS) for name in self.files if name.endswith(CONTENTS)), "").rstrip("/")
 
 
 def of(checkpoint: dict[str, Any], files: dict[str, list[int]] | None = None) -> Manifest:
@@ -121,21 +128,21 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return found
 
 
-def read(path: str | os.PathLike[str]) -> Manifest | None:
+def read(path: str | os.PathLike[str] | Remote) -> Manifest | None:
     """The manifest of a checkpoint; None if it has none, as files of other tools.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
         ValueError: it is damaged, or no checkpoint at all.
     """
-    path = Path(path)
-    if path.is_dir():
-        return read_folder(path)
-    with path.open("rb") as stream:
+    where = location(path)
+    if where.is_dir():
+        return read_folder(where)
+    with where.open("rb") as stream:
         return read_file(stream)
 
 
-def read_folder(path: Path) -> Manifest:
+def read_folder(path: Location) -> Manifest:
     """The manifest of a checkpoint that is a folder.
 
     Raises:
@@ -179,12 +186,12 @@ def _made(found: dict[str, Any]) -> Manifest:
     return Manifest(**{field.name: found[field.name] for field in fields(Manifest) if field.name in found})
 
 
-def is_folder(path: str | os.PathLike[str]) -> bool:
+def is_folder(path: str | os.PathLike[str] | Remote) -> bool:
     """Whether there is a checkpoint that is a folder, be it whole or not."""
-    return any(os.path.isfile(os.path.join(path, name)) for name in (CONTENTS, NAME))
+    return any((location(path) / name).is_file() for name in (NAME, CONTENTS))
 
 
-def checkpoints_in(folder: str | os.PathLike[str], depth: int = 0) -> Iterator[Path]:
+def checkpoints_in(folder: str | os.PathLike[str] | Remote, depth: int = 0) -> Iterator[Location]:
     """The checkpoints in a folder: what is called ``*.ckpt``, file or folder, unless it is hidden.
 
     Args:
@@ -192,13 +199,13 @@ def checkpoints_in(folder: str | os.PathLike[str], depth: int = 0) -> Iterator[P
         depth: how many levels of folders to go down.
     """
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
+        entries = sorted(location(folder).iterdir(), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
         return
     for entry in entries:
         if entry.name.startswith("."):
             continue
         if entry.name.endswith(SUFFIX):
-            yield Path(entry.path)
+            yield entry
         elif depth and entry.is_dir():
-            yield from checkpoints_in(entry.path, depth - 1)
+            yield from checkpoints_in(entry, depth - 1)

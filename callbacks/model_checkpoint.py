@@ -51,8 +51,8 @@ class ModelCheckpoint(CheckpointKeeper):
     neither there nor beside the checkpoint resumed from leave the ranking.
 
     Args:
-        dirpath: a local folder; default ``checkpoints`` in ``trainer.log_dir``, or without a logger in
-            ``default_root_dir``.
+        dirpath: a folder, or an address such as ``s3://bucket/run``; default ``checkpoints`` in ``trainer.log_dir``, or
+            in ``default_root_dir`` if that is an address or there is no logger.
         filename: template without suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``; any logged name, ``epoch`` and
             ``step``. A name that was not logged appears as ``nan``. Default ``"{epoch}-{step}"``.
         monitor: name of the logged metric to rank by; the newest counts if None.

@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from ..loggers import messages
+from . import locations
 from .checkpoint_keeper import Checkpoint, CheckpointKeeper
-from .run_files import local_folder
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -21,7 +21,7 @@ class OnExceptionCheckpoint(Checkpoint):
     when a signal ended the fit and a ``ModelCheckpoint`` has saved that step.
 
     Args:
-        dirpath: a local folder.
+        dirpath: a folder, or an address such as ``s3://bucket/run``.
         filename: name without suffix.
     """
 
@@ -33,13 +33,13 @@ class OnExceptionCheckpoint(Checkpoint):
                 f"OnExceptionCheckpoint(filename={filename!r}) leaves the file without a name. "
                 "Pass one without suffix, or leave the argument out for 'on_exception'."
             )
-        self.dirpath = local_folder(dirpath, "OnExceptionCheckpoint")
+        self.dirpath = locations.absolute(dirpath)
         self.filename = filename.removesuffix(self.FILE_EXTENSION)
 
     @property
     def ckpt_path(self) -> str:
         """The path of the file, whether or not it exists."""
-        return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+        return locations.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         state = trainer.state

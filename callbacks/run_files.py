@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Collection, Iterator
 from typing import Any
-from uuid import uuid4
 
 from ..loggers import messages
-from . import manifest
-
-
-def local_folder(path: str | os.PathLike[str], who: str) -> str:
-    """Return the absolute path of a folder of this machine; a URL is refused in the name of ``who``."""
-    text = os.fspath(path)
-    if "://" in text:
-        raise ValueError(
-            f"{who} cannot save to {text!r}, which is not a folder of this machine. "
-            "Pass a local dirpath (or default_root_dir), and copy or mount it where you need it."
-        )
-    return os.path.abspath(os.path.expanduser(text))
+from . import locations, manifest
+from .locations import Remote, location
 
 
 class RunFiles:
     """Tells the files that a run wrote from all others.
 
     Attributes:
-        folder: absolute path; ``""`` until it is known.
+        folder: absolute path or address; ``""`` until it is known.
         mark: a text that no other run has, put into each of its checkpoints.
     """
 
@@ -57,22 +45,21 @@ class RunFiles:
 
     def unused(self, paths: Iterator[str], replaces: Collection[str]) -> str:
         """Return the first path that does not exist, or whose file is ours and to be replaced anyway."""
-        return next(path for path in paths if not os.path.exists(path) or (path in replaces and self.is_ours(path)))
+        return next(path for path in paths if not location(path).exists() or (path in replaces and self.is_ours(path)))
 
     def delete(self, path: str) -> None:
         """Delete a file if it lies in the folder and is ours."""
-        inside = os.path.normpath(path).startswith(os.path.join(self.folder, ""))
-        if not inside or not self.is_ours(path):
+        if not locations.is_inside(path, self.folder) or not self.is_ours(path):
             return
         try:
-            _remove(path)
+            locations.remove(path)
         except OSError as error:
             messages.warn(f"The checkpoint {path!r} is no longer needed, but could not be deleted: {error}")
         self._written.discard(path)
 
     def relative(self, path: str) -> str:
         """The path as seen from the folder, which is how it is saved."""
-        return os.path.relpath(path, self.folder) if path and self.folder else path
+        return locations.relative(path, self.folder) if path and self.folder else path
 
     def find(self, saved: str, beside: str, old_folder: str | None) -> str | None:
         """Return where a file is now, or None.
@@ -82,20 +69,10 @@ class RunFiles:
             beside: the folder of the checkpoint it was saved in; the second place to look.
             old_folder: what an absolute path is relative to, if known.
         """
-        absolute = os.path.isabs(saved)
-        relative = os.path.relpath(saved, old_folder or os.path.dirname(saved)) if absolute else saved
+        absolute = isinstance(location(saved), Remote) or os.path.isabs(saved)
+        relative = locations.relative(saved, old_folder or str(location(saved).parent)) if absolute else saved
         for folder in (self.folder, beside):
-            path = os.path.normpath(os.path.join(folder, relative))
-            if os.path.exists(path):
+            path = locations.absolute(locations.join(folder, relative))
+            if location(path).exists():
                 return path
-        return saved if absolute and os.path.exists(saved) else None
-
-
-def _remove(path: str) -> None:
-    """Delete a file or a folder; of a folder nothing is left under its name while it is being deleted."""
-    if not os.path.isdir(path):
-        os.remove(path)
-        return
-    hidden = os.path.join(os.path.dirname(path), f".{uuid4().hex}.tmp")
-    os.rename(path, hidden)
-    shutil.rmtree(hidden)
+        return saved if os.path.isabs(saved) and os.path.exists(saved) else None

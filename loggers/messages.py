@@ -81,6 +81,11 @@ def info_anywhere(text: str) -> None:
         print(text, file=sys.stderr)
 
 
+def answer(text: str) -> None:
+    """Print what a command was asked for, to standard output."""
+    print(text)
+
+
 def error(text: str) -> None:
     """Print to standard error, always: the last words of a process that ends."""
     print(text, file=sys.stderr, flush=True)

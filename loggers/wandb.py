@@ -338,6 +338,13 @@ def _checkpoints(callback: Any) -> dict[str, float | None]:
     best = getattr(callback, "best_model_path", None)
     scores.setdefault(best or "", getattr(callback, "best_model_score", None))
     scores.setdefault(getattr(callback, "last_model_path", None) or "", getattr(callback, "current_score", None))
+    away = [path for path in scores if "://" in path]
+    if away:
+        messages.warn_once(
+            f"WandbLogger(log_model=...) uploads checkpoints from this machine; {away[0]} is elsewhere already and "
+            "is not uploaded. Leave log_model out, or save to a local dirpath.",
+            key="WandbLogger log_model",
+        )
     there = [path for path in scores if path and os.path.exists(path)]
     there.sort(key=os.path.getmtime)
     return {path: None if scores[path] is None else float(scores[path]) for path in there}

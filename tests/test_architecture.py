@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("loggers", "strategies", "callbacks", "trainer")
-FILES = sorted([ROOT / "__init__.py", *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
+FILES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 
 #: Which rooms a room may import from, besides itself. The root, where the public names stand, may import all.

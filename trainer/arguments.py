@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate
 import torch
 from typing_extensions import ParamSpec
 
+from ..callbacks import locations
 from ..callbacks.timer import to_timedelta
 from ..loggers import messages
 
@@ -157,22 +158,21 @@ def check_clipping(value: Any, algorithm: str | None) -> None:
 
 
 def check_folder(name: str, value: Any) -> str:
-    """A local folder, absolute; the working directory for None."""
+    """A folder, absolute, or an address; the working directory for None."""
     if value is None:
         return os.getcwd()
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass the path of a folder.")
     path = os.fspath(value)
-    if not path or "://" in path:
-        why = "is an address, and files are written locally" if path else "names no folder"
+    if not path:
         raise ValueError(
-            f"Trainer({name}={path!r}) {why}. Pass the path of a folder, or None for the working directory."
+            f"Trainer({name}={path!r}) names no folder. Pass the path of a folder, or None for the working directory."
         )
     if os.path.isfile(path):
         raise ValueError(
             f"Trainer({name}={path!r}) is a file, so nothing can be put into it. Pass the path of a folder."
         )
-    return os.path.abspath(path)
+    return locations.absolute(value)
 
 
 def check_compile(value: Any) -> None:
@@ -267,7 +267,7 @@ def check_request(running: str | None, request: Request) -> None:
             f"{name}(weights_only=False) asks to run code that a file may hold; Paceline loads data alone. Leave it "
             "out, and declare types of your own with torch.serialization.add_safe_globals."
         )
-    if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike)):
+    if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, locations.Remote)):
         raise TypeError(
             f"{name}(ckpt_path={request.ckpt_path!r}) is a {type(request.ckpt_path).__name__}. Pass the path of a "
             "checkpoint, 'best' or 'last'."

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks import locations
 from ..callbacks.base import Callback
+from ..loggers import messages
 from ..loggers.base import DummyLogger, Logger
 
 if TYPE_CHECKING:
@@ -28,8 +31,18 @@ def choose_loggers(logger: Any, trainer: Trainer) -> list[Logger]:
     if found is None:
         from ..loggers.tensorboard import TensorBoardLogger
 
-        return [TensorBoardLogger(trainer.default_root_dir)]
+        return [TensorBoardLogger(_folder_of_logs(trainer.default_root_dir))]
     return found
+
+
+def _folder_of_logs(root: str) -> str:
+    if not locations.is_remote(root):
+        return root
+    messages.info_once(
+        f"Checkpoints go to {root}. Logs are local: they go to the working directory, {os.getcwd()}. Pass a logger to "
+        "choose another place, or logger=False."
+    )
+    return os.getcwd()
 
 
 def _given_loggers(logger: Any) -> list[Logger] | None:

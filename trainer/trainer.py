@@ -97,7 +97,8 @@ class Trainer(TrainerStatus):
         plugins: a Precision.
         sync_batchnorm: synchronize BatchNorm over processes.
         reload_dataloaders_every_n_epochs: make the loaders again so often.
-        default_root_dir: where logs and checkpoints go by default; the working directory if None.
+        default_root_dir: where logs and checkpoints go by default; the working directory if None. An address, such as
+            ``s3://bucket/run``, is for checkpoints; logs then go to the working directory.
         enable_autolog_hparams: log ``save_hyperparameters`` at the start of a fit.
         compile: compile the module in place; True, or a dict of ``torch.compile`` arguments.
         signals: what signals do, such as ``{"SIGUSR2": "stop"}``: ``"stop"`` saves at the next step and ends the run,
@@ -331,7 +332,8 @@ class Trainer(TrainerStatus):
         Every rank must call. A write in the background that is still in flight is waited for first.
 
         Args:
-            filepath: the file; the folder, under a strategy that writes sharded checkpoints.
+            filepath: the file; the folder, under a strategy that writes sharded checkpoints; or an address of it, such
+                as ``s3://bucket/run/x.ckpt``.
             weights_only: leave out optimizers, callbacks and random states; such a file cannot be resumed from.
             storage_options: must be None.
 
@@ -347,7 +349,8 @@ class Trainer(TrainerStatus):
             )
         if storage_options is not None:
             raise ValueError(
-                f"save_checkpoint(storage_options={storage_options!r}): files are written locally. Leave it out."
+                f"save_checkpoint(storage_options={storage_options!r}): these come from the environment and from "
+                "fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every reader has them. Leave it out."
             )
         self.saver.save([filepath], bool(weights_only))
 

@@ -809,7 +809,7 @@ def test_check_monitor_top_k_says_whether_a_score_would_be_kept(tmp_path: Path) 
         ({"filename": "{}"}, ValueError, r"without a metric's name"),
         ({"filename": "{loss:.2q}"}, ValueError, r"no format of a number after 'loss': '\.2q'"),
         ({"filename": "{loss!r}"}, ValueError, r"a conversion, '!r'"),
-        ({"dirpath": "s3://bucket/x"}, ValueError, r"'s3://bucket/x'.*not a folder of this machine.*local dirpath"),
+        ({"dirpath": "s4://bucket/x"}, ValueError, r"'s4://bucket/x': Unknown protocol 's4'.*Choose 's3'"),
     ],
 )
 def test_bad_arguments_are_errors_that_say_what_to_do(arguments: Any, error: type[Exception], message: str) -> None:

@@ -109,7 +109,7 @@ def test_a_failure_to_save_does_not_hide_the_exception(tmp_path: Path, monkeypat
     ("arguments", "message"),
     [
         ({"dirpath": ".", "filename": ""}, r"filename=''.*without a name.*leave the argument out"),
-        ({"dirpath": "s3://bucket"}, r"OnExceptionCheckpoint cannot save to 's3://bucket'.*local dirpath"),
+        ({"dirpath": "s4://bucket"}, r"'s4://bucket': Unknown protocol 's4'.*Choose 's3'"),
     ],
 )
 def test_bad_arguments_are_errors_that_say_what_to_do(arguments: Any, message: str) -> None:

@@ -268,3 +268,9 @@ def test_what_finalize_left_open_survives_a_kill(offline_wandb: Path, wandb_hist
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.DEVNULL)
     assert ended.returncode == -signal.SIGKILL
     assert len(wandb_history(_file(offline_wandb))) == 20
+
+
+def test_checkpoints_behind_an_address_are_not_uploaded_which_is_said(offline_wandb: Path) -> None:
+    logger = WandbLogger(save_dir=offline_wandb, offline=True, log_model="all")
+    with pytest.warns(PacelineWarning, match=r"s3://bucket/x.ckpt is elsewhere already and is not uploaded"):
+        logger.after_save_checkpoint(SimpleNamespace(best_model_path="s3://bucket/x.ckpt"))

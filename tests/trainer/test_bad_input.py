@@ -166,9 +166,9 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("default_root_dir", "", ValueError, ("default_root_dir=''", "Pass the path of a folder")),
     (
         "default_root_dir",
-        "s3://bucket/runs",
+        "s4://bucket/runs",
         ValueError,
-        ("'s3://bucket/runs'", "address", "Pass the path of a folder"),
+        ("'s4://bucket/runs'", "Unknown protocol 's4'", "pass a path"),
     ),
     ("default_root_dir", __file__, ValueError, (repr(__file__), "is a file", "Pass the path of a folder")),
     ("compile", "max-autotune", TypeError, ("compile='max-autotune'", "a str", "Pass True, or a dict")),
@@ -562,7 +562,7 @@ def test_arguments_of_methods_that_do_nothing_are_refused(trainer: Trainer) -> N
         lambda: trainer.save_checkpoint("a.ckpt", storage_options={"x": 1}),
         ValueError,
         "storage_options={'x': 1}",
-        "written locally",
+        "fsspec's settings",
         "Leave it out",
     )
     refused(

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 try:
@@ -30,7 +29,7 @@ class Claims:
     def __init__(self) -> None:
         self._held: dict[str, int] = {}
 
-    def take(self, folders: Iterable[str | Path], alone: bool = False) -> None:
+    def take(self, folders: Iterable[str], alone: bool = False) -> None:
         """Hold folders until :meth:`release`; those that do not exist yet are left out.
 
         Args:
@@ -40,7 +39,7 @@ class Claims:
         Raises:
             BlockingIOError: another run does, and went on doing so.
         """
-        for folder in map(os.fspath, folders):
+        for folder in folders:
             if fcntl is None or not os.path.isdir(folder):
                 continue
             handle = self._held.get(folder)

@@ -6,16 +6,15 @@ import errno
 import io
 import os
 import pickle
-import re
 import shutil
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from ...callbacks import manifest
+from ...callbacks import locations, manifest
+from ...callbacks.locations import Location, Remote, location
 from ...callbacks.manifest import FORMAT
 from ...loggers import messages
 from . import replace
@@ -25,7 +24,7 @@ from .verify import Problem, file_problem
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write(checkpoint: dict[str, Any], path: str | os.PathLike[str], whole: bool = True) -> None:
+def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, whole: bool = True) -> None:
     """Write a checkpoint so that ``path`` is, at any moment and after any crash, the old file or the whole new one.
 
     The bytes go to a hidden ``.tmp`` file beside it and are synced to disk before that takes its place. Tensors are
@@ -40,23 +39,18 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str], whole: bool 
         TypeError: a value is neither plain data nor a tensor; the message has its place.
         OSError: it could not be written. What was at ``path`` is still there.
     """
-    target = Path(path)
+    target = location(path)
     if target.is_dir() and not manifest.is_folder(target):
         raise IsADirectoryError(errno.EISDIR, "A checkpoint is one file, but there is a folder of this name", str(path))
-    temporary = target.with_name(replace.temporary_name(target.name))
     stream = _Stream()
     try:
         checkpoint = plain(checkpoint, "checkpoint")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _File(temporary, "x+") as stream.raw:
+        with replace.written_aside(target) as temporary, _File(temporary, "x+") as stream.raw:
             _save(checkpoint, stream)
             if whole:
                 manifest.append(stream.raw, manifest.of(checkpoint))
             os.fsync(stream.raw.fileno())
-        replace.take_place(temporary, target)
     except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise _not_written(error, checkpoint, target, stream.written) from error
         if isinstance(error, RecursionError):
@@ -65,7 +59,6 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str], whole: bool 
                 "Look at what state_dict() and on_save_checkpoint() of your classes return."
             ) from None
         raise
-    sync_folder(target.parent)
 
 
 class _File(io.FileIO):
@@ -115,17 +108,22 @@ def _save(checkpoint: dict[str, Any], stream: _Stream) -> None:
         raise stream.error
 
 
-def _not_written(error: OSError, checkpoint: dict[str, Any], target: Path, written: int) -> OSError:
-    kept = "The file that was there before is unchanged. " if target.exists() else ""
+def _not_written(error: OSError, checkpoint: dict[str, Any], target: Location, written: int) -> OSError:
+    remote = isinstance(target, Remote)
+    kept = "The file that was there before is unchanged. " if not remote and target.exists() else ""
     text = f"{error.strerror or error}: the checkpoint was not saved. {kept}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         needed = sum(_storage_sizes(checkpoint).values())
+        room = replace.beside(target, "x").parent
         with suppress(OSError):
-            text += f"{shutil.disk_usage(target.parent).free:,} bytes are free there, "
+            text += f"{shutil.disk_usage(room).free:,} bytes are free {f'in {room}' if remote else 'there'}, "
+        elsewhere = "set TMPDIR" if remote else "save in another folder (dirpath, default_root_dir)"
         text += (
             f"about {needed:,} are needed, {written:,} had been written. Free space, keep fewer checkpoints "
-            "(save_top_k), or save in another folder (dirpath, default_root_dir). Checkpoint"
+            f"(save_top_k), or {elsewhere}. Checkpoint"
         )
+    elif remote:
+        text += "Check the address, the network and the credentials, and that these may write there. Checkpoint"
     else:
         text += "Make its folder writable, or save in another one (dirpath, default_root_dir). Checkpoint"
     return OSError(error.errno, text, str(target))
@@ -143,28 +141,14 @@ def _storage_sizes(value: Any) -> dict[int, int]:
     return sizes
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the new name last through a power cut, where the file system can."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(handle)
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu") -> dict[str, Any]:
+def read(path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = "cpu") -> dict[str, Any]:
     """Read a checkpoint file of Paceline or Lightning, after its checksums were found right.
 
     Args:
-        path: a file, or an open binary file that can seek.
+        path: a file, one behind an address (which is downloaded first), or an open binary file that can seek.
         map_location: where its tensors go, as for ``torch.load``; ``"meta"`` checks a file without loading them.
 
     Raises:
@@ -172,11 +156,11 @@ def read(path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu") ->
         IsADirectoryError: a folder.
         ValueError: damaged, not a checkpoint, written by a newer version, or it names code.
     """
-    if isinstance(path, (str, os.PathLike)):
-        path = Path(path)
-        _must_be_file(path)
-        with path.open("rb") as file:
-            return _read(file, str(path), map_location)
+    if isinstance(path, (str, os.PathLike, Remote)):
+        where = location(path)
+        _must_be_file(where)
+        with locations.local_copy(where) as copy, copy.open("rb") as file:
+            return _read(file, str(where), map_location)
     return _read(path, str(getattr(path, "name", path)), map_location)
 
 
@@ -197,12 +181,7 @@ def _read(file: IO[bytes], name: str, map_location: Any) -> dict[str, Any]:
     return checkpoint
 
 
-def _must_be_file(path: Path) -> None:
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
-        raise ValueError(
-            f"The checkpoint {str(path)!r} is an address, but checkpoints are read from files. Download it first, for "
-            "example with torch.hub.download_url_to_file(url, 'model.ckpt'), and pass the file."
-        )
+def _must_be_file(path: Location) -> None:
     if path.is_dir():
         text = f"A checkpoint is one file, but this is a folder. {_files_in(path)} Checkpoint"
         raise IsADirectoryError(errno.EISDIR, text, str(path))
@@ -210,24 +189,24 @@ def _must_be_file(path: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, f"There is no such file. {_neighbors(path)} Checkpoint", str(path))
 
 
-def _neighbors(path: Path) -> str:
+def _neighbors(path: Location) -> str:
     folder = path.parent
-    while not folder.is_dir():
+    while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     if folder != path.parent:
-        return f"Its folder does not exist either; the nearest that does is {folder.resolve()}."
+        return f"Its folder does not exist either; the nearest that does is {locations.absolute(folder)}."
     return f"{_files_in(folder)}{messages.did_you_mean(path.name, _names_in(folder))}"
 
 
-def _names_in(folder: Path) -> list[str]:
+def _names_in(folder: Location) -> list[str]:
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     return [name for name in names if name.endswith((".ckpt", ".pt", ".pth"))] or names
 
 
-def _files_in(folder: Path) -> str:
+def _files_in(folder: Location) -> str:
     names = _names_in(folder)
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"In {folder.resolve()} there is {', '.join(names[:10]) or 'nothing'}{more}."
+    return f"In {locations.absolute(folder)} there is {', '.join(names[:10]) or 'nothing'}{more}."
 
 
 def _check_bytes(file: IO[bytes], name: str) -> None:

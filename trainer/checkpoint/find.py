@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import manifest
+from ...callbacks.locations import Location, absolute, is_remote, location
 from ...callbacks.manifest import FORMAT, Manifest
 from ...loggers import messages
 from .read import read
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
-def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> Path | None:
+def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> Location | None:
     """The file for ``"best"``, ``"last"``, ``"auto"``, a path or None.
 
     Args:
@@ -45,16 +44,16 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
     if ckpt_path in ("last", "auto"):
         newest = _newest(trainer, ckpt_path, fn)
         if newest is not None and fn == "fit":
-            trainer._claims.take([newest.parent], alone=True)
+            trainer._claims.take([str(newest.parent)], alone=True)
         return newest
-    return Path(ckpt_path)
+    return location(ckpt_path)
 
 
-def _best(trainer: Trainer) -> Path | None:
-    return next((Path(c.best_model_path) for c in trainer.checkpoint_callbacks if c.best_model_path), None)
+def _best(trainer: Trainer) -> Location | None:
+    return next((location(c.best_model_path) for c in trainer.checkpoint_callbacks if c.best_model_path), None)
 
 
-def _newest(trainer: Trainer, word: str, fn: str) -> Path | None:
+def _newest(trainer: Trainer, word: str, fn: str) -> Location | None:
     """The newest valid checkpoint in the folders this run saves to; for a fit one that can be resumed from."""
     own, earlier = _folders(trainer)
     folders = own + earlier
@@ -82,14 +81,14 @@ def _newest(trainer: Trainer, word: str, fn: str) -> Path | None:
 _WEIGHTS_ONLY = "weights only"
 
 
-def _newest_first(paths: Iterable[Path]) -> tuple[list[tuple[Path, Manifest | None]], dict[Path, str]]:
+def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:
     """Checkpoints in the order to try, with what they say of themselves; and those that cannot be tried, with why.
 
     The numbers of the saves order them, so that a clock that was set back changes nothing; files of other tools, which
     have none, come after all that have one, by their time.
     """
-    found: list[tuple[tuple[int, int, int], Path, Manifest | None]] = []
-    broken: dict[Path, str] = {}
+    found: list[tuple[tuple[int, int, int], Location, Manifest | None]] = []
+    broken: dict[Location, str] = {}
     for path in paths:
         try:
             known = manifest.read(path)
@@ -101,7 +100,7 @@ def _newest_first(paths: Iterable[Path]) -> tuple[list[tuple[Path, Manifest | No
     return [(path, known) for _, path, known in found], broken
 
 
-def _why_not(path: Path, known: Manifest | None, fn: str) -> str | None:
+def _why_not(path: Location, known: Manifest | None, fn: str) -> str | None:
     """Why a run cannot begin with a checkpoint; None if it can."""
     if known is None:
         return _damage(path) or _why_not_foreign(path, fn)
@@ -110,7 +109,7 @@ def _why_not(path: Path, known: Manifest | None, fn: str) -> str | None:
     return _WEIGHTS_ONLY if fn == "fit" and known.weights_only else _damage(path)
 
 
-def _damage(path: Path) -> str | None:
+def _damage(path: Location) -> str | None:
     try:
         found = problem(path)
     except OSError as error:
@@ -118,7 +117,7 @@ def _damage(path: Path) -> str | None:
     return None if found is None else found.why
 
 
-def _why_not_foreign(path: Path, fn: str) -> str | None:
+def _why_not_foreign(path: Location, fn: str) -> str | None:
     try:
         found = read(path, map_location="meta")  # its tensors are not loaded
     except Exception as error:  # a broken file is what is being looked for
@@ -136,12 +135,12 @@ def highest_sequence(trainer: Trainer) -> int:
     return max(highest, next(filter(None, (_highest(trainer, [folder]) for folder in earlier)), 0))
 
 
-def _highest(trainer: Trainer, folders: Iterable[Path]) -> int:
+def _highest(trainer: Trainer, folders: Iterable[Location]) -> int:
     order, _ = _newest_first(_checkpoints(trainer, folders))
     return max((known.sequence for _, known in order if known), default=0)
 
 
-def _checkpoints(trainer: Trainer, folders: Iterable[Path]) -> Iterator[Path]:
+def _checkpoints(trainer: Trainer, folders: Iterable[Location]) -> Iterator[Location]:
     names = (getattr(callback, "filename", None) or "" for callback in _savers(trainer))
     depth = max((name.count("/") for name in names), default=0)
     for folder in folders:
@@ -153,21 +152,22 @@ def _savers(trainer: Trainer) -> list[Any]:
     return [callback for callback in trainer.callbacks if hasattr(callback, "dirpath")]
 
 
-def _folders(trainer: Trainer) -> tuple[list[Path], list[Path]]:
+def _folders(trainer: Trainer) -> tuple[list[Location], list[Location]]:
     """Where the callbacks save; and, if that is (or will be) the default folder, those of the runs before.
 
     Nobody's folder is settled by asking: of a fit that goes on, the loggers' are that of the run that it continues.
     """
+    root = trainer.default_root_dir
     asked = [callback.dirpath for callback in _savers(trainer)]
-    folders = list(dict.fromkeys(Path(folder) for folder in asked if folder))
-    runs = trainer.loggers[0].run_dirs() if trainer.loggers else [trainer.default_root_dir]
-    default = [Path(os.path.abspath(run), "checkpoints") for run in runs]
+    folders = list(dict.fromkeys(location(folder) for folder in asked if folder))
+    runs = trainer.loggers[0].run_dirs() if trainer.loggers and not is_remote(root) else [root]
+    default = [location(absolute(run)) / "checkpoints" for run in runs]
     if None not in asked and not any(folder in folders for folder in default):
         return folders, []
     return folders, [path for path in sorted(default, key=_version, reverse=True) if path not in folders]
 
 
-def _version(path: Path) -> int:
+def _version(path: Location) -> int:
     """N of the folder ``version_N`` that a path leads through; -1 if there is none."""
     numbers = [part.removeprefix("version_") for part in path.parts if part.startswith("version_")]
     return int(numbers[-1]) if numbers and numbers[-1].isdecimal() else -1

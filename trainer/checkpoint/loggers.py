@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...callbacks import manifest
+from ...callbacks.locations import Remote, location
 from ...callbacks.manifest import CONTENTS
 from ...loggers import messages
 
@@ -24,7 +26,7 @@ def gather(trainer: Trainer) -> dict[str, Any]:
     return {name: state for name, logger in named if (state := logger.state_dict())}
 
 
-def take_over(trainer: Trainer, path: str | os.PathLike[str]) -> None:
+def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
     """Let the loggers be those of the run that wrote a checkpoint, if they can be, before anybody asks for a folder.
 
     Rank 0 looks; every rank must call.
@@ -62,10 +64,15 @@ def _recognized(trainer: Trainer, section: Mapping[str, Any]) -> dict[str, Any]:
     return {name: states[name] for name, logger in pairs if logger.recognizes(states[name])}
 
 
-def _section(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+def _section(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:
     """What a checkpoint says about the run, its tensors not read; nothing if it cannot be read, which is said later."""
-    held = Path(path) / CONTENTS if os.path.isdir(path) else path
+    where = location(path)
     try:
-        return torch.load(held, map_location="meta", mmap=True, weights_only=True)["paceline"]
+        if manifest.is_folder(where):
+            where = where / manifest.read_folder(where).inside / CONTENTS
+        if isinstance(where, Path):
+            return torch.load(where, map_location="meta", mmap=True, weights_only=True)["paceline"]
+        with where.open() as stream:
+            return torch.load(stream, map_location="meta", weights_only=True)["paceline"]
     except Exception:  # whatever it is, reading it as a whole says it better
         return {}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ...callbacks import manifest
+from ...callbacks.locations import Remote, location
 from . import file, sharded
 
 if TYPE_CHECKING:
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def read(
-    path: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu", strategy: Strategy | None = None
+    path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = "cpu", strategy: Strategy | None = None
 ) -> dict[str, Any]:
     """Read a checkpoint after its checksums were found right.
 
     Args:
-        path: a file, an open binary file that can seek, or the folder of a sharded checkpoint.
+        path: a file, an open binary file that can seek, or the folder of a sharded checkpoint; or an address of one.
         map_location: where its tensors go, as for ``torch.load``; ``"meta"`` checks it without loading them.
         strategy: says what of a folder's tensors this process needs; all if None.
 
@@ -28,6 +28,6 @@ def read(
         IsADirectoryError: a folder that is no checkpoint.
         ValueError: damaged, not a checkpoint, written by a newer version, or it names code.
     """
-    if isinstance(path, (str, os.PathLike)) and manifest.is_folder(path):
-        return sharded.read(Path(path), map_location, strategy)
+    if isinstance(path, (str, os.PathLike, Remote)) and manifest.is_folder(path):
+        return sharded.read(location(path), map_location, strategy)
     return file.read(path, map_location)

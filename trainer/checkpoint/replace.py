@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import sys
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from ...callbacks import locations, manifest
+from ...callbacks.locations import Location, Remote
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+@contextmanager
+def written_aside(target: Location) -> Iterator[Path]:
+    """A path of this machine to write a file at, synced; when the block ends it takes the place of ``target``.
+
+    If the block raises, nothing of it is left and ``target`` is as it was.
+    """
+    temporary = beside(target, temporary_name(target.name))
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        take_place(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def beside(target: Location, name: str) -> Path:
+    """Where to write first: in the same folder; for an upload in the machine's folder for temporary files (TMPDIR)."""
+    return Path(tempfile.gettempdir(), name) if isinstance(target, Remote) else target.with_name(name)
 
 
 def temporary_name(name: str) -> str:
@@ -20,8 +48,23 @@ def temporary_name(name: str) -> str:
     return f".{name}{ending}" if len(os.fsencode(name)) + len(ending) < longest_name else f".checkpoint{ending}"
 
 
-def take_place(temporary: Path, target: Path) -> None:
-    """Rename ``temporary`` to ``target`` and delete what had that name.
+def take_place(temporary: Path, target: Location) -> None:
+    """Give what is at ``temporary`` the name ``target``, delete what had that name, and sync the folder.
+
+    A file is uploaded if ``target`` is an address.
+    """
+    if isinstance(target, Path):
+        _rename(temporary, target)
+        sync_folder(target.parent)
+        return
+    target.upload(temporary)
+    temporary.unlink()
+    if manifest.is_folder(target):  # behind an address both can be there
+        locations.remove_all(target.files_below())
+
+
+def _rename(temporary: Path, target: Path) -> None:
+    """Rename.
 
     A file replaces a file in one step, as rename does. Where one of them is a folder the two change names, in one step
     on Linux; elsewhere the old one is moved aside first, and a crash just then leaves it under its hidden name.
@@ -56,3 +99,17 @@ def remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the new name last through a power cut, where the file system can."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(handle)

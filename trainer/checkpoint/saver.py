@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...callbacks import locations
 from .. import phases
 from . import file, sharded
 from .contents import gather
@@ -104,7 +105,8 @@ class Saver:
         checkpoint, in_parts = self._gathered(weights_only)
         strategy = self._trainer.strategy
         if background is None:
-            background = strategy.broadcast(size_bytes(checkpoint) >= WORTH_BYTES)
+            slow = any(locations.is_remote(path) for path in paths)
+            background = strategy.broadcast(slow or size_bytes(checkpoint) >= WORTH_BYTES)
         if background:
             strategy = strategy.beside() if in_parts else strategy
             checkpoint = self._copied(checkpoint) if in_parts or strategy.is_global_zero else {}

@@ -4,15 +4,20 @@ In the folder lie ``contents.ckpt``, a checkpoint file like any other whose big 
 meta device), the parts of these, written by torch.distributed.checkpoint under the names they have in it
 (``state_dict.head.weight``), and ``manifest.json`` with the checksums of all of them. It is the same whole checkpoint
 to everybody who reads it, on any number of processes.
+
+Behind an address, where no folder can be renamed, the manifest lies alone and the other files in a folder of their own
+below, new with every save: when the manifest is replaced, the new checkpoint is there and the old one is not.
 """
 
 from __future__ import annotations
 
 import copy
 import errno
+import io
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -20,8 +25,10 @@ from typing import IO, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...callbacks import manifest
+from ...callbacks import locations, manifest
+from ...callbacks.locations import Location, Remote, location
 from ...callbacks.manifest import CONTENTS
+from ...loggers import messages
 from ...strategies.base import Strategy
 from . import file, replace
 from .verify import folder_problem, sums
@@ -38,14 +45,15 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
     """Write a checkpoint whose tensors lie in parts. Every process must call.
 
     Everything goes to a hidden folder beside ``path``, the manifest with the checksums of the others last, and is
-    synced to disk before the folder takes its name. Of what is not in parts, rank 0's counts.
+    synced to disk before the folder takes its name. For an address the folder is in the machine's place for temporary
+    files, and each process uploads what it wrote. Of what is not in parts, rank 0's counts.
 
     Raises:
         OSError: it could not be written, on every process. What was at ``path`` is still there.
     """
     from torch.distributed.tensor import DTensor
 
-    target = Path(path)
+    target = location(path)
     parts: dict[str, DTensor] = {}
     known: dict[int, Tensor] = {}
 
@@ -59,17 +67,20 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
 
     contents = _mapped(checkpoint, "", take_out)
     agreed = partial(together, strategy, "saved")
-    temporary = target.with_name(strategy.broadcast(replace.temporary_name(target.name)))
+    temporary = replace.beside(target, strategy.broadcast(replace.temporary_name(target.name)))
     try:
         agreed(lambda: _make_folder(target, temporary, strategy.is_global_zero))
         agreed(lambda: _write_parts(parts, temporary, strategy))
-        own = agreed(lambda: sums(sorted(temporary.glob(f"__{strategy.global_rank}_*"))))
+        own = agreed(lambda: _bring(sorted(temporary.glob(f"__{strategy.global_rank}_*")), temporary, target))
         files = {name: sum_ for found in strategy.gather_objects(own) for name, sum_ in found.items()}
         agreed(lambda: strategy.is_global_zero and _finish(contents, temporary, target, files))
     except BaseException:
         if strategy.is_global_zero:
-            replace.remove(temporary)
+            _clear(temporary, target)
         raise
+    finally:
+        if isinstance(target, Remote):
+            replace.remove(temporary)
 
 
 def _mapped(value: Any, place: str, change: Callable[[str, Tensor], Tensor]) -> Any:
@@ -104,7 +115,10 @@ def together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
     return result
 
 
-def _make_folder(target: Path, temporary: Path, make: bool) -> None:
+def _make_folder(target: Location, temporary: Path, make: bool) -> None:
+    if isinstance(target, Remote):  # what lies there already stays
+        temporary.mkdir(parents=True, exist_ok=True)
+        return
     if target.is_dir() and not manifest.is_folder(target):
         raise IsADirectoryError(
             errno.EISDIR,
@@ -130,8 +144,24 @@ def _write_parts(parts: dict[str, Any], folder: Path, strategy: Strategy) -> Non
         ) from error
 
 
-def _finish(contents: dict[str, Any], temporary: Path, target: Path, files: dict[str, list[int]]) -> None:
-    elsewhere = [name for name in files if not (temporary / name).exists()]
+def _upload_folder(temporary: Path, target: Remote) -> Remote:
+    """The folder of a save's own files, below the one that has its manifest."""
+    return target / temporary.name.split(".")[-2]
+
+
+def _bring(written: list[Path], temporary: Path, target: Location) -> dict[str, list[int]]:
+    """Bring files to where they stay; returns size and checksum by their names in the manifest."""
+    found = sums(written)
+    if isinstance(target, Path):
+        return found
+    folder = _upload_folder(temporary, target)
+    for path in written:
+        (folder / path.name).upload(path)
+    return {f"{folder.name}/{name}": sum_ for name, sum_ in found.items()}
+
+
+def _finish(contents: dict[str, Any], temporary: Path, target: Location, files: dict[str, list[int]]) -> None:
+    elsewhere = [name for name in files if isinstance(target, Path) and not (temporary / name).exists()]
     if elsewhere:
         raise OSError(
             f"The checkpoint {str(target)!r} was not saved: {len(elsewhere)} of its {len(files)} files, which other "
@@ -139,21 +169,49 @@ def _finish(contents: dict[str, Any], temporary: Path, target: Path, files: dict
             "FSDPStrategy(state_dict_type='full')."
         )
     file.write(contents, temporary / CONTENTS, whole=False)
-    files |= sums([temporary / _METADATA, temporary / CONTENTS])
+    files |= _bring([temporary / _METADATA, temporary / CONTENTS], temporary, target)
     manifest.write(temporary, manifest.of(contents, files))
-    file.sync_folder(temporary)
-    replace.take_place(temporary, target)
-    file.sync_folder(target.parent)
+    if isinstance(target, Path):
+        replace.sync_folder(temporary)
+        replace.take_place(temporary, target)
+    else:
+        _upload_manifest(temporary, target)
+
+
+def _upload_manifest(temporary: Path, target: Remote) -> None:
+    """Make the upload a checkpoint, and delete the one before it."""
+    before: dict[str, list[int]] = {}
+    with suppress(ValueError):  # there is none, or it is damaged
+        before = manifest.read_folder(target).files
+    (target / manifest.NAME).upload(temporary / manifest.NAME)
+    try:
+        locations.remove_all(target / name for name in before)
+        if target.is_file():  # behind an address a file can be there too, under the same name
+            target.unlink()
+    except OSError as error:
+        messages.warn(f"The checkpoint {str(target)!r} is saved; what it replaces could not be deleted: {error}")
+
+
+def _clear(temporary: Path, target: Location) -> None:
+    """Delete what was written of a checkpoint that failed."""
+    replace.remove(temporary)
+    if isinstance(target, Remote):
+        folder, current = _upload_folder(temporary, target), ""
+        with suppress(OSError):
+            with suppress(ValueError):
+                current = manifest.read_folder(target).inside
+            if current != folder.name:  # else it came to be a checkpoint before something failed
+                locations.remove_all(folder.files_below())
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(folder: Path, map_location: Any = "cpu", strategy: Strategy | None = None) -> dict[str, Any]:
+def read(folder: Location, map_location: Any = "cpu", strategy: Strategy | None = None) -> dict[str, Any]:
     """Read a checkpoint folder, after its checksums were found right.
 
     Args:
-        folder: where ``contents.ckpt`` and ``manifest.json`` are.
+        folder: where ``manifest.json`` is.
         map_location: a device for the tensors; ``"meta"`` checks the folder without loading them.
         strategy: says what of each tensor this process needs; whole tensors if None. Every process of it must call.
 
@@ -162,7 +220,8 @@ def read(folder: Path, map_location: Any = "cpu", strategy: Strategy | None = No
     """
     agreed = partial(together, strategy or Strategy(), "read")
     agreed(lambda: _check(folder, strategy))
-    contents = file.read(folder / CONTENTS, map_location)
+    inside = folder / manifest.read_folder(folder).inside
+    contents = file.read(inside / CONTENTS, map_location)
     if torch.device(map_location) == torch.device("meta"):
         return contents
     wanted: dict[str, Tensor] = {}
@@ -177,38 +236,49 @@ def read(folder: Path, map_location: Any = "cpu", strategy: Strategy | None = No
         return known[id(tensor)]
 
     filled = _mapped(contents, "", give_memory)
-    agreed(lambda: _load(folder, wanted))
+    agreed(lambda: _load(inside, wanted))
     return filled
 
 
-def _check(folder: Path, strategy: Strategy | None) -> None:
+def _check(folder: Location, strategy: Strategy | None) -> None:
     found = folder_problem(folder, strategy.global_rank, strategy.world_size) if strategy else folder_problem(folder)
     if found is not None:
         raise found.error(str(folder))
 
 
-def _load(folder: Path, wanted: dict[str, Tensor]) -> None:
+def _load(folder: Location, wanted: dict[str, Tensor]) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with (folder / _METADATA).open("rb") as stream:
-        index = _Metadata(stream).load()
+    index = _Metadata(folder / _METADATA).load()
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return index
 
+    reader = Reader("")
+    reader.fs, reader.path = _Files(), folder  # type: ignore[assignment]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(wanted, storage_reader=Reader(folder), no_dist=True)  # type: ignore[arg-type]
+        load(wanted, storage_reader=reader, no_dist=True)  # type: ignore[arg-type]
+
+
+class _Files:
+    """What torch's reader asks of a file system, for every kind of place."""
+
+    def concat_path(self, folder: Location, name: str) -> Location:
+        return folder / name
+
+    def create_stream(self, path: Location, mode: str) -> IO[bytes]:
+        return path.open(mode)
 
 
 class _Metadata(pickle.Unpickler):
     """Reads torch's index of a folder; like everything in a checkpoint it may not name code to run."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(stream)
-        self.name = stream.name
+    def __init__(self, path: Location) -> None:
+        super().__init__(io.BytesIO(path.read_bytes()))
+        self.name = str(path)
 
     def find_class(self, module: str, name: str) -> Any:
         known = (

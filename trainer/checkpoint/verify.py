@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from pathlib import Path
+from collections.abc import Sequence
 from typing import IO, NamedTuple
 
 from ...callbacks import manifest
+from ...callbacks.locations import Location
 
 _BUFFER_BYTES = 1 << 24
 _DOS_FOLDER = 0x10
@@ -35,7 +36,7 @@ class Problem(NamedTuple):
         return ValueError(f"The checkpoint {name!r} is damaged or cut short: {self.why}. {fix}")
 
 
-def problem(path: Path) -> Problem | None:
+def problem(path: Location) -> Problem | None:
     """What is wrong with the bytes of a checkpoint, file or folder; None if they are what was written.
 
     A file without checksums, such as torch wrote before it used zip files, is taken to be right.
@@ -84,16 +85,17 @@ def _is_odd(record: zipfile.ZipInfo) -> bool:
     return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
 
 
-def folder_problem(folder: Path, share: int = 0, shares: int = 1) -> Problem | None:
+def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem | None:
     """What is wrong with the files of a folder.
 
     Args:
         folder: the checkpoint.
-        share: which of the files this process holds against their checksums; it looks at the size of all.
+        share: which of the files this process holds against their checksums, none if negative; it looks at the size of
+            all.
         shares: among how many processes they are divided.
     """
     if not manifest.is_folder(folder):
-        return Problem("it is a folder of something else", foreign=True)
+        return Problem("it has no manifest, so it is something else or was never finished", foreign=True)
     try:
         files = manifest.read_folder(folder).files
     except ValueError as error:
@@ -104,17 +106,17 @@ def folder_problem(folder: Path, share: int = 0, shares: int = 1) -> Problem | N
             return Problem(f"its file {name!r} is missing")
         if path.stat().st_size != size:
             return Problem(f"its file {name!r} has {path.stat().st_size} bytes and should have {size}")
-        if index % shares == share and sums([path])[name][1] != checksum:
+        if index % shares == share and _checksum(path) != checksum:
             return Problem(f"its file {name!r} does not match its checksum")
     return None
 
 
-def sums(paths: list[Path]) -> dict[str, list[int]]:
+def sums(paths: Sequence[Location]) -> dict[str, list[int]]:
     """Size in bytes and CRC-32 of files, by name."""
     return {path.name: [path.stat().st_size, _checksum(path)] for path in paths}
 
 
-def _checksum(path: Path) -> int:
+def _checksum(path: Location) -> int:
     found = 0
     with path.open("rb") as stream:
         while data := stream.read(_BUFFER_BYTES):

@@ -402,9 +402,9 @@ def test_a_folder_is_refused_and_its_files_are_listed(tmp_path: Path):
         file.read(tmp_path)
 
 
-def test_an_address_is_refused_with_how_to_download_it():
-    with pytest.raises(ValueError, match=r"is an address.*download_url_to_file"):
-        file.read("https://example.com/model.ckpt")
+def test_an_address_of_an_unknown_kind_is_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"'s4://bucket/model.ckpt'.*Unknown protocol 's4'.*Choose 's3'"):
+        file.read("s4://bucket/model.ckpt")
 
 
 class RunsCode:

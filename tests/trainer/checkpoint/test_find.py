@@ -99,7 +99,7 @@ def make_other_zip(path: Path) -> None:
         (flip, "does not match its checksum"),
         (replace_by_text, "it starts with the bytes b'not '"),
         (empty, "it is empty"),
-        (make_folder, "it is a folder of something else"),
+        (make_folder, "it has no manifest, so it is something else or was never finished"),
     ],
 )
 @pytest.mark.parametrize("word", ["last", "auto"])

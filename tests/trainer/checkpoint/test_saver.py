@@ -335,7 +335,7 @@ PLACES: dict[str, tuple[Callable[[], None], int]] = {
     "before the file is synced": (partial(die_in, os, "fsync", 3), 1),
     "before the rename": (partial(die_in, replace, "take_place", 2), 1),
     "after the rename": (partial(die_in, replace, "take_place", 2, True), 2),
-    "before the folder is synced": (partial(die_in, file, "sync_folder", 2), 2),
+    "before the folder is synced": (partial(die_in, replace, "sync_folder", 2), 2),
     "before the old file is deleted": (partial(die_in, os, "remove", 1), 2),
     "after the old file is deleted": (partial(die_in, os, "remove", 1, True), 2),
 }

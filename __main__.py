@@ -1,0 +1,8 @@
+"""``python -m paceline``: the command line where the script ``paceline`` is not on the path."""
+
+from __future__ import annotations
+
+from .trainer.cli.main import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

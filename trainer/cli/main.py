@@ -1,0 +1,77 @@
+"""Finds the command that was given and runs it. Nothing is imported for help but the standard library."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib import import_module
+
+from ...loggers import messages
+
+#: What each command does. Its module has the same words; that has ``add_arguments(parser)`` and ``run(arguments)``,
+#: which returns the exit status.
+COMMANDS = {
+    "checkpoint ls": "list the checkpoints in a folder",
+    "checkpoint show": "what a checkpoint is, and what it holds",
+    "checkpoint verify": "hold every byte against its checksum",
+    "checkpoint prune": "delete all but the newest and the best",
+    "checkpoint export": "write a checkpoint in another format",
+}
+_GROUPS = {"checkpoint": "look at, check, thin out and convert checkpoints"}
+
+#: The exit status of a command that could not do its work.
+FAILED = 2
+#: Of one that Ctrl-C ended.
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status.
+
+    Args:
+        arguments: those of the command line; ``sys.argv``'s if None.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = _parser(next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None))
+    found = parsed.parse_args(words)
+    try:
+        status = found.run(found)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
+        messages.error(f"paceline {found.command}: {_sentence(error)}")
+        return FAILED
+
+
+def _parser(command: str | None) -> ArgumentParser:
+    """The parser of all commands; only the one that was given knows its arguments."""
+    top = ArgumentParser("paceline", description="Tools for training with Paceline.")
+    top.add_argument("--version", action="version", version=sys.modules[__name__.partition(".")[0]].__version__)
+    places = {"": top.add_subparsers(metavar="COMMAND", required=True)}
+    for name, line in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        if group not in places:
+            inside = places[""].add_parser(group, help=_GROUPS[group], description=_sentence(_GROUPS[group]))
+            places[group] = inside.add_subparsers(metavar="COMMAND", required=True)
+        parser = places[group].add_parser(
+            last, help=line, description=_sentence(line), formatter_class=RawDescriptionHelpFormatter
+        )
+        if name == command:
+            module = import_module(f".{name.replace(' ', '.')}", __package__)
+            module.add_arguments(parser)
+            parser.set_defaults(run=module.run, command=name)
+    return top
+
+
+def _sentence(said: str | Exception) -> str:
+    if isinstance(said, OSError) and said.strerror:
+        return f"{said.strerror}: {said.filename!r}" if said.filename else said.strerror
+    text = str(said)
+    return text[:1].upper() + text[1:] if isinstance(said, str) else text or repr(said)
