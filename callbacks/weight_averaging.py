@@ -328,7 +328,7 @@ class WeightAveraging(Callback):
         self._last_epoch = self._restored.get("latest_epoch", state.epoch - 1)
         # Updates that were due when the checkpoint was written, by a callback that comes before this one.
         self._step_made(state.global_step, state.epoch)
-        self._epoch_ended(state.epoch - 1)
+        self._epoch_ended(state.epoch if state.epoch_done else state.epoch - 1)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int

@@ -101,7 +101,7 @@ class Saver:
         """
         self.wait()
         if self._trainer.state.fn is not None and self._trainer.is_global_zero:
-            self._trainer._claims.take({os.path.dirname(path) for path in paths})
+            self._trainer._claims.take({os.path.dirname(str(path)) for path in paths})
         checkpoint, in_parts = self._gathered(weights_only)
         strategy = self._trainer.strategy
         if background is None:
