@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
+#: Values that a name and a ranking may always ask for.
+COUNTERS = ("epoch", "step")
+
 
 class Checkpoint(Callback):
     """Base of the callbacks that write checkpoints. They run after all others, so that they save what those did."""
@@ -370,7 +373,7 @@ class CheckpointKeeper(Checkpoint):
         wanted = {"epoch", "step", self.monitor or "epoch", *file_name.fields(self.filename or "")}
         wanted.update(file_name.fields(self.CHECKPOINT_NAME_LAST))
         values = {name: logged[name].detach().squeeze().cpu().clone() for name in wanted if name in logged}
-        for name, counter in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+        for name, counter in zip(COUNTERS, (trainer.current_epoch, trainer.global_step), strict=True):
             values[name] = values[name].int() if name in values else torch.tensor(counter)
         missing = sorted(wanted - values.keys() - {self.monitor})
         if missing:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from ..loggers import messages
-from .checkpoint_keeper import CheckpointKeeper
+from .checkpoint_keeper import COUNTERS, CheckpointKeeper
 from .early_stopping import metrics_are_complete_at_epoch_end, never_logged
 from .timer import to_timedelta
 
@@ -55,7 +55,8 @@ class ModelCheckpoint(CheckpointKeeper):
             in ``default_root_dir`` if that is an address or there is no logger.
         filename: template without suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``; any logged name, ``epoch`` and
             ``step``. A name that was not logged appears as ``nan``. Default ``"{epoch}-{step}"``.
-        monitor: name of the logged metric to rank by; the newest counts if None.
+        monitor: name of the logged metric to rank by, or ``"step"`` or ``"epoch"`` (with ``mode="max"`` the newest are
+            kept); only the newest if None.
         verbose: say what is saved and why.
         save_last: also keep ``last.ckpt``, rewritten at every save, after every epoch and when the training ends.
             ``"link"`` is taken as True: a link breaks as soon as its target is deleted.
@@ -272,7 +273,7 @@ class ModelCheckpoint(CheckpointKeeper):
     def _monitor_has_value(self, trainer: Trainer) -> bool:
         """Whether the ranking can be done; False while the monitor may still come, an error when it will not."""
         metrics = trainer.callback_metrics
-        if self.monitor is None or self.monitor in metrics:
+        if self.monitor in (None, *COUNTERS) or self.monitor in metrics:
             return True
         text = never_logged("ModelCheckpoint", self.monitor, metrics)
         if not (self._validations_ended if trainer.enable_validation else self._epochs_ended):

@@ -97,6 +97,13 @@ def test_the_k_best_are_kept(tmp_path: Path, mode: Any, kept: list[int], best: i
     assert checkpoint.current_score == scores[-1]
 
 
+def test_the_newest_k_are_kept_by_the_step(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, monitor="step", mode="max", save_top_k=2, every_n_train_steps=1)
+    fit(tmp_path, checkpoint, epochs=2)
+    assert names(tmp_path) == ["epoch=1-step=7.ckpt", "epoch=1-step=8.ckpt"]
+    assert checkpoint.best_model_path == str(tmp_path / "epoch=1-step=8.ckpt")
+
+
 def test_a_nan_score_is_kept_while_there_is_room_but_is_never_the_best(tmp_path: Path) -> None:
     checkpoint = by_score(tmp_path, save_top_k=2)
     fit(tmp_path, checkpoint, module=Scored(NAN, 5.0, NAN, 7.0), epochs=4)

@@ -177,15 +177,20 @@ def _end(process: subprocess.Popen[Any], folder: Path) -> int:
 def differences(alone: Path, struck: Path) -> list[str]:
     """What differs between a run that was left alone and one that was struck; nothing may."""
     found = list(_unequal(_state(alone / "final.ckpt"), _state(struck / "final.ckpt"), ""))
-    rows = [_rows(next((folder / "logs").glob("version_*/metrics.csv"))) for folder in (alone, struck)]
+    rows = [_rows(_versions(folder)[-1] / "metrics.csv") for folder in (alone, struck)]
     if rows[0] != rows[1]:
         found.append("metrics.csv differs:\n" + "\n".join(_lines(*rows)))
-    versions = [path.name for path in (struck / "logs").iterdir()]
-    if len(versions) != 1:
-        found.append(f"the run went on in several folders: {versions}")
+    for version in _versions(struck)[:-1]:  # of starts that were struck before they had saved anything
+        saved = [path.name for path in (version / "checkpoints").glob("[!.]*")]
+        if saved:
+            found.append(f"the run did not go on in {version.name}, where it had saved {saved}")
     for file in sorted(alone.glob("seen-*.txt")):
         found += _unseen(file, struck / file.name)
     return found
+
+
+def _versions(folder: Path) -> list[Path]:
+    return sorted((folder / "logs").iterdir(), key=lambda path: int(path.name.removeprefix("version_")))
 
 
 def _rows(path: Path) -> list[str]:

@@ -20,6 +20,8 @@ class Buffers:
     def __init__(self) -> None:
         self._kept: dict[_Kind, list[Tensor]] = {}
 
+    @torch.inference_mode(False)  # a save during an evaluation must not make buffers that later ones cannot change
+    @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of plain data and tensors, on the host. It is valid until the next call.
 

@@ -109,3 +109,13 @@ def test_a_copy_from_a_gpu_lies_in_pinned_memory_that_is_used_again():
     assert torch.equal(first["a"], expected)
     assert torch.equal(first["b"], expected[5:9])
     assert addresses(buffers.copy({"a": weight})) == addresses(first)[:1]
+
+
+def test_the_memory_serves_saves_inside_and_outside_of_inference_mode():
+    buffers, state = Buffers(), {"weight": torch.zeros(3)}
+    with torch.inference_mode():
+        buffers.copy({**state, "metric": torch.ones(1)})
+    state["weight"] += 1
+    with torch.enable_grad():
+        found = buffers.copy({"weight": state["weight"].requires_grad_()})
+    assert found["weight"].tolist() == [1, 1, 1]
