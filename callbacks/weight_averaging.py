@@ -369,14 +369,15 @@ class WeightAveraging(Callback):
                 f"{type(self).__name__} never updated its average in {trainer.state.global_step} steps, so "
                 f"{type(pl_module).__name__} keeps its last weights. Train longer, or let the updates start earlier."
             )
-        self._finish()
+        self._finish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._finish()  # a resumed fit that had nothing left to train
+        self._finish(trainer, pl_module)  # a resumed fit that had nothing left to train
 
-    def _finish(self) -> None:
-        if self._average is not None:
+    def _finish(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self._average is not None and not self._final:
             self._average.show()
+            trainer.strategy.before_evaluation(pl_module)  # each rank has averaged buffers of its own
             self._final = True
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:

@@ -60,9 +60,7 @@ class FitLoop:
             messages.info_once(f"Nothing to train: {self.why_finished()}.", key="nothing to train")
             return
         state.stage = "train"
-        trainer._source.train()
-        if trainer.enable_validation:
-            trainer._source.load_evaluation("validate")
+        self.load_data()
         self.forward = bind_step(trainer, "training_step")
         self.advise()
         metrics.enter(phases.ON_TRAIN_START)
@@ -77,6 +75,14 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
             hook()
+
+    def load_data(self) -> None:
+        """Make the loaders, and find the place of the resume in theirs."""
+        self.trainer._source.train()
+        if self.resumed is not None:
+            self.resumed.find_batch()
+        if self.trainer.enable_validation:
+            self.trainer._source.load_evaluation("validate")
 
     def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go
         """One pass over the training data, from ``start_batch`` on."""

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from processes import ranks
+from tiny import TinyModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from paceline import Callback, Trainer, TrainingModule
 from paceline.loggers import Logger
@@ -577,3 +578,39 @@ def test_gradients_that_a_failed_fit_left_are_not_the_next_ones() -> None:
     assert module.found == []
     assert [entry[1] for entry in module.seen] == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
     assert trainer.global_step == 3
+
+
+@pytest.mark.parametrize(("batch_size", "count"), [(4, 2), (2, 1), (3, 2)])
+def test_a_run_with_another_batch_size_goes_on_at_the_same_sample(
+    tmp_path: Path, quiet: dict[str, Any], batch_size: int, count: int
+) -> None:
+    def run(size: int, devices: int = 1, **more: Any) -> list[int]:
+        seen: list[int] = []
+
+        class Notes(TinyModule):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                seen.extend(batch[2].tolist())
+                return super().training_step(batch[:2], batch_idx)
+
+        class Saves(Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                if trainer.global_step == 3 and not more:
+                    trainer.save_checkpoint(tmp_path / "r.ckpt")
+
+        x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+        loader = DataLoader(TensorDataset(x, x[:, :1], torch.arange(24)), size, shuffle=True)
+        strategy = "ddp" if devices > 1 else "auto"
+        torch.manual_seed(5)
+        Trainer(**quiet, max_epochs=1, callbacks=[Saves()], strategy=strategy, devices=devices).fit(
+            Notes(), loader, **more
+        )
+        return seen
+
+    whole = run(4)
+    if count == 1:
+        assert run(batch_size, ckpt_path=tmp_path / "r.ckpt") == whole[12:]
+    else:
+        shares = ranks(2, lambda: run(batch_size, 2, ckpt_path=tmp_path / "r.ckpt"))
+        assert sorted(index for share in shares for index in share) == sorted(
+            whole[12 // (2 * batch_size) * 2 * batch_size :]
+        )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...callbacks.manifest import FORMAT
 from ...loggers import messages
+from ..data.loaders import samples_in_batch
 from . import lightning, loggers
 from .parts import PARTS
 from .place import Resumed, gather_ranks, progress
@@ -68,6 +69,7 @@ def _section(trainer: Trainer, counters: dict[str, Any]) -> dict[str, Any]:
         "stage": trainer.state.stage,
         "world_size": trainer.world_size,
         "data_ranks": trainer.strategy.num_data_ranks,
+        "batch_samples": samples_in_batch(trainer.train_dataloader, trainer.strategy.num_data_ranks),
         "progress": counters,
         "manifest": {"sequence": trainer._count_save()},
     }
@@ -257,7 +259,6 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[
         if "metrics" in section:
             trainer._metrics.load_state_dict(section["metrics"])
         loggers.restore(trainer, section)
-    resumed.tell()
     if not section:
         messages.info(
             "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "

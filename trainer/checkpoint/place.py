@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...loggers import messages
 from .. import running, seed
-from ..data.loaders import load_loader_state, loader_state
+from ..data.loaders import load_loader_state, loader_state, samples_in_batch
 from ..state import without_window
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class Resumed:
         self._parts = parts
         self.derived: list[str] = []
         self._saved = section.get("data_ranks") or 1
+        self._batch_samples: int | None = section.get("batch_samples")
         self.ranks: list[dict[str, Any]] = section.get("ranks", [])
         strategy = trainer.strategy
         self._world = section.get("world_size", self._saved)
@@ -173,21 +174,29 @@ class Resumed:
     # ---- where it goes on ------------------------------------------------------------------------------------------
 
     def position(self, counters: dict[str, Any], accumulate: int) -> dict[str, Any]:
-        """The counters for this run: as many samples of the epoch behind them, whatever the number of ranks."""
-        ranks_now = self.trainer.strategy.num_data_ranks
+        """The counters for this run: those of then, or of where its accumulation window began if that is lost."""
         if counters["window"] and not (self._has_window() and counters["accumulate"] == accumulate):
             waiting = counters["batches"] - counters["settled"]
             counters = without_window(counters)
             self.derived.append(f"the accumulation window, which begins anew ({waiting} batches are trained on again)")
-        batch = counters["next_batch"]
-        if self._saved == ranks_now or not batch or counters["epoch_done"]:
-            return counters
-        here, left = divmod(batch * self._saved, ranks_now)
-        again = f"; the {left} batches that do not fill one of all ranks are trained on again" if left else ""
-        self.derived.append(f"the position, batch {here} of the epoch, which was batch {batch} there{again}")
-        return counters | {"next_batch": here}
+        return counters
 
-    def tell(self) -> None:
+    def find_batch(self) -> None:
+        """Count the place in the epoch in batches of this run, once its loader is known, and say what was derived."""
+        trainer, state = self.trainer, self.trainer.state
+        batch, ranks_now = state.next_batch, trainer.strategy.num_data_ranks
+        now = samples_in_batch(trainer._source.train_loader, ranks_now)
+        saved = self._batch_samples
+        if saved is None or now is None:  # then a rank's batch is taken to be as large as it was
+            saved, now = self._saved, ranks_now
+        if self.in_loops and batch and not state.epoch_done and saved != now:
+            here, left = divmod(batch * saved, now)
+            again = "; what does not fill one of its batches is trained on again" if left else ""
+            self.derived.append(f"the position, batch {here} of the epoch, which was batch {batch} there{again}")
+            state.next_batch, state.batch_idx = here, here - 1
+        self._tell()
+
+    def _tell(self) -> None:
         """Say in one message what was derived rather than restored."""
         strategy = self.trainer.strategy
         world = strategy.world_size

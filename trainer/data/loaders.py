@@ -252,6 +252,15 @@ def whole_of(loader: Any) -> Any:
     return getattr(loader, "paceline_whole", loader)
 
 
+def samples_in_batch(loader: Any, num_ranks: int) -> int | None:
+    """How many samples a full batch of all ranks together has; None where the loader does not say."""
+    whole = whole_of(loader)
+    if not isinstance(whole, DataLoader):
+        return None
+    size = whole.batch_size or getattr(whole.batch_sampler, "batch_size", None)
+    return size * num_ranks if isinstance(size, int) else None
+
+
 def shard_of(loader: Any) -> Any:
     """What in a loader decides on one process's part of it; None where it yields everything."""
     places = [loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))]
