@@ -185,6 +185,7 @@ class DistributedStrategy(Strategy):
         if self._beside is None:
             self._beside = copy.copy(self)
             self._beside._host = dist.new_group(backend="gloo", timeout=self.timeout)
+            self._beside._watch = None  # it says where the main thread waits
         return self._beside
 
     @contextmanager

@@ -34,7 +34,9 @@ LIMIT_SECONDS = 240.0
 #: What may be struck: any moment of the training, or one of the points of train.py.
 POINTS = ("save", "written", "synced", "renamed", "deleted", "validation", "logger", "epoch", "start")
 
-#: Those of them that every rank comes by.
+#: What may happen at any batch: a process is killed, or the command is told to end.
+MOMENTS = (*["moment"] * 8, *["told to end"] * 2)
+#: Those of the points that every rank comes by.
 SHARED_POINTS = ("start", "validation", "epoch")
 
 
@@ -93,7 +95,7 @@ def survive(cell: Cell, folder: Path, kills: int, chance: random.Random, result:
     """One training under at most ``kills`` strikes, started again after each; the last start is left alone."""
     while True:
         result.starts += 1
-        point = "" if kills <= 0 else chance.choice((*POINTS, *["moment"] * len(POINTS)))
+        point = "" if kills <= 0 else chance.choice((*POINTS, *MOMENTS))
         status, landed, text = train(cell, folder, point, chance)
         if status == 0:
             return
@@ -114,21 +116,26 @@ def train(cell: Cell, folder: Path, point: str = "", chance: random.Random | Non
     note = folder / "struck"
     note.unlink(missing_ok=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"}
-    if chance is not None and point not in ("", "moment"):
+    if chance is not None and point in POINTS:
         rank = chance.choice((0, 1)) if cell.strategy != "cpu" and point in SHARED_POINTS else 0
         environment |= {"PACELINE_STRIKE": f"{point}:{chance.randint(1, 3)}", "PACELINE_STRIKE_RANK": str(rank)}
         environment["PACELINE_STRIKE_NOTE"] = str(note)
     with (folder / "said.txt").open("w+") as said:
         process = subprocess.Popen(cell.command(folder), stdout=said, stderr=subprocess.STDOUT, env=environment)
-        if chance is not None and point == "moment":
-            _strike_at_a_batch(process, folder, chance, note)
+        if chance is not None and point in MOMENTS:
+            _strike_at_a_batch(process, folder, chance, note, point)
         status = _end(process, folder)
         said.seek(0)
         return status, note.exists(), said.read()
 
 
-def _strike_at_a_batch(process: subprocess.Popen[Any], folder: Path, chance: random.Random, note: Path) -> None:
-    """Kill the command or one of its processes, a random while after it has trained some more batches."""
+def _strike_at_a_batch(
+    process: subprocess.Popen[Any], folder: Path, chance: random.Random, note: Path, point: str
+) -> None:
+    """Kill the command or one of its processes, a random while after it has trained some more batches.
+
+    Or, where it is only told to end, by SIGTERM, let it save first.
+    """
     seen, batches, wait = folder / "seen-0.txt", chance.randint(0, 14), chance.random() * 0.012
     enough = _size(seen) + batches * 20
     deadline = time.monotonic() + LIMIT_SECONDS
@@ -138,7 +145,10 @@ def _strike_at_a_batch(process: subprocess.Popen[Any], folder: Path, chance: ran
     victim = chance.choice([process.pid, *(pid for pid in processes_of(folder) if pid != process.pid)])
     if process.poll() is None:
         with suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
+            if point == "told to end":
+                os.kill(process.pid, signal.SIGTERM)
+            else:
+                os.kill(victim, signal.SIGKILL)
             note.touch()
 
 

@@ -28,6 +28,7 @@ from paceline.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from paceline.loggers import CSVLogger
 
 EPOCHS, SAMPLES, BATCH = 3, 96, 4
+MAX_STEPS = 31  # inside the last epoch
 
 
 class Noisy(Dataset[Any]):
@@ -170,6 +171,7 @@ def main() -> None:
         strategy=args.strategy,
         devices=args.devices,
         max_epochs=EPOCHS,
+        max_steps=-1 if args.accumulate > 1 else MAX_STEPS,
         val_check_interval=0.5,
         accumulate_grad_batches=args.accumulate,
         log_every_n_steps=1,
