@@ -37,7 +37,8 @@ class LossGuard(Callback):
     accumulation window, no optimizer or scheduler step; buffers (of a batch norm, say), torch's random state and what
     ``self.log`` was given are as before the batch. Only ``torchmetrics`` objects that the step updated have seen it.
     ``"rollback"``: the run goes back to its newest checkpoint whose weights had a good loss, with all that a resume
-    restores, and the batch is left out when it comes again. If the loss is bad there once more, with another batch, the
+    restores, and the batch is left out when it comes again; if the weights are not finite, the one trained on before,
+    whose gradient must have spoiled them. If the loss is bad there once more, with another batch, the
     run goes one checkpoint further back before it blames that one too: the weights may have been spoiled before. Until
     this run has saved, it begins again as it did, from its ``ckpt_path``. ``"raise"``: an error ends the run.
 
@@ -162,7 +163,7 @@ class LossGuard(Callback):
                 before.learn()
                 self._good.append(loss)
                 self._seen += 1
-                way_back.good_step = state.global_step
+                way_back.last_good = state.global_step, state.epoch, state.batch_idx
                 return output
             self._note(trainer, loss)
             undo()
@@ -188,8 +189,10 @@ class LossGuard(Callback):
             f"{state.batch_idx}"
         )
         back = self._way_back.find(trainer, what) if self.action == "rollback" else None
-        if back is None or back.blames:
-            self._blame(trainer, loss, what)
+        if back is None:
+            self._blame(trainer, (state.epoch, state.batch_idx), loss, what)
+        elif back.blamed is not None:
+            self._blame(trainer, back.blamed, loss, what)
         if self.action == "raise":
             raise RuntimeError(
                 f"{what}; the weights are as they were before it. Look at that batch, and at the learning rate; "
@@ -201,10 +204,8 @@ class LossGuard(Callback):
             raise back
         messages.warn(f"{what}: the batch is left out.")
 
-    def _blame(self, trainer: Trainer, loss: float, what: str) -> None:
-        state = trainer.state
-        about = {"step": state.global_step, "loss": loss, "mean": self.running_mean}
-        self.batches[state.epoch, state.batch_idx] = about
+    def _blame(self, trainer: Trainer, batch: tuple[int, int], loss: float, what: str) -> None:
+        self.batches[batch] = {"step": trainer.global_step, "loss": loss, "mean": self.running_mean}
         if trainer.is_global_zero and self.exclude_batches_path:
             _write(self.exclude_batches_path, self.batches)
         if self.max_events is not None and len(self.batches) > self.max_events and self.action != "raise":
@@ -225,7 +226,7 @@ class LossGuard(Callback):
             "left_out": self.left_out,
             "good": list(self._good),
             "seen": self._seen,
-            "good_step": self._way_back.good_step,
+            "last_good": list(self._way_back.last_good),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -233,7 +234,7 @@ class LossGuard(Callback):
         self.batches.update(_by_place(state_dict["batches"]))
         self.left_out, self._seen = state_dict["left_out"], state_dict["seen"]
         self._good = deque(state_dict["good"], maxlen=self.window)
-        self._way_back.good_step = state_dict["good_step"]
+        self._way_back.last_good = tuple(state_dict["last_good"])
 
 
 class Rollback(Exception):  # noqa: N818 - it is a request, no error
@@ -242,13 +243,15 @@ class Rollback(Exception):  # noqa: N818 - it is a request, no error
     Attributes:
         path: the checkpoint.
         own: this run wrote it, so that all of it is to be restored; else the fit began with it, and is to again.
-        blames: the batch under way is to be left out when it comes again.
+        blamed: epoch and index of the batch that is to be left out when it comes again, or None.
     """
 
-    def __init__(self, path: Any, own: bool, blames: bool) -> None:
-        why = "to leave the batch out when it comes again" if blames else "further: the weights may be at fault"
+    def __init__(self, path: Any, own: bool, blamed: tuple[int, int] | None) -> None:
+        why = "further: the weights may be at fault"
+        if blamed is not None:
+            why = f"to leave out batch {blamed[1]} of epoch {blamed[0]} when it comes again"
         super().__init__(f"going back to {str(path)!r}, {why}.")
-        self.path, self.own, self.blames = path, own, blames
+        self.path, self.own, self.blamed = path, own, blamed
 
 
 class _Saved(NamedTuple):
@@ -266,11 +269,11 @@ class _WayBack:
     newest of weights that no loss was computed with yet, else the one that the fit began with.
 
     Attributes:
-        good_step: optimizer steps before the last good loss.
+        last_good: optimizer steps before the last good loss, and epoch and index of its batch; -1 each before it.
     """
 
     def __init__(self) -> None:
-        self.good_step = -1
+        self.last_good: tuple[int, int, int] = (-1, -1, -1)
         self._began: tuple[Any, int, int] = (None, 0, 0)
         self._forget()
 
@@ -291,7 +294,7 @@ class _WayBack:
             known = None if path is None else manifest.read(path)
             before = newest if path is None else known.sequence if known is not None else 0
         self._began = path, before, newest
-        self.good_step = min(self.good_step, trainer.global_step - 1)
+        self.last_good = min(self.last_good[0], trainer.global_step - 1), *self.last_good[1:]
         self._forget()
 
     def find(self, trainer: Trainer, what: str) -> Rollback:
@@ -301,11 +304,14 @@ class _WayBack:
             RuntimeError: there is nothing to go back to.
         """
         state, origin = trainer.state, self._began[0]
+        good_step, *before = self.last_good
         batch = state.epoch, state.batch_idx
-        again = self.good_step < self._place
+        if good_step >= 0 and _spoiled(trainer):
+            batch = before[0], before[1]
+        again = good_step < self._place
         self._place = max(self._place, state.global_step) if again else state.global_step
         saved = [one for one in self._own(trainer) if one.sequence not in self._passed]
-        good = [one for one in saved if one.step <= self.good_step]
+        good = [one for one in saved if one.step <= good_step]
         choice = good or [one for one in saved if one.step <= state.global_step]
         blames = not again or batch == self._suspect
         if not blames:
@@ -317,7 +323,7 @@ class _WayBack:
         self._suspect = None if blames else batch
         self._went_to, self._went_to_good = (choice[-1], bool(good)) if choice else (_Saved(-1, -1, ""), True)
         self._passed.update(one.sequence for one in saved if one.sequence > self._went_to.sequence)
-        return Rollback(self._went_to.path or origin, own=bool(choice), blames=blames)
+        return Rollback(self._went_to.path or origin, own=bool(choice), blamed=batch if blames else None)
 
     def _nothing(self) -> str:
         if self._went_to.path:
@@ -344,6 +350,17 @@ class _WayBack:
                     continue
                 found.add(_Saved(known.sequence, known.global_step, str(path)))
         return trainer.strategy.broadcast(sorted(found))
+
+
+def _spoiled(trainer: Trainer) -> bool:
+    """Whether a weight on any process is not finite. Every rank must call."""
+    parameters: Any = trainer.training_module.parameters()
+    local = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)  # a part, of what is sharded
+    mine = not all(torch.isfinite(p).all() for p in local)
+    strategy = trainer.strategy
+    if strategy.world_size == 1:
+        return mine
+    return strategy.reduce(torch.tensor([mine], dtype=torch.float64), "mean", strategy.host_group).item() > 0
 
 
 def _manifest(path: Any) -> manifest.Manifest | None:

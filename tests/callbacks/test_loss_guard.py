@@ -278,8 +278,39 @@ def test_a_rollback_passes_over_files_of_other_runs_and_of_weights_that_no_loss_
     careful, visits = guard(action="rollback"), Visits(spoil_at=4)
     trainer = fit(data({}), careful, every_step(tmp_path), visits, enable_checkpointing=None)
     assert visits.files == ["", "step=4-v1.ckpt"]
-    assert list(careful.batches) == [(0, 5)]
+    assert list(careful.batches) == [(0, 4)]  # its gradient it was
     assert all(torch.isfinite(value).all() for value in trainer.training_module.state_dict().values())
+
+
+def test_a_batch_whose_gradient_always_spoils_the_weights_is_the_one_left_out(tmp_path: Path) -> None:
+    class Spoils(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.seen[-1] == 4:
+                self.layers[0].weight.grad.fill_(math.nan)
+
+    careful = guard(action="rollback")
+    went_back = fit(data({}), careful, every_step(tmp_path), enable_checkpointing=None, kind=Spoils)
+    assert sorted(careful.batches) == [(0, 4), (1, 4)]
+    same_state(went_back, fit(data({4: math.nan}, left_out=True)))
+
+
+def go_back_on_two_ranks(folder: Path, bad: dict[int, float], left_out: bool) -> Any:
+    """A window of two halves, so that a batch is bad on rank 1 alone."""
+    x = data(bad, left_out).dataset.tensors[0].clone()
+    x[0::2, 2] = 0.0
+    careful = guard(action="rollback")
+    loader = DataLoader(TensorDataset(x), batch_size=2)
+    keeper = every_step(folder / str(left_out))
+    trainer = fit(loader, careful, keeper, Visits(), strategy="ddp", devices=2, enable_checkpointing=None)
+    return {k: v.clone() for k, v in trainer.training_module.state_dict().items()}, sorted(careful.batches)
+
+
+def test_all_ranks_go_back_to_the_same_file(tmp_path: Path) -> None:
+    found = ranks(2, go_back_on_two_ranks, tmp_path, {4: math.nan, 5: 1e6}, False)
+    clean = ranks(2, go_back_on_two_ranks, tmp_path, {4: math.nan, 5: 1e6}, True)
+    for rank in range(2):
+        assert found[rank][1] == [(0, 4), (0, 5), (1, 4), (1, 5)]
+        assert all(torch.equal(found[rank][0][name], value) for name, value in clean[rank][0].items())
 
 
 def test_a_second_bad_loss_at_the_same_place_goes_further_back_before_it_blames_a_batch(tmp_path: Path) -> None:
