@@ -53,10 +53,10 @@ class FitLoop:
         trainer, state, metrics = self.trainer, self.state, self.metrics
         if self.resumed is None:
             self.validation.sanity_check()
-        owes_end = state.epoch_done and state.pending == "values"
-        if state.epoch_done and not owes_end:
+        owed = self.owed()
+        if state.epoch_done and not owed:
             self.enter_next_epoch()
-        if trainer.limit_train_batches == 0 or (self.finished() and not owes_end):
+        if trainer.limit_train_batches == 0 or (self.finished() and not owed):
             messages.info_once(f"Nothing to train: {self.why_finished()}.", key="nothing to train")
             return
         state.stage = "train"
@@ -66,15 +66,27 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
             hook()
-        if self.resumed is not None and (owes_end or state.next_batch == 0):
+        if self.resumed is not None and (owed == "values" or state.next_batch == 0):
             self.resumed.go_on()
-        if owes_end:
+        if owed == "values":
             self.finish_epoch()
+        elif owed:
+            self.run_epoch(state.next_batch)
         while not self.finished():
             self.run_epoch(state.next_batch)
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
             hook()
+
+    def owed(self) -> str:
+        """What was still to be done where the checkpoint was written, which comes before any limit.
+
+        The end of an epoch that was cut short is not, where there is more to train now.
+        """
+        state = self.state
+        if self.resumed is None or (state.pending == "values" and not state.epoch_done and not self.at_limit()):
+            state.pending = ""
+        return state.pending
 
     def load_data(self) -> None:
         """Make the loaders, and find the place of the resume in theirs."""
@@ -215,12 +227,12 @@ class FitLoop:
         self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()
-        self.close_epoch(Schedules(self.trainer), complete=True)
+        self.close_epoch(Schedules(self.trainer), complete=self.state.epoch_done)
 
     def end_epoch(self, schedules: Schedules, complete: bool) -> None:
         """Everything that follows the last batch. An epoch that was cut short is not over: a later fit goes on."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
-        state.epoch_done, state.pending = complete, "values" if complete else ""
+        state.epoch_done, state.pending = complete, "values"
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import ranks
 from tiny import TinyModule, tiny_loader
 
@@ -273,3 +274,25 @@ def test_wandb_goes_on_with_the_run_of_the_checkpoint(offline_wandb: Path, wandb
     assert [row["_step"] for row in joined] == list(range(len(joined)))
     assert [row["trainer/global_step"] for row in joined if "train_loss_step" in row] == [1, 2, 3, 4, 5]
     assert os.listdir(trainer.loggers[0].root_dir) == [trainer.loggers[0].version]
+
+
+def test_a_run_resumed_from_an_older_checkpoint_is_logged_anew_and_nothing_of_the_newer_is_lost(tmp_path: Path) -> None:
+    def run(epochs: int, **more: Any) -> ModelCheckpoint:
+        keep = ModelCheckpoint(save_top_k=-1, save_last=True)
+        silent = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        logger = CSVLogger(tmp_path, name="logs")
+        trainer = Trainer(**silent, logger=logger, max_epochs=epochs, log_every_n_steps=1, callbacks=[keep])
+        trainer.fit(TinyModule(), tiny_loader(), **more)
+        return keep
+
+    def rows(version: int) -> int:
+        return len((tmp_path / "logs" / f"version_{version}" / "metrics.csv").read_text().splitlines())
+
+    first = run(3)
+    before = rows(0)
+    run(2, ckpt_path=Path(first.dirpath or "") / "epoch=0-step=4.ckpt")
+    assert rows(0) == before
+    assert rows(1) < before
+    assert torch.load(first.last_model_path, weights_only=True)["global_step"] == 12
+    went_on = run(3, ckpt_path="auto")
+    assert Path(went_on.dirpath or "").parent.name == "version_1"

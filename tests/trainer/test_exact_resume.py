@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from processes import ranks
-from tiny import TinyModule
+from tiny import TinyModule, tiny_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from paceline import Callback, Trainer, TrainingModule
+from paceline.callbacks import EarlyStopping, ModelCheckpoint
+from paceline.callbacks.checkpoint_keeper import Checkpoint
 from paceline.loggers import Logger
 from paceline.trainer.seed import seed_all
 
@@ -614,3 +617,86 @@ def test_a_run_with_another_batch_size_goes_on_at_the_same_sample(
         assert sorted(index for share in shares for index in share) == sorted(
             whole[12 // (2 * batch_size) * 2 * batch_size :]
         )
+
+
+@pytest.mark.parametrize("ends", ["max_steps", "early stopping", "max_epochs"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_what_follows_the_last_save_is_done_when_the_run_is_started_again(
+    tmp_path: Path, quiet: dict[str, Any], ends: str, hook: str
+) -> None:
+    class Killed(BaseException): ...
+
+    def run(folder: Path, kill: bool = False, **more: Any) -> tuple[list[Any], list[str]]:
+        rows: list[Any] = []
+        called: list[str] = []
+
+        class Rows(Logger):
+            name = version = ""
+
+            def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+                rows.append((step, dict(metrics)))
+
+            def log_hyperparams(self, params: Any, metrics: Any = None) -> None: ...
+
+        class Saves(Checkpoint):
+            def save(self, trainer: Any, *_: Any) -> None:
+                if kill and trainer.global_step == 4 and not trainer.sanity_checking:
+                    trainer.save_checkpoint(folder / "r.ckpt")
+                    raise Killed
+
+            def on_train_end(self, *_: Any) -> None:
+                called.append("on_train_end")
+
+        saves = Saves()
+        setattr(saves, hook, saves.save)
+        stops = [EarlyStopping("val_loss", stopping_threshold=1e9, check_on_train_epoch_end=False)]
+        limits: dict[str, Any] = {"max_steps": 4} if ends == "max_steps" else {"max_epochs": 1}
+        trainer = Trainer(
+            **{**quiet, "logger": Rows()},
+            **limits,
+            log_every_n_steps=1,
+            num_sanity_val_steps=0,
+            val_check_interval=4,
+            callbacks=[*(stops if ends == "early stopping" else []), saves],
+        )
+        batches = 4 if ends == "max_epochs" else 6
+        torch.manual_seed(0)
+        with contextlib.suppress(Killed):
+            trainer.fit(TinyModule(), tiny_loader(batches), tiny_loader(2), **more)
+        return rows, called
+
+    (whole, ended), (before, _) = run(tmp_path), run(tmp_path, kill=True)
+    after, called = run(tmp_path, ckpt_path=tmp_path / "r.ckpt")
+    assert before + after == whole
+    assert called == ended == ["on_train_end"]
+
+
+def test_what_the_modules_own_hooks_do_is_in_the_checkpoint(tmp_path: Path, quiet: dict[str, Any]) -> None:
+    class Target(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.target = nn.Linear(4, 1)
+            self.target.requires_grad_(False)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                for mine, theirs in zip(self.target.parameters(), self.layer.parameters(), strict=True):
+                    mine.lerp_(theirs, 0.1)
+
+        def on_validation_end(self) -> None:
+            with torch.no_grad():
+                self.target.bias += 1
+
+    def run(**more: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = Target()
+        keep = ModelCheckpoint(tmp_path / "files", every_n_train_steps=1, save_top_k=-1)
+        checked = ModelCheckpoint(tmp_path / "checked", save_top_k=-1, save_on_train_epoch_end=False)
+        trainer = Trainer(**{**quiet, "enable_checkpointing": True}, max_epochs=2, callbacks=[keep, checked])
+        trainer.fit(module, tiny_loader(), tiny_loader(), **more)
+        return module.state_dict()
+
+    whole = run()
+    for file in ("files/epoch=0-step=3.ckpt", "checked/epoch=0-step=4.ckpt"):
+        resumed = run(ckpt_path=tmp_path / file)
+        assert all(torch.equal(resumed[name], whole[name]) for name in whole)

@@ -213,3 +213,54 @@ def test_the_launcher_ends_with_the_signals_status(told: str, name: str, tmp_pat
     assert f"epoch=0-step={step}.ckpt" in os.listdir(tmp_path / "saved")
     called = tmp_path / "called"
     assert (called.read_text() if called.exists() else "") == ("requeue 71\n" if name == "SIGUSR1" else "")
+
+
+WITH_WORKERS = """
+import sys
+from tiny import TinyModule, tiny_loader
+from torch.utils.data import DataLoader
+from paceline import Callback, Trainer
+from paceline.callbacks import ModelCheckpoint
+
+
+class Says(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3 and trainer.global_rank == 0:
+            print("now", flush=True)
+
+
+if __name__ == "__main__":
+    devices = int(sys.argv[2])
+    loader = DataLoader(tiny_loader(4000).dataset, 2, num_workers=2, persistent_workers=True)
+    keep = ModelCheckpoint(sys.argv[1], "{step}")
+    trainer = Trainer(
+        max_epochs=2, callbacks=[keep, Says()], logger=False, enable_progress_bar=False, accelerator="cpu",
+        devices=devices, strategy="ddp" if devices > 1 else "auto",
+    )
+    trainer.fit(TinyModule(), loader, ckpt_path="auto")
+"""
+
+
+@pytest.mark.parametrize(
+    ("devices", "to_group", "number"),
+    [(1, True, signal.SIGTERM), (1, True, signal.SIGINT), (2, False, signal.SIGTERM), (2, True, signal.SIGTERM)],
+)
+def test_a_signal_to_all_processes_of_a_group_does_not_end_the_loaders_workers_before_the_save(
+    devices: int, to_group: bool, number: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WITH_WORKERS)
+    paths = {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT.parent}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path / "files"), str(devices)]
+    with subprocess.Popen(
+        command, stdout=-1, stderr=-1, env=os.environ | paths, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() not in ("now\n", ""):
+            pass
+        (os.killpg if to_group else os.kill)(process.pid, number)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == (143 if number == signal.SIGTERM else -number), said
+    assert "DataLoader worker" not in said
+    assert len(list((tmp_path / "files").glob("step=*.ckpt"))) == 1, said
+    assert said.count("finishing this step") == (number == signal.SIGINT)

@@ -125,6 +125,20 @@ def _why_not_foreign(path: Location, fn: str) -> str | None:
     return _WEIGHTS_ONLY if fn == "fit" and "optimizer_states" not in found else None
 
 
+def newer_of_its_run(path: Location) -> Location | None:
+    """A checkpoint beside this one that the same run wrote later; None if there is none."""
+    found, _ = _newest_first(manifest.checkpoints_in(path.parent))
+    own = next((known for other, known in found if other.name == path.name), None)
+    if own is None:
+        return None
+    later = (
+        other
+        for other, known in found
+        if known and known.sequence > own.sequence and not known.weights_only and set(known.runs) & set(own.runs)
+    )
+    return next(later, None)
+
+
 def highest_sequence(trainer: Trainer) -> int:
     """The highest number of a save in the folders of this run, 0 if there is none.
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...callbacks import manifest
-from ...callbacks.locations import Remote, location
+from ...callbacks.locations import Remote, is_remote, location
 from ...callbacks.manifest import CONTENTS
 from ...loggers import messages
+from .find import newer_of_its_run
+from .sharded import together
 
 if TYPE_CHECKING:
     from ...loggers.base import Logger
@@ -29,10 +31,24 @@ def gather(trainer: Trainer) -> dict[str, Any]:
 def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
     """Let the loggers be those of the run that wrote a checkpoint, if they can be, before anybody asks for a folder.
 
-    Rank 0 looks; every rank must call.
+    Rank 0 looks; every rank must call. A run that was resumed from an older one of its checkpoints is another run from
+    there on: it gets folders of its own, unless the user named the one it has.
     """
-    found = _recognized(trainer, _section(path)) if trainer.is_global_zero else {}
-    found = trainer.strategy.broadcast(found)
+
+    def look() -> dict[str, Any]:
+        found = _recognized(trainer, _section(path)) if trainer.is_global_zero else {}
+        newer = newer_of_its_run(location(path)) if found else None
+        if newer is not None:
+            messages.info(
+                f"{path} is not the newest checkpoint of its run, {newer.name} is: what follows is logged as another "
+                "run, so that nothing of that one is lost."
+            )
+            return {}
+        if found and not is_remote(path):
+            trainer._claims.take([str(location(path).parent)], alone=True)
+        return found
+
+    found = trainer.strategy.broadcast(together(trainer.strategy, "taken over", look))
     for name, logger in _named(trainer.loggers):
         if name in found:
             logger.take_over(found[name])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,8 +100,7 @@ class Saver:
             OSError: a file could not be written, this one or that of the save before.
         """
         self.wait()
-        if self._trainer.state.fn is not None and self._trainer.is_global_zero:
-            self._trainer._claims.take({os.path.dirname(str(path)) for path in paths})
+        self._claim(paths)
         checkpoint, in_parts = self._gathered(weights_only)
         strategy = self._trainer.strategy
         if background is None:
@@ -122,6 +121,16 @@ class Saver:
     def _run(self, write: _Write) -> None:
         write.run()
         self.failed = write.error is not None
+
+    def _claim(self, paths: Sequence[Any]) -> None:
+        """Hold the folders while the run lasts; they are made here, so that they can be held."""
+        if self._trainer.state.fn is None or not self._trainer.is_global_zero:
+            return
+        folders = {locations.location(path).parent for path in paths if not locations.is_remote(path)}
+        with suppress(OSError):  # that it cannot be written to is said by the write
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+        self._trainer._claims.take(map(str, folders))
 
     def _gathered(self, weights_only: bool) -> tuple[dict[str, Any], bool]:
         trainer = self._trainer

@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from .. import seed as randomness
+from .workers import start_iterating
 
 #: Where torchdata's BatchSampler is from, which cuts as torch's does and can save its place.
 _STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
@@ -153,17 +154,17 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
             them as they are.
     """
     if not can_jump(loader):
-        return iter(loader)
+        return start_iterating(loader)
     running, workers = loader._iterator, loader.num_workers > 0
     if running is None and not start and (seed is None or not workers):
-        return iter(loader)
+        return start_iterating(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
     order = Order(sampler, workers) if running is None else running._index_sampler
     order.start, order.seed = start, seed
     loader.__dict__[name] = order  # the loader refuses a plain assignment; its iterator reads it once
     try:
-        iterator = iter(loader)
+        iterator = start_iterating(loader)
     finally:
         loader.__dict__[name] = sampler
     order.reach()

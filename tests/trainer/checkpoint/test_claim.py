@@ -30,7 +30,7 @@ class Waits(Callback):
             sys.stdin.readline()
 
 
-keep = ModelCheckpoint(sys.argv[1], every_n_train_steps=1)
+keep = ModelCheckpoint(sys.argv[1])
 trainer = Trainer(max_epochs=2, callbacks=[keep, Waits()], logger=False, enable_progress_bar=False, accelerator="cpu")
 trainer.fit(TinyModule(), tiny_loader(), ckpt_path="auto")
 """
@@ -41,7 +41,7 @@ def holder(tmp_path: Path) -> Any:
     """A run in another process that has saved and goes on when it is told to."""
     tests = Path(__file__).resolve().parents[2]
     environment = {"PYTHONPATH": f"{tests}:{tests.parents[1]}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    command = [sys.executable, "-c", HOLDS, str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=-1, stdout=-1, env=environment, text=True) as process:
         assert process.stdout.readline() == "saved\n"  # type: ignore[union-attr]
         yield process
@@ -49,7 +49,7 @@ def holder(tmp_path: Path) -> Any:
 
 
 def fit(folder: Path, quiet: dict[str, Any], **more: Any) -> Trainer:
-    keep = ModelCheckpoint(folder, every_n_train_steps=1)
+    keep = ModelCheckpoint(folder / "run", every_n_train_steps=1)
     trainer = Trainer(**{**quiet, "enable_checkpointing": True}, max_epochs=2, callbacks=[keep])
     trainer.fit(TinyModule(), tiny_loader(), **more)
     return trainer
@@ -59,10 +59,10 @@ def test_a_second_run_does_not_go_on_from_what_the_first_still_writes(
     holder: Any, tmp_path: Path, quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim, "_WAIT_SECONDS", 0.2)
-    before = sorted(path.name for path in tmp_path.iterdir())
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
     with pytest.raises(BlockingIOError, match="Another run is writing checkpoints to this folder"):
         fit(tmp_path, quiet, ckpt_path="auto")
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
     fit(tmp_path, quiet)  # one that starts afresh takes names that nobody has
     holder.communicate("\n")
     assert holder.returncode == 0

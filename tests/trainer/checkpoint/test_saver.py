@@ -283,14 +283,14 @@ def test_workers_that_are_forked_while_a_thread_writes_leave_the_file_alone(tmp_
         held()
 
     class Forks(TinyModule):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_start(self, *_: Any) -> None:
             if self.global_step == 2:
                 assert held.reached.wait(60)
                 list(DataLoader(list(range(8)), num_workers=2))  # pyright: ignore[reportArgumentType]
                 held.go_on.set()
 
     monkeypatch.setattr(file, "_save", slow)
-    fit(every_step(tmp_path, every_n_train_steps=2), module=Forks(), max_steps=2)
+    fit(every_step(tmp_path, every_n_train_steps=2), module=Forks(), max_steps=3)
     assert read(tmp_path / "step=2.ckpt")["global_step"] == 2
 
 
