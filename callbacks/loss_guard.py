@@ -8,12 +8,13 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..loggers import messages
+from . import manifest
 from .base import Callback
 from .early_stopping import check_mode
 
@@ -35,8 +36,11 @@ class LossGuard(Callback):
     *What happens.* ``"skip"``: the batch is left out as if it were not in the data: no gradients, no place in the
     accumulation window, no optimizer or scheduler step; buffers (of a batch norm, say), torch's random state and what
     ``self.log`` was given are as before the batch. Only ``torchmetrics`` objects that the step updated have seen it.
-    ``"rollback"``: the run goes back to its last checkpoint, with all that a resume restores, and the batch is left out
-    when it comes again; for a loss that is bad because the weights have become so. ``"raise"``: an error ends the run.
+    ``"rollback"``: the run goes back to its newest checkpoint whose weights had a good loss, with all that a resume
+    restores, and the batch is left out when it comes again; if the weights are not finite, the one trained on before,
+    whose gradient must have spoiled them. If the loss is bad there once more, with another batch, the
+    run goes one checkpoint further back before it blames that one too: the weights may have been spoiled before. Until
+    this run has saved, it begins again as it did, from its ``ckpt_path``. ``"raise"``: an error ends the run.
 
     *What it costs.* The loss is read before the backward is launched: on an accelerator the host waits there for the
     forward pass (not for the backward or the step, which still run while the next batch is prepared). Buffers that
@@ -63,7 +67,8 @@ class LossGuard(Callback):
         left_out: how often a batch was left out; logged as ``loss_guard/left_out`` each time.
 
     Raises:
-        RuntimeError: ``action="raise"``, more than ``max_events`` bad batches, or no checkpoint to go back to.
+        RuntimeError: ``action="raise"``, more than ``max_events`` bad batches, or no checkpoint (left) to go back to.
+        ValueError: ``action="rollback"``, and the run saves no checkpoints, or weights only.
     """
 
     #: A step may return None on all processes at once to skip a batch: they have agreed to.
@@ -100,6 +105,9 @@ class LossGuard(Callback):
         self.left_out = 0
         self._good: deque[float] = deque(maxlen=window)
         self._seen = 0
+        self._way_back = _WayBack()
+        self._going_back: Rollback | None = None
+        self._at_start: dict[str, Any] = {}
 
     @property
     def running_mean(self) -> float | None:
@@ -117,12 +125,28 @@ class LossGuard(Callback):
                 "LossGuard(action='rollback') needs checkpoints to go back to, but the Trainer has no ModelCheckpoint. "
                 "Leave enable_checkpointing=False out, or use action='skip'."
             )
+        if self.action == "rollback" and all(callback.save_weights_only for callback in trainer.checkpoint_callbacks):
+            raise ValueError(
+                "LossGuard(action='rollback') needs checkpoints to go back to, but ModelCheckpoint(save_weights_only="
+                "True) writes none that a fit can go on from. Leave that out, or use action='skip'."
+            )
         known = _read(self.exclude_batches_path) if trainer.is_global_zero and self.exclude_batches_path else {}
         self.batches = trainer.strategy.broadcast(known) | self.batches
 
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        back, self._going_back = self._going_back, None
+        if back is None:
+            self._way_back.begin(trainer)
+            self._at_start = self.state_dict()
+        elif not back.own:
+            self.load_state_dict(self._at_start)
+
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+        self._going_back = None
+
     def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
         """What runs in place of the training step: None, which skips the batch, if it is to be left out."""
-        state, batches = trainer.state, self.batches
+        state, batches, way_back = trainer.state, self.batches, self._way_back
         before = _Before(trainer)
 
         def guarded(batch: Any, batch_idx: int) -> Any:
@@ -139,6 +163,7 @@ class LossGuard(Callback):
                 before.learn()
                 self._good.append(loss)
                 self._seen += 1
+                way_back.last_good = state.global_step, state.epoch, state.batch_idx
                 return output
             self._note(trainer, loss)
             undo()
@@ -158,30 +183,37 @@ class LossGuard(Callback):
     def _note(self, trainer: Trainer, loss: float) -> None:
         """Keep, tell and act: returns if the batch is to be left out at once."""
         state, mean = trainer.state, self.running_mean
-        self.batches[state.epoch, state.batch_idx] = {"step": state.global_step, "loss": loss, "mean": mean}
-        if trainer.is_global_zero and self.exclude_batches_path:
-            _write(self.exclude_batches_path, self.batches)
         against = "no mean yet" if mean is None else f"running mean {mean:.6g} of {len(self._good)}"
         what = (
             f"LossGuard: the loss is {loss:.6g} ({against}) at step {state.global_step}, epoch {state.epoch}, batch "
             f"{state.batch_idx}"
         )
+        back = self._way_back.find(trainer, what) if self.action == "rollback" else None
+        if back is None:
+            self._blame(trainer, (state.epoch, state.batch_idx), loss, what)
+        elif back.blamed is not None:
+            self._blame(trainer, back.blamed, loss, what)
+        if self.action == "raise":
+            raise RuntimeError(
+                f"{what}; the weights are as they were before it. Look at that batch, and at the learning rate; "
+                "action='skip' leaves such batches out."
+            )
+        if back is not None:
+            messages.warn(f"{what}: {back}")
+            self._going_back = back
+            raise back
+        messages.warn(f"{what}: the batch is left out.")
+
+    def _blame(self, trainer: Trainer, batch: tuple[int, int], loss: float, what: str) -> None:
+        self.batches[batch] = {"step": trainer.global_step, "loss": loss, "mean": self.running_mean}
+        if trainer.is_global_zero and self.exclude_batches_path:
+            _write(self.exclude_batches_path, self.batches)
         if self.max_events is not None and len(self.batches) > self.max_events and self.action != "raise":
             raise RuntimeError(
                 f"{what}. It is bad batch number {len(self.batches)}, more than max_events={self.max_events}: not "
                 "single batches are at fault, but the data or the learning rate. Look at the batches in its `batches` "
                 "(epoch, index), lower the learning rate or clip gradients, or allow more of them."
             )
-        if self.action == "raise":
-            raise RuntimeError(
-                f"{what}; the weights are as they were before it. Look at that batch, and at the learning rate; "
-                "action='skip' leaves such batches out."
-            )
-        if self.action == "rollback":
-            path = _checkpoint_to_go_back_to(trainer, what)
-            messages.warn(f"{what}: going back to the last checkpoint, to leave the batch out when it comes again.")
-            raise Rollback(path)
-        messages.warn(f"{what}: the batch is left out.")
 
     def _leave_out(self, trainer: Trainer) -> None:
         self.left_out += 1
@@ -189,25 +221,153 @@ class LossGuard(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         batches = [{"epoch": epoch, "batch": batch, **about} for (epoch, batch), about in self.batches.items()]
-        return {"batches": batches, "left_out": self.left_out, "good": list(self._good), "seen": self._seen}
+        return {
+            "batches": batches,
+            "left_out": self.left_out,
+            "good": list(self._good),
+            "seen": self._seen,
+            "last_good": list(self._way_back.last_good),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # What was bad after the checkpoint stays known.
         self.batches.update(_by_place(state_dict["batches"]))
         self.left_out, self._seen = state_dict["left_out"], state_dict["seen"]
         self._good = deque(state_dict["good"], maxlen=self.window)
+        self._way_back.last_good = tuple(state_dict["last_good"])
 
 
 class Rollback(Exception):  # noqa: N818 - it is a request, no error
-    """Ends a fit that is to go on from a checkpoint of its own, in the same process.
+    """Ends a fit that is to go on from a checkpoint, in the same process.
 
     Attributes:
-        path: the checkpoint, or ``"last"``.
+        path: the checkpoint.
+        own: this run wrote it, so that all of it is to be restored; else the fit began with it, and is to again.
+        blamed: epoch and index of the batch that is to be left out when it comes again, or None.
     """
 
-    def __init__(self, path: Any) -> None:
-        super().__init__(f"The fit goes back to the checkpoint {str(path)!r}.")
-        self.path = path
+    def __init__(self, path: Any, own: bool, blamed: tuple[int, int] | None) -> None:
+        why = "further: the weights may be at fault"
+        if blamed is not None:
+            why = f"to leave out batch {blamed[1]} of epoch {blamed[0]} when it comes again"
+        super().__init__(f"going back to {str(path)!r}, {why}.")
+        self.path, self.own, self.blamed = path, own, blamed
+
+
+class _Saved(NamedTuple):
+    """A checkpoint of this run: its number among the saves, the optimizer steps before it, and where it is."""
+
+    sequence: int
+    step: int
+    path: str
+
+
+class _WayBack:
+    """Which checkpoint to go back to.
+
+    Weights have proved good when a loss computed with them was. The newest file of such weights is taken, else the
+    newest of weights that no loss was computed with yet, else the one that the fit began with.
+
+    Attributes:
+        last_good: optimizer steps before the last good loss, and epoch and index of its batch; -1 each before it.
+    """
+
+    def __init__(self) -> None:
+        self.last_good: tuple[int, int, int] = (-1, -1, -1)
+        self._began: tuple[Any, int, int] = (None, 0, 0)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._place = -1
+        self._suspect: tuple[int, int] | None = None
+        self._went_to = _Saved(-1, -1, "")
+        self._went_to_good = True
+        self._passed: set[int] = set()
+
+    def begin(self, trainer: Trainer) -> None:
+        """A fit begins, from ``trainer.ckpt_path``.
+
+        Of the files that are there, those are its own that led to where it begins: none, if it counts from step 0.
+        """
+        path, newest, before = trainer.ckpt_path, trainer._saves, 0
+        if trainer.global_step and trainer.is_global_zero:
+            known = None if path is None else manifest.read(path)
+            before = newest if path is None else known.sequence if known is not None else 0
+        self._began = path, before, newest
+        self.last_good = min(self.last_good[0], trainer.global_step - 1), *self.last_good[1:]
+        self._forget()
+
+    def find(self, trainer: Trainer, what: str) -> Rollback:
+        """Where to go back to from a bad loss; on several processes, the same on all of them.
+
+        Raises:
+            RuntimeError: there is nothing to go back to.
+        """
+        state, origin = trainer.state, self._began[0]
+        good_step, *before = self.last_good
+        batch = state.epoch, state.batch_idx
+        if good_step >= 0 and _spoiled(trainer):
+            batch = before[0], before[1]
+        again = good_step < self._place
+        self._place = max(self._place, state.global_step) if again else state.global_step
+        saved = [one for one in self._own(trainer) if one.sequence not in self._passed]
+        good = [one for one in saved if one.step <= good_step]
+        choice = good or [one for one in saved if one.step <= state.global_step]
+        blames = not again or batch == self._suspect
+        if not blames:
+            earlier = [one for one in choice if one.sequence < self._went_to.sequence]
+            blames = not earlier and self._went_to_good
+            choice = choice if blames else earlier
+        if not choice and origin is None:
+            raise RuntimeError(f"{what}, {self._nothing()}")
+        self._suspect = None if blames else batch
+        self._went_to, self._went_to_good = (choice[-1], bool(good)) if choice else (_Saved(-1, -1, ""), True)
+        self._passed.update(one.sequence for one in saved if one.sequence > self._went_to.sequence)
+        return Rollback(self._went_to.path or origin, own=bool(choice), blamed=batch if blames else None)
+
+    def _nothing(self) -> str:
+        if self._went_to.path:
+            return (
+                f"again after going back to {self._went_to.path!r}. No loss was good with the weights in it, and there "
+                "is no earlier checkpoint of this run: they were spoiled before it was saved. Keep more files "
+                "(save_top_k=-1), and look at the learning rate and at the gradients."
+            )
+        return (
+            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps), and not weights "
+            "only, or use action='skip'."
+        )
+
+    def _own(self, trainer: Trainer) -> list[_Saved]:
+        """The checkpoints of this run that a fit can go on from, oldest first, as rank 0 sees them."""
+        trainer.saver.wait()
+        found: set[_Saved] = set()
+        _, before, newest = self._began
+        for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else []:
+            run, folder, depth = callback.state_dict()["run"], callback.dirpath, (callback.filename or "").count("/")
+            for path in manifest.checkpoints_in(folder, depth) if folder else ():
+                known = _manifest(path)
+                if known is None or known.weights_only or run not in known.runs or before < known.sequence <= newest:
+                    continue
+                found.add(_Saved(known.sequence, known.global_step, str(path)))
+        return trainer.strategy.broadcast(sorted(found))
+
+
+def _spoiled(trainer: Trainer) -> bool:
+    """Whether a weight on any process is not finite. Every rank must call."""
+    parameters: Any = trainer.training_module.parameters()
+    local = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)  # a part, of what is sharded
+    mine = not all(torch.isfinite(p).all() for p in local)
+    strategy = trainer.strategy
+    if strategy.world_size == 1:
+        return mine
+    return strategy.reduce(torch.tensor([mine], dtype=torch.float64), "mean", strategy.host_group).item() > 0
+
+
+def _manifest(path: Any) -> manifest.Manifest | None:
+    try:
+        return manifest.read(path)
+    except (OSError, ValueError):  # damaged, or gone meanwhile
+        return None
 
 
 class _Before:
@@ -272,18 +432,6 @@ def _shared(trainer: Trainer, output: Any) -> tuple[float, bool]:
     both = torch.tensor([mine, float(output is None)], dtype=torch.float64)
     mean, given_up = strategy.reduce(both, "mean", strategy.host_group).tolist()
     return mean, given_up > 0
-
-
-def _checkpoint_to_go_back_to(trainer: Trainer, what: str) -> Any:
-    for callback in trainer.checkpoint_callbacks:
-        if callback.last_model_path or callback.best_model_path or callback.best_k_models:
-            return "last"
-    if trainer.ckpt_path is not None:
-        return trainer.ckpt_path
-    raise RuntimeError(
-        f"{what}, and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps), or use "
-        "action='skip'."
-    )
 
 
 def _by_place(batches: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:

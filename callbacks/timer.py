@@ -24,8 +24,8 @@ class Timer(Callback):
     """Stops the training when ``duration`` is used up; also a stopwatch for every stage.
 
     The time of a training is wall time from ``on_train_start`` on, validation included. It is saved in checkpoints: a
-    resumed run has only what is left. With several processes all stop at the same batch, soon after the first of their
-    clocks says so.
+    resumed run has only what is left. A fit that goes back to one of its checkpoints (``LossGuard``) gets no time back.
+    With several processes all stop at the same batch, soon after the first of their clocks says so.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict (``{"hours": 2}``); None: only measure.
@@ -96,7 +96,8 @@ class Timer(Callback):
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._begin("train")
+        if not self._training:
+            self._begin("train")
         self._announced = False
         if self._duration is not None:
             self._deadline = self._start["train"] + self._duration - self._used_before - self._grace
@@ -115,6 +116,10 @@ class Timer(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._end["train"] = perf_counter()
+
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+        if self._training:
+            self._end["train"] = perf_counter()
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._begin("sanity_check" if trainer.sanity_checking else "validate")
@@ -138,7 +143,13 @@ class Timer(Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._used_before = float(state_dict["time_elapsed"]["train"])
+        if not self._training:
+            self._used_before = float(state_dict["time_elapsed"]["train"])
+
+    @property
+    def _training(self) -> bool:
+        """A training has begun and not ended; also while a fit goes back to one of its checkpoints."""
+        return "train" in self._start and "train" not in self._end
 
     def _begin(self, stage: str) -> None:
         self._end.pop(stage, None)

@@ -414,6 +414,12 @@ class Trainer(TrainerStatus):
         return take_over(self, request, launcher(run_and_report, self, request, random_states()))
 
     def _run(self, request: Request) -> Any:
+        at_start = self.state.state_dict()
+        result, back = self._attempt(request)
+        return result if back is None else self._go_back(request, back, at_start)
+
+    def _attempt(self, request: Request) -> tuple[Any, Rollback | None]:
+        """Run until the end, or until a callback wants to go back to a checkpoint."""
         check.check_request(self.state.fn, request)
         self.state.begin(request.fn)
         result, failed, back, wanted = None, True, None, actions(self._signals)
@@ -430,7 +436,7 @@ class Trainer(TrainerStatus):
                 failed = False
             except Rollback as rollback:
                 self.saver.wait()
-                back, failed = rollback, False
+                back, failed = rollback.with_traceback(None), False
             except BaseException as error:
                 better = self.strategy.explain(error) or out_of_memory(self, error)
                 self._fail(better or error)
@@ -439,13 +445,19 @@ class Trainer(TrainerStatus):
                 raise
             finally:
                 self._teardown(request.fn, failed)
-        return result if back is None else self._go_back(request, back.path)
+        return result, back
 
-    def _go_back(self, request: Request, path: Any) -> Any:
-        """Go on with a fit from one of its checkpoints."""
-        asked, self._ckpt_asked = self._ckpt_asked, None
+    def _go_back(self, request: Request, back: Rollback | None, at_start: dict[str, Any]) -> Any:
+        """Go on with a fit from one of its checkpoints, or begin again as it was asked to; as often as wanted."""
+        result, asked = None, self._ckpt_asked
+        self._ckpt_asked = None
         try:
-            return self._run(replace(request, ckpt_path=path, restore=PARTS))
+            while back is not None:
+                parts = PARTS if back.own else request.restore
+                if "loops" not in parts:
+                    self.state.load_state_dict(at_start)
+                result, back = self._attempt(replace(request, ckpt_path=back.path, restore=parts))
+            return result
         finally:
             self._ckpt_asked = asked
 

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Trainer, TrainingModule, seed_everything
-from paceline.callbacks import LossGuard, ModelCheckpoint
+from paceline.callbacks import Callback, LossGuard, ModelCheckpoint, Timer
+from paceline.callbacks import timer as timer_module
 from paceline.loggers import CSVLogger
 from paceline.loggers.messages import PacelineWarning
+from paceline.trainer.checkpoint.parts import PARTS
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -73,11 +75,18 @@ def data(bad: dict[int, float], left_out: bool = False, size: int = 4) -> DataLo
     return DataLoader(TensorDataset(x[kept].flatten(0, 1)), batch_size=size)
 
 
-def fit(loader: Any, *callbacks: Any, kind: type[Net] = Net, ckpt_path: Any = None, **options: Any) -> Trainer:
+def fit(
+    loader: Any,
+    *callbacks: Any,
+    kind: type[Net] = Net,
+    ckpt_path: Any = None,
+    restore: Any = PARTS,
+    **options: Any,
+) -> Trainer:
     seed_everything(1, verbose=False)
     settings = {"max_epochs": 2, "enable_checkpointing": False, **options}
     trainer = Trainer(callbacks=list(callbacks), **{**QUIET, **settings})
-    trainer.fit(kind(), loader, ckpt_path=ckpt_path)
+    trainer.fit(kind(), loader, ckpt_path=ckpt_path, restore=restore)
     return trainer
 
 
@@ -205,6 +214,146 @@ def test_rollback_without_a_checkpoint_says_so(tmp_path: Path) -> None:
         fit(data(BAD), guard(action="rollback"))
     with pytest.raises(RuntimeError, match=r"no checkpoint yet to go back to\. Save earlier"):
         fit(data(BAD), guard(action="rollback"), ModelCheckpoint(tmp_path), enable_checkpointing=None)
+
+
+class Visits(Callback):
+    """Notes the checkpoints that the training goes on from, and spoils a step's gradient as often as told."""
+
+    def __init__(self, spoil_at: int = -1, times: int = 1) -> None:
+        self.files: list[str] = []
+        self.spoil_at, self.times = spoil_at, times
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.files.append(Path(trainer.ckpt_path).name if trainer.ckpt_path else "")
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == self.spoil_at and self.times:
+            self.times -= 1
+            next(pl_module.parameters()).grad.fill_(math.nan)
+
+
+class Certain(Net):
+    """Without dropout, so that random states, which a fine-tuning does not restore, make no difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = nn.Identity()
+
+
+def every_step(folder: Path, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=1, **{"save_top_k": -1, **options})
+
+
+def test_a_rollback_before_the_first_save_begins_again_as_the_fit_did(tmp_path: Path) -> None:
+    source = tmp_path / "source.ckpt"
+    fit(data({}), kind=Certain).save_checkpoint(source)
+    start: dict[str, Any] = {"ckpt_path": source, "restore": ("model",), "kind": Certain}
+    careful, visits, bad = guard(action="rollback"), Visits(), {4: math.nan, 8: 1e6}
+    keeper = ModelCheckpoint(tmp_path / "own", "{step}", every_n_train_steps=6)
+    went_back = fit(data(bad), careful, keeper, visits, enable_checkpointing=None, **start)
+    assert visits.files[:3] == ["source.ckpt", "source.ckpt", "step=6.ckpt"]
+    assert careful.left_out == 4
+    same_state(went_back, fit(data(bad, left_out=True), **start))
+
+
+def test_a_rollback_before_the_first_save_of_a_resumed_run_restores_all(tmp_path: Path) -> None:
+    source = tmp_path / "source.ckpt"
+    fit(data({}), max_epochs=1).save_checkpoint(source)
+    keeper = ModelCheckpoint(tmp_path / "own", every_n_train_steps=100, save_on_train_epoch_end=False)
+    went_back = fit(data(BAD), guard(action="rollback"), keeper, enable_checkpointing=None, ckpt_path=source)
+    same_state(went_back, fit(data(BAD), guard(), ckpt_path=source))
+
+
+def test_a_rollback_with_nothing_but_weights_to_go_back_to_is_an_error(tmp_path: Path) -> None:
+    weights = every_step(tmp_path / "weights", save_weights_only=True)
+    with pytest.raises(ValueError, match=r"save_weights_only=True\) writes none that a fit can go on from"):
+        fit(data(BAD), guard(action="rollback"), weights, enable_checkpointing=None)
+    late = ModelCheckpoint(tmp_path / "late", every_n_epochs=1)
+    with pytest.raises(RuntimeError, match="no checkpoint yet to go back to"):
+        fit(data(BAD), guard(action="rollback"), weights, late, enable_checkpointing=None)
+
+
+def test_a_rollback_passes_over_files_of_other_runs_and_of_weights_that_no_loss_proved(tmp_path: Path) -> None:
+    fit(data({}), every_step(tmp_path), enable_checkpointing=None)
+    careful, visits = guard(action="rollback"), Visits(spoil_at=4)
+    trainer = fit(data({}), careful, every_step(tmp_path), visits, enable_checkpointing=None)
+    assert visits.files == ["", "step=4-v1.ckpt"]
+    assert list(careful.batches) == [(0, 4)]  # its gradient it was
+    assert all(torch.isfinite(value).all() for value in trainer.training_module.state_dict().values())
+
+
+def test_a_batch_whose_gradient_always_spoils_the_weights_is_the_one_left_out(tmp_path: Path) -> None:
+    class Spoils(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.seen[-1] == 4:
+                self.layers[0].weight.grad.fill_(math.nan)
+
+    careful = guard(action="rollback")
+    went_back = fit(data({}), careful, every_step(tmp_path), enable_checkpointing=None, kind=Spoils)
+    assert sorted(careful.batches) == [(0, 4), (1, 4)]
+    same_state(went_back, fit(data({4: math.nan}, left_out=True)))
+
+
+def go_back_on_two_ranks(folder: Path, bad: dict[int, float], left_out: bool) -> Any:
+    """A window of two halves, so that a batch is bad on rank 1 alone."""
+    x = data(bad, left_out).dataset.tensors[0].clone()
+    x[0::2, 2] = 0.0
+    careful = guard(action="rollback")
+    loader = DataLoader(TensorDataset(x), batch_size=2)
+    keeper = every_step(folder / str(left_out))
+    trainer = fit(loader, careful, keeper, Visits(), strategy="ddp", devices=2, enable_checkpointing=None)
+    return {k: v.clone() for k, v in trainer.training_module.state_dict().items()}, sorted(careful.batches)
+
+
+def test_all_ranks_go_back_to_the_same_file(tmp_path: Path) -> None:
+    found = ranks(2, go_back_on_two_ranks, tmp_path, {4: math.nan, 5: 1e6}, False)
+    clean = ranks(2, go_back_on_two_ranks, tmp_path, {4: math.nan, 5: 1e6}, True)
+    for rank in range(2):
+        assert found[rank][1] == [(0, 4), (0, 5), (1, 4), (1, 5)]
+        assert all(torch.equal(found[rank][0][name], value) for name, value in clean[rank][0].items())
+
+
+def test_a_second_bad_loss_at_the_same_place_goes_further_back_before_it_blames_a_batch(tmp_path: Path) -> None:
+    class Drifted(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            drifted = self.trainer.global_step == 5 and "step=3" not in str(self.trainer.ckpt_path)
+            return loss * math.nan if drifted else loss
+
+    careful, visits = guard(action="rollback"), Visits()
+    fit(data({}), careful, every_step(tmp_path), visits, enable_checkpointing=None, kind=Drifted)
+    assert visits.files == ["", "step=4.ckpt", "step=3.ckpt"]
+    assert list(careful.batches) == [(0, 5)]
+
+
+@pytest.mark.parametrize("save_top_k", [-1, 1])
+def test_bad_batches_side_by_side_are_all_left_out(tmp_path: Path, save_top_k: int) -> None:
+    bad, careful = {4: math.nan, 5: 1e6, 6: math.nan}, guard(action="rollback")
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=save_top_k)
+    went_back = fit(data(bad), careful, keeper, enable_checkpointing=None)
+    same_state(went_back, fit(data(bad, left_out=True)))
+    assert sorted(careful.batches) == [(epoch, batch) for epoch in range(2) for batch in bad]
+
+
+def test_when_the_only_file_has_spoiled_weights_the_run_ends(tmp_path: Path) -> None:
+    keeper = every_step(tmp_path, save_top_k=1)
+    with pytest.raises(RuntimeError, match=r"again after going back to '.*step=5.ckpt'.*spoiled before it was saved"):
+        fit(data({}), guard(action="rollback"), keeper, Visits(spoil_at=4), enable_checkpointing=None)
+
+
+def test_a_rollback_gives_no_time_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(Callback):
+        now = 1000.0
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.now += 10
+
+    clock, timer = Clock(), Timer({"seconds": 115})
+    monkeypatch.setattr(timer_module, "perf_counter", lambda: clock.now)
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=3)
+    trainer = fit(data({5: math.nan}), guard(action="rollback"), keeper, timer, clock, enable_checkpointing=None)
+    assert (clock.now, timer.time_elapsed()) == (1120, 120)
+    assert trainer.global_step == 8  # of the 12 batches, 2 came again, the bad one twice
 
 
 def test_raise_ends_the_run_before_the_weights_change(tmp_path: Path) -> None:
