@@ -100,6 +100,8 @@ class Stops:
             for callback in trainer.callbacks if state.fn == "fit" else []:
                 if isinstance(callback, CheckpointKeeper):
                     callback.save_on_signal(trainer, signal.Signals(self.signum).name)
+                    if callback.has_saved(state.global_step):
+                        break  # one file to go on from is enough, and time may be short
         finally:
             state.saving = False
         return interruption(self.signum)

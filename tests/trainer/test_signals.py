@@ -77,7 +77,9 @@ def test_a_signal_ends_the_fit_at_the_step_with_one_save(signum: int, tmp_path: 
 def test_a_monitored_ranking_is_left_alone_and_last_is_rewritten(tmp_path: Path, quiet: dict[str, Any]) -> None:
     keeper = ModelCheckpoint(tmp_path / "a", monitor="val_loss", save_top_k=1, every_n_train_steps=1)
     last = ModelCheckpoint(tmp_path / "b", monitor="val_loss", save_last=True)
-    fit(quiet, Sends(signal.SIGTERM), keeper, last)
+    fit(quiet, Sends(signal.SIGTERM), keeper, ModelCheckpoint(tmp_path / "not needed"))
+    assert not (tmp_path / "not needed").exists()
+    fit(quiet, Sends(signal.SIGTERM), last)
     assert [file.name for file in (tmp_path / "a").iterdir()] == ["epoch=0-step=2.ckpt"]
     assert keeper.best_k_models == {}
     assert [file.name for file in (tmp_path / "b").iterdir()] == ["last.ckpt"]
