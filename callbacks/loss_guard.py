@@ -291,7 +291,7 @@ class _WayBack:
         """
         path, newest, before = trainer.ckpt_path, trainer._saves, 0
         if trainer.global_step and trainer.is_global_zero:
-            known = None if path is None else manifest.read(path)
+            known = None if path is None else _manifest(path)
             before = newest if path is None else known.sequence if known is not None else 0
         self._began = path, before, newest
         self.last_good = min(self.last_good[0], trainer.global_step - 1), *self.last_good[1:]

@@ -300,7 +300,7 @@ def settle_folders(trainer: Trainer, request: Request, path: Any) -> Any:
 
     if request.fn == "fit" and path is not None and trainer.loggers:
         path = found_on_rank_0(trainer, request, path)
-        if path is not None and "loops" in request.restore:
+        if path is not None and "loops" in request.restore and not request.again:
             take_over(trainer, path)
     if trainer.world_size > 1:
         trainer._log_dir = trainer.strategy.broadcast(trainer.log_dir)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Request:
-    """What an entry point was asked to do."""
+    """What an entry point was asked to do; ``again``: within its run, whose loggers go on."""
 
     fn: Fn
     module: Any
@@ -50,6 +50,7 @@ class Request:
     gather: bool = False
     weights_only: bool | None = None
     restore: tuple[str, ...] = PARTS
+    again: bool = False
 
 
 class Trainer(TrainerStatus):
@@ -456,7 +457,7 @@ class Trainer(TrainerStatus):
                 parts = PARTS if back.own else request.restore
                 if "loops" not in parts:
                     self.state.load_state_dict(at_start)
-                result, back = self._attempt(replace(request, ckpt_path=back.path, restore=parts))
+                result, back = self._attempt(replace(request, ckpt_path=back.path, restore=parts, again=True))
             return result
         finally:
             self._ckpt_asked = asked

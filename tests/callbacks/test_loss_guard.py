@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 import re
 from pathlib import Path
@@ -282,16 +283,24 @@ def test_a_rollback_passes_over_files_of_other_runs_and_of_weights_that_no_loss_
     assert all(torch.isfinite(value).all() for value in trainer.training_module.state_dict().values())
 
 
-def test_a_batch_whose_gradient_always_spoils_the_weights_is_the_one_left_out(tmp_path: Path) -> None:
+def test_a_batch_whose_gradient_always_spoils_the_weights_is_the_one_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "paceline")
+
     class Spoils(Net):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             if self.seen[-1] == 4:
                 self.layers[0].weight.grad.fill_(math.nan)
 
-    careful = guard(action="rollback")
-    went_back = fit(data({}), careful, every_step(tmp_path), enable_checkpointing=None, kind=Spoils)
+    careful, logger, clean_logger = guard(action="rollback"), CSVLogger(tmp_path / "a"), CSVLogger(tmp_path / "b")
+    options = {"enable_checkpointing": None, "log_every_n_steps": 1}
+    went_back = fit(data({}), careful, every_step(tmp_path), kind=Spoils, logger=logger, **options)
     assert sorted(careful.batches) == [(0, 4), (1, 4)]
-    same_state(went_back, fit(data({4: math.nan}, left_out=True)))
+    same_state(went_back, fit(data({4: math.nan}, left_out=True), logger=clean_logger, **options))
+    assert column(logger, "train_loss_step") == column(clean_logger, "train_loss_step")
+    assert [path.name for path in (tmp_path / "a").rglob("metrics.csv")] == ["metrics.csv"]
+    assert "another run" not in caplog.text
 
 
 def go_back_on_two_ranks(folder: Path, bad: dict[int, float], left_out: bool) -> Any:
