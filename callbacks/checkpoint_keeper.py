@@ -481,16 +481,22 @@ class CheckpointKeeper(Checkpoint):
         return {name: self._files.find(name, beside, state.get("dirpath")) for name in names}
 
     def _take_up(self, trainer: Trainer, state: dict[str, Any], leftovers: Collection[str]) -> None:
-        """Go on as the same run after its end: the next save replaces what it left outside the ranking.
+        """Go on as the same run after its end.
 
-        That is what the end kept it from deleting, and what it wrote after the checkpoint that is gone on from.
+        What that kept it from deleting goes now, and with the next save what it wrote after the checkpoint that is
+        gone on from, or that itself if it is outside the ranking.
         """
-        self._files.line = state.get("line") or self._files.line
-        depth = (self.filename or "").count("/")
-        later = self._files.later_than(str(trainer.ckpt_path), depth) if trainer.is_global_zero else []
-        later = trainer.strategy.broadcast(later)
+        start, files = locations.absolute(trainer.ckpt_path), self._files
+        files.line = state.get("line") or files.line
+        later: list[str] = []
+        if trainer.is_global_zero:
+            for path in leftovers:
+                if path != start:
+                    files.delete(path)
+            later = files.later_than(start, depth=(self.filename or "").count("/"))
         kept = {*self.best_k_models, self.best_model_path, self.last_model_path}
-        self._leftovers = sorted({*leftovers, *later} - kept)
+        outside = [start] if start in leftovers else []
+        self._leftovers = sorted({*outside, *trainer.strategy.broadcast(later)} - kept)
 
 
 _CHANGED_BY_SAVING = (

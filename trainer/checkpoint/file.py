@@ -53,7 +53,8 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
                 manifest.append(stream.raw, manifest.of(checkpoint))
             os.fsync(stream.raw.fileno())
     except BaseException as error:
-        if isinstance(error, OSError) and not isinstance(error, FileExistsError):
+        taken = isinstance(error, FileExistsError) and error.filename == str(target)
+        if isinstance(error, OSError) and not taken:
             raise _not_written(error, checkpoint, target, stream.written) from error
         if isinstance(error, RecursionError):
             raise ValueError(
