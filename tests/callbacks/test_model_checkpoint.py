@@ -780,14 +780,13 @@ def test_files_written_after_the_one_gone_on_from_get_no_twins(tmp_path: Path) -
 def test_what_others_save_in_the_folder_outlives_restarts(tmp_path: Path) -> None:
     class Mine(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 3:
-                trainer.save_checkpoint(tmp_path / "mine.ckpt")
+            if trainer.global_step in (2, 3):
+                trainer.save_checkpoint(tmp_path / f"mine-{trainer.global_step}.ckpt", trainer.global_step == 3)
 
     torch.manual_seed(1)
-    weights = ModelCheckpoint(tmp_path, save_weights_only=True)
-    fit(tmp_path, Mine(), weights, epochs=1)
+    fit(tmp_path, Mine(), ModelCheckpoint(tmp_path, save_weights_only=True), epochs=1)
     fit(tmp_path, ModelCheckpoint(tmp_path, save_weights_only=True), resume="auto")
-    assert "mine.ckpt" in names(tmp_path)
+    assert names(tmp_path) == ["epoch=2-step=12.ckpt", "mine-2.ckpt", "mine-3.ckpt"]
 
 
 def test_the_file_of_a_signal_is_replaced_when_the_run_went_on(tmp_path: Path) -> None:
