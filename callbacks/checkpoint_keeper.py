@@ -83,7 +83,8 @@ class CheckpointKeeper(Checkpoint):
         self._given_dirpath = None if dirpath is None else locations.absolute(dirpath)
         self._files = RunFiles(self._given_dirpath or "")
         self._inherited: dict[str, Any] | None = None
-        self._score_of_file: float | None = None
+        self._facts: dict[str, Any] = {}
+        self._leftovers: list[str] = []
         self._forget_steps(alone=True)
 
     @property
@@ -96,19 +97,24 @@ class CheckpointKeeper(Checkpoint):
             self._files.folder = trainer.strategy.broadcast(self._folder(trainer))
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._files.mark = trainer.strategy.broadcast(self._files.mark or uuid.uuid4().hex)
+        files = self._files
+        files.mark, files.line = trainer.strategy.broadcast((files.mark or uuid.uuid4().hex, uuid.uuid4().hex))
+        self._forget_steps(alone=trainer.world_size == 1)
+        self._leftovers = []
         if self._inherited is not None:
             self._adopt(trainer, self._inherited)
             self._inherited = None
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._forget_steps(alone=trainer.world_size == 1)
+        if self._saved_step != trainer.global_step:
+            self._saved_step, self._saved_path = -1, ""
+        if self._last_step != trainer.global_step:
+            self._last_step = -1
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         self._files.sign(checkpoint)
-        if self._score_of_file is not None:
-            facts = checkpoint.setdefault("paceline", {}).setdefault("manifest", {})
-            facts |= {"monitor": self.monitor, "score": self._score_of_file}
+        if self._facts:
+            checkpoint.setdefault("paceline", {}).setdefault("manifest", {}).update(self._facts)
 
     def _forget_steps(self, alone: bool) -> None:
         self._alone = alone
@@ -125,13 +131,14 @@ class CheckpointKeeper(Checkpoint):
         """Whether there is anything to save: not in trials, and not before the first step."""
         return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
 
-    def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True) -> None:
+    def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
         """Write the file of this step if it ranks, then ``last``, and tell the loggers.
 
         Args:
             trainer: the one that calls.
             ranked: False writes only ``last``.
             scored: False if the monitored metric does not belong to these weights.
+            background: False returns when the files are on the disk; else ``async_save`` decides.
         """
         ranked = ranked and self.save_top_k != 0
         if not (ranked or self.save_last) or not self.may_save(trainer):
@@ -148,7 +155,7 @@ class CheckpointKeeper(Checkpoint):
         if gone is not None or last:
             trainer.saver.wait()  # what became of the save before decides what is there to be replaced
             path = None if gone is None else self._unused(trainer, values, self.filename, replaces=gone)
-            self._write(trainer, values, path, gone, last, self.async_save)
+            self._write(trainer, values, path, gone, last, self.async_save if background else False)
         elif late:
             trainer.saver.wait()
             self._tell(trainer, "")
@@ -181,7 +188,7 @@ class CheckpointKeeper(Checkpoint):
         """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.
 
         Without a monitor the newest file gives way as always, and ``last`` is rewritten if it is kept. Otherwise the
-        file stays outside the ranking.
+        file stays outside the ranking, until the run goes on and saves again.
 
         Args:
             trainer: the one that calls.
@@ -191,12 +198,15 @@ class CheckpointKeeper(Checkpoint):
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
             return
         try:
+            trainer.saver.wait()
+        except Exception as error:  # what became of the save before is no reason not to save now
+            messages.error(f"The save before {name} had failed: {type(error).__name__}: {error}")
+        try:
             if self.save_last or (self.monitor is None and self.save_top_k):
-                self.save(trainer, ranked=self.monitor is None)
+                self.save(trainer, ranked=self.monitor is None, background=False)
             elif self._saved_step != step:
                 values = self._values(trainer)
                 self._write(trainer, values, self._unused(trainer, values, self.filename), None, False)
-            trainer.saver.wait()
         except Exception as error:  # the run ends by the signal all the same
             messages.error(f"The state could not be saved after {name}: {type(error).__name__}: {error}")
         else:
@@ -277,40 +287,57 @@ class CheckpointKeeper(Checkpoint):
         before = {name: getattr(self, name) for name in _CHANGED_BY_SAVING}
         self.best_k_models = dict(self.best_k_models)
         score, step = values.get(self.monitor or ""), trainer.global_step
-        successors: dict[str, str] = {}
+        replaced = [*self._leftovers, *(gone or ())]
+        paths: list[str] = []
         if path is not None:
             self._saved_step, self._saved_path = step, path
-            successors |= dict.fromkeys(gone or (), path)
+            paths.append(self._meant(path, replaced))
         if path is not None and gone is not None:
             self._take_in(path, score, gone)
         if last:
-            old, self._last_step = self.last_model_path, step
-            self.last_model_path = self._unused(trainer, values, self.CHECKPOINT_NAME_LAST, replaces=[old])
-            successors[old] = self.last_model_path
-        paths = [*filter(None, [path]), *([self.last_model_path] if last else [])]
+            replaced.append(self.last_model_path)
+            self.last_model_path = self._unused(trainer, values, self.CHECKPOINT_NAME_LAST, replaces=replaced)
+            self._last_step = step
+            paths.append(self._meant(self.last_model_path, replaced))
+        gives_way = [path] if path is not None and gone is None else []
+        self._leftovers = [old for old in dict.fromkeys(replaced) if old and old not in paths]
+        after = partial(self._saved, trainer, paths, self._leftovers)
+        self._leftovers = self._leftovers + gives_way  # what the file knows, should the run end before they are deleted
 
         def settled(error: BaseException | None) -> None:
             if error is not None:
                 vars(self).update(before)
-            elif trainer.state.status == "running":
+                return
+            self._leftovers = gives_way
+            if trainer.state.status == "running":
                 self._tell(trainer, path or "", score)
 
-        self._score_of_file = None if score is None else score.item()
+        self._facts = {"line": self._files.line}
+        if score is not None:
+            self._facts |= {"monitor": self.monitor, "score": score.item()}
         try:
-            after = partial(self._saved, trainer, paths, successors)
             trainer.saver.save(paths, self.save_weights_only, background, after, settled)
         except BaseException:
             vars(self).update(before)
             raise
         finally:
-            self._score_of_file = None
+            self._facts = {}
 
-    def _saved(self, trainer: Trainer, paths: Iterable[str], successors: Mapping[str, str]) -> None:
+    def _meant(self, path: str, replaced: Collection[str]) -> str:
+        """The path for the saver: a new name, unless a file of it is to be replaced."""
+        return locations.NewPath(path) if self.enable_version_counter and path not in replaced else path
+
+    def _saved(self, trainer: Trainer, paths: Collection[str], replaced: Iterable[str]) -> None:
         """The files are on the disk, so those before them may go. Called on rank 0, perhaps in a thread."""
-        for path in paths:
-            self._files.wrote(path)
-        for old, successor in successors.items():
-            self._delete(trainer, old, successor)
+        for old in replaced:
+            if old not in paths and old != self._protected(trainer):
+                self._files.delete(old)
+
+    @staticmethod
+    def _protected(trainer: Trainer) -> str | None:
+        """The file that the fit goes on from, if somebody named it; what was found for a word is one of many."""
+        path = trainer.ckpt_path
+        return None if not path or path == trainer._newest else locations.absolute(path)
 
     def _tell(self, trainer: Trainer, path: str, score: Tensor | None = None) -> None:
         """Tell the user and the loggers that a save is done."""
@@ -390,16 +417,11 @@ class CheckpointKeeper(Checkpoint):
         path = self.format_checkpoint_name(values, template)
         if self.enable_version_counter:
             versions = (self.format_checkpoint_name(values, template, ver) for ver in count(self.STARTING_VERSION))
-            path = self._files.unused(chain([path], versions), replaces)
+            path = self._files.unused(chain([path], versions), [*replaces, *self._leftovers])
         return self._agreed(trainer, path)
 
     def _agreed(self, trainer: Trainer, value: Any) -> Any:
         return value if self._alone else trainer.strategy.broadcast(value)
-
-    def _delete(self, trainer: Trainer, path: str, successor: str) -> None:
-        resumed_from = locations.absolute(trainer.ckpt_path) if trainer.ckpt_path else None
-        if path not in ("", successor, resumed_from):
-            self._files.delete(path)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -407,6 +429,7 @@ class CheckpointKeeper(Checkpoint):
         relative = self._files.relative
         return {
             "run": self._files.mark,
+            "line": self._files.line,
             "monitor": self.monitor,
             "best_model_path": relative(self.best_model_path),
             "best_model_score": self.best_model_score,
@@ -415,6 +438,10 @@ class CheckpointKeeper(Checkpoint):
             "kth_value": self.kth_value,
             "last_model_path": relative(self.last_model_path),
             "current_score": self.current_score,
+            "saved_step": self._saved_step,
+            "saved_path": relative(self._saved_path),
+            "last_step": self._last_step,
+            "leftovers": [relative(path) for path in self._leftovers],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -425,19 +452,51 @@ class CheckpointKeeper(Checkpoint):
     def _adopt(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Take over the files of the run that is resumed, from where they are now."""
         scores = state["best_k_models"]
-        beside = str(locations.location(locations.absolute(trainer.ckpt_path)).parent) if trainer.ckpt_path else ""
-        names = {*scores, state["best_model_path"], state["last_model_path"]} - {""}
-        found = {name: self._files.find(name, beside, state.get("dirpath")) for name in sorted(names)}
-        found = trainer.strategy.broadcast(found)
+        named = {*scores, state["best_model_path"], state["last_model_path"]} - {""}
+        names = sorted({*named, *state.get("leftovers", ())})
+        found = trainer.strategy.broadcast(self._find(trainer, names, state) if trainer.is_global_zero else {})
         self.best_k_models = {path: score for name, score in scores.items() if (path := found[name])}
         self.last_model_path = found.get(state["last_model_path"]) or ""
         if self.monitor is None:
             self.best_model_path = found.get(state["best_model_path"]) or ""
         else:
             self._rank()
-        lost = [name for name, path in found.items() if path is None]
+        kept = {*self.best_k_models, self.best_model_path, self.last_model_path}
+        saved = found.get(state.get("saved_path", ""))
+        if saved and saved in kept:
+            self._saved_step, self._saved_path = state["saved_step"], saved
+        last_step = state.get("last_step", -1)
+        goes_on = trainer.is_global_zero and trainer.ckpt_path is not None and trainer.ckpt_path == trainer._newest
+        at_step = trainer.is_global_zero and self._files.step_of(self.last_model_path) == last_step
+        goes_on, at_step = trainer.strategy.broadcast((goes_on, at_step))
+        self._last_step = last_step if at_step else -1
+        if goes_on:
+            self._take_up(trainer, state, {path for name in state.get("leftovers", ()) if (path := found[name])} - kept)
+        lost = sorted(name for name in named if found[name] is None)
         if lost:
             messages.info(f"Checkpoints of this run that are no longer there: {messages.names(lost, last='and')}.")
+
+    def _find(self, trainer: Trainer, names: Iterable[str], state: dict[str, Any]) -> dict[str, str | None]:
+        beside = str(locations.location(locations.absolute(trainer.ckpt_path)).parent) if trainer.ckpt_path else ""
+        return {name: self._files.find(name, beside, state.get("dirpath")) for name in names}
+
+    def _take_up(self, trainer: Trainer, state: dict[str, Any], leftovers: Collection[str]) -> None:
+        """Go on as the same run after its end.
+
+        What that kept it from deleting goes now, and with the next save what it wrote after the checkpoint that is
+        gone on from, or that itself if it is outside the ranking.
+        """
+        start, files = locations.absolute(trainer.ckpt_path), self._files
+        files.line = state.get("line") or files.line
+        later: list[str] = []
+        if trainer.is_global_zero:
+            for path in leftovers:
+                if path != start:
+                    files.delete(path)
+            later = files.later_than(start, depth=(self.filename or "").count("/"))
+        kept = {*self.best_k_models, self.best_model_path, self.last_model_path}
+        outside = [start] if start in leftovers else []
+        self._leftovers = sorted({*outside, *trainer.strategy.broadcast(later)} - kept)
 
 
 _CHANGED_BY_SAVING = (
@@ -450,6 +509,7 @@ _CHANGED_BY_SAVING = (
     "_saved_step",
     "_saved_path",
     "_last_step",
+    "_leftovers",
 )
 
 

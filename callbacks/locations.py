@@ -206,6 +206,12 @@ class Remote:
 Location: TypeAlias = Path | Remote
 
 
+class NewPath(str):
+    """A path where nothing is yet: what comes there meanwhile, from another process, must not be replaced."""
+
+    __slots__ = ()
+
+
 def location(path: str | os.PathLike[str] | Remote) -> Location:
     """What a path means: ``file://`` and what has no protocol is of this machine."""
     if isinstance(path, Remote):

@@ -46,6 +46,7 @@ class Manifest:
         world_size: processes of the run.
         versions: of paceline, torch and python.
         runs: the marks of the run that wrote it.
+        line: the mark of the callback that keeps it, the same in starts that went on from each other; else empty.
         written: time in UTC, ISO 8601.
         files: size in bytes and CRC-32 of each file of a folder (the manifest aside), or of each record of a file.
     """
@@ -61,6 +62,7 @@ class Manifest:
     world_size: int = 1
     versions: dict[str, str] = field(default_factory=dict)
     runs: list[str] = field(default_factory=list)
+    line: str = ""
     written: str = ""
     files: dict[str, list[int]] = field(default_factory=dict)
 
@@ -91,6 +93,7 @@ def of(checkpoint: dict[str, Any], files: dict[str, list[int]] | None = None) ->
         world_size=section.get("world_size", 1),
         versions=section.get("versions", {}),
         runs=section.get("runs", []),
+        line=facts.get("line", ""),
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         files=files or {},
     )

@@ -130,6 +130,7 @@ class ModelCheckpoint(CheckpointKeeper):
         self._monitor_is_validated = False
         self._metric_before_validation: Tensor | None = None
         self._next_step: float = math.inf
+        self._resumed: dict[str, Any] = {}
         self._begin(global_step=0)
 
     @property
@@ -184,8 +185,8 @@ class ModelCheckpoint(CheckpointKeeper):
         if not state.stepped or state.global_step < self._next_step:
             return
         if self._train_time_interval is None or self._time_is_up(trainer):
+            self._set_next(state.global_step)  # first, because the file holds it
             self._save_between_validations(trainer)
-            self._set_next(state.global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._epochs_ended += 1
@@ -223,18 +224,26 @@ class ModelCheckpoint(CheckpointKeeper):
             super().save_on_signal(trainer, name)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "monitor_is_validated": self._monitor_is_validated}
+        state = {**super().state_dict(), "monitor_is_validated": self._monitor_is_validated}
+        state |= {"waiting": self._waiting, "start_step": self._start_step}
+        if self._train_time_interval is not None:
+            state["seconds_left"] = self._deadline - perf_counter()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._monitor_is_validated = state_dict.get("monitor_is_validated", False)
+        self._resumed = state_dict
 
     def _begin(self, global_step: int) -> None:
-        """Start counting afresh, for a fit that begins at ``global_step``."""
-        self._start_step = global_step
+        """Start counting for a fit that begins at ``global_step``: afresh, or from where its checkpoint was."""
+        state, self._resumed = self._resumed, {}
+        self._start_step = state.get("start_step", global_step)
         self._epochs_ended = self._validations_ended = 0
-        self._waiting = False
+        self._waiting = state.get("waiting", False)
         self._set_next(global_step)
+        if self._train_time_interval is not None and "seconds_left" in state:
+            self._deadline = perf_counter() + state["seconds_left"]
 
     def _set_next(self, global_step: int) -> None:
         every = self._every_n_train_steps
@@ -262,8 +271,8 @@ class ModelCheckpoint(CheckpointKeeper):
         if self._monitor_has_value(trainer) and not self._monitor_is_validated:
             self.save(trainer)
         else:
-            self.save(trainer, ranked=self.save_top_k == -1, scored=False)
             self._waiting = self.save_top_k != 0
+            self.save(trainer, ranked=self.save_top_k == -1, scored=False)
 
     def _save_what_waits(self, trainer: Trainer) -> None:
         if self._monitor_has_value(trainer):

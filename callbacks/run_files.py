@@ -17,16 +17,13 @@ class RunFiles:
     Attributes:
         folder: absolute path or address; ``""`` until it is known.
         mark: a text that no other run has, put into each of its checkpoints.
+        line: a text that only those starts of a run have which went on from each other's newest checkpoint. It is put
+            into the manifests of the files that are kept here, not of those that others save in the same folder.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.mark = ""
-        self._written: set[str] = set()
-
-    def wrote(self, path: str) -> None:
-        """Take note that this process has written a file."""
-        self._written.add(path)
+        self.mark = self.line = ""
 
     def sign(self, checkpoint: dict[str, Any]) -> None:
         """Put the mark into a checkpoint that is about to be written."""
@@ -34,14 +31,22 @@ class RunFiles:
             checkpoint.setdefault("paceline", {}).setdefault("runs", []).append(self.mark)
 
     def is_ours(self, path: str) -> bool:
-        """Whether this process wrote the file, or the same run did before it was resumed."""
-        if path in self._written:
-            return True
-        try:
-            found = manifest.read(path)
-        except (OSError, ValueError):  # what cannot be read is not known to be ours
-            return False
+        """Whether the file that is there now was written by this run, be it before it was resumed."""
+        found = _manifest(path)
         return found is not None and self.mark in found.runs
+
+    def step_of(self, path: str) -> int | None:
+        """The step that a file of ours holds."""
+        found = _manifest(path) if path else None
+        return found.global_step if found is not None and self.mark in found.runs else None
+
+    def later_than(self, path: str, depth: int) -> list[str]:
+        """The files of this line, ``depth`` folders down, that were saved after the checkpoint at ``path``."""
+        start = _manifest(path)
+        if start is None:
+            return []
+        found = ((str(other), _manifest(str(other))) for other in manifest.checkpoints_in(self.folder, depth))
+        return [other for other, it in found if it and it.line == self.line and it.sequence > start.sequence]
 
     def unused(self, paths: Iterator[str], replaces: Collection[str]) -> str:
         """Return the first path that does not exist, or whose file is ours and to be replaced anyway."""
@@ -55,7 +60,6 @@ class RunFiles:
             locations.remove(path)
         except OSError as error:
             messages.warn(f"The checkpoint {path!r} is no longer needed, but could not be deleted: {error}")
-        self._written.discard(path)
 
     def relative(self, path: str) -> str:
         """The path as seen from the folder, which is how it is saved."""
@@ -76,3 +80,10 @@ class RunFiles:
             if location(path).exists():
                 return path
         return saved if os.path.isabs(saved) and os.path.exists(saved) else None
+
+
+def _manifest(path: str) -> manifest.Manifest | None:
+    try:
+        return manifest.read(path)
+    except (OSError, ValueError):  # what cannot be read is not known to be ours
+        return None

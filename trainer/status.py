@@ -55,6 +55,8 @@ class TrainerStatus:
     _optimizers: list[Optimizer]
     _ckpt_path: Any
     _ckpt_asked: Any
+    #: What ``"last"`` or ``"auto"`` found for this fit, on rank 0.
+    _newest: Any
     #: The number of the newest save, of this run or found in its folders.
     _saves: int
     #: The run's folder as rank 0 has it; None outside of a run of several processes.

@@ -396,7 +396,7 @@ class Trainer(TrainerStatus):
         self.predictions: Any = None
         self.predict_batch_indices: list[list[list[int]]] = []
         self.current_batch_indices: list[int] | None = None
-        self._ckpt_path = self._ckpt_asked = None
+        self._ckpt_path = self._ckpt_asked = self._newest = None
         self._saves = 0
         self._fit: FitLoop | None = None
         self._brought = None

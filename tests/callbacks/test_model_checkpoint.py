@@ -4,8 +4,13 @@ import logging
 import math
 import os
 import shutil
+import signal
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -22,6 +27,8 @@ from paceline.loggers.base import DummyLogger
 from paceline.loggers.messages import PacelineWarning
 from paceline.strategies.single_device import SingleDevice
 from paceline.trainer.checkpoint import file as checkpoint_file
+from paceline.trainer.checkpoint import replace
+from paceline.trainer.checkpoint.saver import Saver
 
 NAN = math.nan
 
@@ -692,6 +699,182 @@ def test_a_second_fit_saves_again_at_the_steps_it_reaches(tmp_path: Path) -> Non
     fit(tmp_path, saves, checkpoint, epochs=1)
     assert saves.steps == [4, 4]
     assert names(tmp_path) == ["epoch=0-step=4.ckpt", "last.ckpt"]
+
+
+# ---- killed and started again ----------------------------------------------------------------------------------------
+
+#: Functions that a run is killed in front of.
+DEADLY: dict[str, tuple[Any, str]] = {
+    "save": (Saver, "wait"),
+    "rename": (replace, "take_place"),
+    "delete": (run_files.RunFiles, "delete"),
+}
+
+
+def killed(place: str, call: int, work: Callable[[], Any]) -> bool:
+    """Run ``work`` in a forked process that ends just before a function's n-th call; whether it came to that."""
+    owner, name = DEADLY[place]
+    original, calls = getattr(owner, name), count(1)
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            os._exit(9)
+        return original(*args, **kwargs)
+
+    pid = os.fork()
+    if pid == 0:
+        setattr(owner, name, deadly)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitpid(pid, 0)[1] != 0
+
+
+def restarted(folder: Path, **arguments: Any) -> dict[str, float]:
+    """Start a run, or go on with it; returns its ranking."""
+    torch.manual_seed(1)
+    checkpoint = ModelCheckpoint(folder, "{step}", **arguments)
+    trainer = make_trainer(folder, checkpoint, epochs=2, val_check_interval=3, num_sanity_val_steps=0)
+    trainer.fit(TinyModule(lr=0.01), tiny_loader(6), tiny_loader(seed=1), ckpt_path="auto")
+    return {Path(path).name: score.item() for path, score in checkpoint.best_k_models.items()}
+
+
+@pytest.mark.parametrize("place", DEADLY)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"every_n_train_steps": 2},
+        {"every_n_train_steps": 2, "save_last": True, "monitor": "val_loss", "save_top_k": 2},
+        {"every_n_train_steps": 3, "monitor": "val_loss", "save_top_k": -1},
+        {"save_on_train_epoch_end": False, "monitor": "val_loss", "save_top_k": 2},
+    ],
+    ids=["newest", "waiting for the validation", "scored late", "after validations"],
+)
+def test_a_run_that_is_killed_keeps_the_files_of_one_left_alone(
+    place: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    ranking = restarted(tmp_path / "whole", **arguments)
+    for call in range(3, 9, 2):
+        folder = tmp_path / str(call)
+        if killed(place, call, partial(restarted, folder, **arguments)):
+            killed(place, 2, partial(restarted, folder, **arguments))
+            assert restarted(folder, **arguments) == ranking
+            assert names(folder) == names(tmp_path / "whole")
+
+
+def test_files_written_after_the_one_gone_on_from_get_no_twins(tmp_path: Path) -> None:
+    def run(folder: Path) -> None:
+        torch.manual_seed(1)
+        light = ModelCheckpoint(folder, "light", save_weights_only=True, every_n_train_steps=1)
+        whole = ModelCheckpoint(folder, "whole", every_n_train_steps=3)
+        make_trainer(folder, light, whole, epochs=2).fit(TinyModule(), tiny_loader(4), ckpt_path="auto")
+
+    folder = tmp_path / "killed"
+    assert killed("rename", 7, lambda: run(folder))  # light at 1, 2, 3; whole at 3; light at 4, 5
+    run(folder)
+    run(tmp_path / "whole")
+    assert names(folder) == names(tmp_path / "whole") == ["light.ckpt", "whole.ckpt"]
+
+
+def test_what_others_save_in_the_folder_outlives_restarts(tmp_path: Path) -> None:
+    class Mine(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step in (2, 3):
+                trainer.save_checkpoint(tmp_path / f"mine-{trainer.global_step}.ckpt", trainer.global_step == 3)
+
+    torch.manual_seed(1)
+    fit(tmp_path, Mine(), ModelCheckpoint(tmp_path, save_weights_only=True), epochs=1)
+    fit(tmp_path, ModelCheckpoint(tmp_path, save_weights_only=True), resume="auto")
+    assert names(tmp_path) == ["epoch=2-step=12.ckpt", "mine-2.ckpt", "mine-3.ckpt"]
+
+
+def test_the_file_of_a_signal_is_replaced_when_the_run_went_on(tmp_path: Path) -> None:
+    class Ends(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 6:
+                signal.raise_signal(signal.SIGTERM)
+
+    def keeper() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, "{step}", monitor="score")
+
+    with pytest.raises(SystemExit):
+        fit(tmp_path, Ends(), keeper(), module=Scored(1.0, 3.0, 2.0))
+    assert names(tmp_path) == ["step=4.ckpt", "step=6.ckpt"]
+    fit(tmp_path, keeper(), module=Scored(1.0, 3.0, 0.5), resume="auto")
+    assert names(tmp_path) == ["step=12.ckpt"]
+
+
+def test_a_signal_after_a_failed_write_in_the_background_still_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, stopping = checkpoint_file.write, Event()
+
+    def full_disk(checkpoint: dict[str, Any], path: Any) -> None:
+        if checkpoint["global_step"] == 2:
+            stopping.wait(60)
+            raise OSError(28, "No space left on device", str(path))
+        write(checkpoint, path)
+
+    class Keeper(ModelCheckpoint):
+        def save_on_signal(self, trainer: Any, name: str) -> None:
+            stopping.set()
+            super().save_on_signal(trainer, name)
+
+    class Ends(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(checkpoint_file, "write", full_disk)
+    checkpoint = Keeper(tmp_path, "{step}", every_n_train_steps=2, async_save=True)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, Ends(), checkpoint)
+    assert names(tmp_path) == ["step=3.ckpt"]
+    assert "The save before SIGTERM had failed: OSError: [Errno 28]" in capsys.readouterr().err
+
+
+def test_a_wait_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module_under_test, "perf_counter", lambda: now[0])
+    first = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=10))
+    fit(tmp_path, first, epochs=1)
+    now[0] = 7.0
+    state = first.state_dict()
+    again = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=10))
+    again.load_state_dict(state)
+    again._begin(4)
+    assert (state["seconds_left"], again._deadline) == (3.0, 10.0)
+
+
+def test_another_runs_file_of_the_same_name_is_neither_replaced_nor_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "other", "model"), epochs=1)
+    other = (tmp_path / "other" / "model.ckpt").read_bytes()
+    folder, write = tmp_path / "shared", checkpoint_file.write
+
+    def slow(checkpoint: dict[str, Any], path: Any) -> None:
+        folder.mkdir()
+        (folder / "model.ckpt").write_bytes(other)
+        write(checkpoint, path)
+
+    monkeypatch.setattr(checkpoint_file, "write", slow)
+    with pytest.raises(FileExistsError, match=r"another run saved one of the same name.*dirpath"):
+        fit(tmp_path, ModelCheckpoint(folder, "model"))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"model.ckpt": other}
+
+
+def test_a_file_of_ours_that_another_run_replaced_is_not_deleted(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "other", "{step}"), epochs=1)
+
+    class Replaces(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                shutil.copy(tmp_path / "other" / "step=4.ckpt", tmp_path / "shared" / "step=4.ckpt")
+
+    fit(tmp_path, Replaces(), ModelCheckpoint(tmp_path / "shared", "{step}"))
+    assert names(tmp_path / "shared") == ["step=12.ckpt", "step=4.ckpt"]
 
 
 # ---- on an exception -------------------------------------------------------------------------------------------------

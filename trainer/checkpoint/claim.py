@@ -29,26 +29,32 @@ class Claims:
     def __init__(self) -> None:
         self._held: dict[str, int] = {}
 
-    def take(self, folders: Iterable[str], alone: bool = False) -> None:
+    def take(self, folders: Iterable[str], alone: bool = False) -> bool:
         """Hold folders until :meth:`release`; those that do not exist yet are left out.
 
         Args:
             folders: those behind addresses are left out too.
             alone: no other run may hold them at this moment.
 
+        Returns:
+            Whether it is certain that no other run did.
+
         Raises:
             BlockingIOError: another run does, and went on doing so.
         """
+        certain = alone
         for folder in folders:
             if fcntl is None or not os.path.isdir(folder):
+                certain = False
                 continue
             handle = self._held.get(folder)
             if handle is None:
                 handle = self._held[folder] = os.open(folder, os.O_RDONLY)
             if alone:
-                _wait_for(fcntl, folder, handle)
+                certain = _wait_for(fcntl, folder, handle) and certain
             with suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return certain
 
     def release(self) -> None:
         """Let go of all folders."""
@@ -56,14 +62,15 @@ class Claims:
             os.close(self._held.popitem()[1])
 
 
-def _wait_for(fcntl: Any, folder: str, handle: int) -> None:
+def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
+    """Wait until nobody else holds the folder; False if that cannot be known here."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                return
+                return False
             if time.monotonic() > deadline:
                 raise BlockingIOError(
                     error.errno,
@@ -74,4 +81,4 @@ def _wait_for(fcntl: Any, folder: str, handle: int) -> None:
                 ) from None
             time.sleep(0.05)
         else:
-            return
+            return True

@@ -32,11 +32,12 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
 
     Args:
         checkpoint: plain data and tensors.
-        path: the file.
+        path: the file; a ``NewPath`` replaces none.
         whole: False if the file is a part of a folder, which has the manifest.
 
     Raises:
         TypeError: a value is neither plain data nor a tensor; the message has its place.
+        FileExistsError: there is one at a ``NewPath``.
         OSError: it could not be written. What was at ``path`` is still there.
     """
     target = location(path)
@@ -45,13 +46,15 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
     stream = _Stream()
     try:
         checkpoint = plain(checkpoint, "checkpoint")
-        with replace.written_aside(target) as temporary, _File(temporary, "x+") as stream.raw:
+        new = isinstance(path, locations.NewPath)
+        with replace.written_aside(target, new) as temporary, _File(temporary, "x+") as stream.raw:
             _save(checkpoint, stream)
             if whole:
                 manifest.append(stream.raw, manifest.of(checkpoint))
             os.fsync(stream.raw.fileno())
     except BaseException as error:
-        if isinstance(error, OSError):
+        taken = isinstance(error, FileExistsError) and error.filename == str(target)
+        if isinstance(error, OSError) and not taken:
             raise _not_written(error, checkpoint, target, stream.written) from error
         if isinstance(error, RecursionError):
             raise ValueError(

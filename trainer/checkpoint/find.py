@@ -10,6 +10,7 @@ from ...callbacks.locations import Location, absolute, is_remote, location
 from ...callbacks.manifest import FORMAT, Manifest
 from ...loggers import messages
 from .read import read
+from .replace import remove_temporaries
 from .verify import problem
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
     if ckpt_path in ("last", "auto"):
         newest = _newest(trainer, ckpt_path, fn)
         if newest is not None and fn == "fit":
-            trainer._claims.take([str(newest.parent)], alone=True)
+            if trainer._claims.take([str(newest.parent)], alone=True):
+                remove_temporaries(newest.parent)
+            trainer._newest = newest
         return newest
     return location(ckpt_path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -16,20 +17,22 @@ from uuid import uuid4
 from ...callbacks import locations, manifest
 from ...callbacks.locations import Location, Remote
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
+#: What :func:`temporary_name` makes, and ``locations.remove``.
+_TEMPORARY = re.compile(r"\.(.+\.[0-9a-f]{12}|[0-9a-f]{32})\.tmp")
 
 
 @contextmanager
-def written_aside(target: Location) -> Iterator[Path]:
+def written_aside(target: Location, new: bool = False) -> Iterator[Path]:
     """A path of this machine to write a file at, synced; when the block ends it takes the place of ``target``.
 
-    If the block raises, nothing of it is left and ``target`` is as it was.
+    If the block raises, nothing of it is left and ``target`` is as it was. ``new`` as for :func:`take_place`.
     """
     temporary = beside(target, temporary_name(target.name))
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        take_place(temporary, target)
+        take_place(temporary, target, new)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -48,15 +51,32 @@ def temporary_name(name: str) -> str:
     return f".{name}{ending}" if len(os.fsencode(name)) + len(ending) < longest_name else f".checkpoint{ending}"
 
 
-def take_place(temporary: Path, target: Location) -> None:
+def remove_temporaries(folder: Location) -> None:
+    """Delete what saves that were killed left in a folder of this machine. No run may be saving there."""
+    for path in folder.iterdir() if isinstance(folder, Path) else ():
+        if _TEMPORARY.fullmatch(path.name):
+            remove(path)
+
+
+def take_place(temporary: Path, target: Location, new: bool = False) -> None:
     """Give what is at ``temporary`` the name ``target``, delete what had that name, and sync the folder.
 
     A file is uploaded if ``target`` is an address.
+
+    Args:
+        temporary: a file or folder of this machine.
+        target: where it belongs.
+        new: nothing is to be replaced.
+
+    Raises:
+        FileExistsError: it is ``new``, but something came there meanwhile. That is left as it is.
     """
     if isinstance(target, Path):
-        _rename(temporary, target)
+        (_rename_new if new else _rename)(temporary, target)
         sync_folder(target.parent)
         return
+    if new and target.exists():
+        raise _came_meanwhile(target)
     target.upload(temporary)
     temporary.unlink()
     if manifest.is_folder(target):  # behind an address both can be there
@@ -83,13 +103,60 @@ def _rename(temporary: Path, target: Path) -> None:
     remove(temporary)
 
 
+def _rename_new(temporary: Path, target: Path) -> None:
+    """Rename to a name that is free, in one step; where neither Linux nor hard links do that, look first."""
+    try:
+        problem = _renameat2(temporary, target, _RENAME_NOREPLACE)
+        if problem == errno.EEXIST:
+            raise FileExistsError
+        if problem and not temporary.is_dir():
+            _link(temporary, target)
+        elif problem:  # a folder replaces none that has anything in it
+            _rename_if_free(temporary, target)
+    except FileExistsError:
+        raise _came_meanwhile(target) from None
+
+
+def _link(temporary: Path, target: Path) -> None:
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise
+    except OSError:  # there are no links here
+        _rename_if_free(temporary, target)
+    else:
+        temporary.unlink()
+
+
+def _rename_if_free(temporary: Path, target: Path) -> None:
+    if os.path.lexists(target):
+        raise FileExistsError
+    temporary.rename(target)
+
+
+def _came_meanwhile(target: Location) -> FileExistsError:
+    return FileExistsError(
+        errno.EEXIST,
+        "The checkpoint was not saved: while it was being written, another run saved one of the same name, which is "
+        "left as it is. Give each run its own folder (dirpath, default_root_dir). Checkpoint",
+        str(target),
+    )
+
+
 def _exchange(one: Path, other: Path) -> bool:
+    return _renameat2(one, other, _RENAME_EXCHANGE) == 0
+
+
+def _renameat2(one: Path, other: Path, flag: int) -> int:
+    """Linux's call; 0 or what is wrong, ``ENOSYS`` where there is no such call."""
     if not sys.platform.startswith("linux"):
-        return False
-    with suppress(AttributeError):
+        return errno.ENOSYS
+    try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
-        return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
-    return False
+    except AttributeError:
+        return errno.ENOSYS
+    failed = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), flag)
+    return ctypes.get_errno() if failed else 0
 
 
 def remove(path: Path) -> None:

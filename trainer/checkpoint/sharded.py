@@ -53,7 +53,7 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    target = location(path)
+    target, new = location(path), isinstance(path, locations.NewPath)
     parts: dict[str, DTensor] = {}
     known: dict[int, Tensor] = {}
 
@@ -73,7 +73,7 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
         agreed(lambda: _write_parts(parts, temporary, strategy))
         own = agreed(lambda: _bring(sorted(temporary.glob(f"__{strategy.global_rank}_*")), temporary, target))
         files = {name: sum_ for found in strategy.gather_objects(own) for name, sum_ in found.items()}
-        agreed(lambda: strategy.is_global_zero and _finish(contents, temporary, target, files))
+        agreed(lambda: strategy.is_global_zero and _finish(contents, temporary, target, files, new))
     except BaseException:
         if strategy.is_global_zero:
             _clear(temporary, target)
@@ -160,7 +160,9 @@ def _bring(written: list[Path], temporary: Path, target: Location) -> dict[str, 
     return {f"{folder.name}/{name}": sum_ for name, sum_ in found.items()}
 
 
-def _finish(contents: dict[str, Any], temporary: Path, target: Location, files: dict[str, list[int]]) -> None:
+def _finish(
+    contents: dict[str, Any], temporary: Path, target: Location, files: dict[str, list[int]], new: bool
+) -> None:
     elsewhere = [name for name in files if isinstance(target, Path) and not (temporary / name).exists()]
     if elsewhere:
         raise OSError(
@@ -173,7 +175,7 @@ def _finish(contents: dict[str, Any], temporary: Path, target: Location, files: 
     manifest.write(temporary, manifest.of(contents, files))
     if isinstance(target, Path):
         replace.sync_folder(temporary)
-        replace.take_place(temporary, target)
+        replace.take_place(temporary, target, new)
     else:
         _upload_manifest(temporary, target)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import pickle
 import resource
@@ -10,6 +11,7 @@ import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint, manifest
 from paceline.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from paceline.trainer.checkpoint import replace
 from paceline.trainer.checkpoint.read import read
 from paceline.trainer.checkpoint.replace import take_place
 from paceline.trainer.checkpoint.verify import sums
@@ -256,6 +259,36 @@ def test_files_and_folders_replace_each_other(tmp_path: Path) -> None:
         take_place(make("new", new), tmp_path / "it")
         assert (tmp_path / "it").is_dir() is new
         assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
+@pytest.mark.parametrize("linux", [True, False])
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_new_name_replaces_nothing(folder: bool, linux: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if not linux:
+        monkeypatch.setattr(replace, "_renameat2", lambda *_: errno.ENOSYS)
+    for turn in ("first", "second"):
+        inside = new = tmp_path / "new"
+        if folder:
+            new.mkdir()
+            inside = new / "inside"
+        inside.write_text(turn)
+        if turn == "first":
+            take_place(new, tmp_path / "it", new=True)
+        else:
+            with pytest.raises(FileExistsError, match=r"another run saved one of the same name.*dirpath"):
+                take_place(new, tmp_path / "it", new=True)
+    assert (tmp_path / "it" / "inside" if folder else tmp_path / "it").read_text() == "first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["it", "new"]
+
+
+def test_what_killed_saves_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    ours = [replace.temporary_name("a.ckpt"), replace.temporary_name("x" * 254), f".{uuid4().hex}.tmp"]
+    others = ["a.ckpt", ".a.ckpt.tmp", ".notes.1.tmp", "a.0123456789ab.tmp", ".hidden"]
+    for name in [*ours, *others]:
+        (tmp_path / name).write_text(name)
+    (tmp_path / replace.temporary_name("folder.ckpt")).mkdir()
+    replace.remove_temporaries(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
 
 
 def test_model_checkpoint_keeps_and_deletes_folders(tmp_path: Path) -> None:
