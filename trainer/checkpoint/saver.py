@@ -126,7 +126,8 @@ class Saver:
         """Hold the folders while the run lasts; they are made here, so that they can be held."""
         if self._trainer.state.fn is None or not self._trainer.is_global_zero:
             return
-        folders = {locations.location(path).parent for path in paths if not locations.is_remote(path)}
+        places = [locations.location(path) for path in paths]
+        folders = {place.parent for place in places if isinstance(place, Path)}
         with suppress(OSError):  # that it cannot be written to is said by the write
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
