@@ -312,9 +312,8 @@ class CheckpointKeeper(Checkpoint):
             if trainer.state.status == "running":
                 self._tell(trainer, path or "", score)
 
-        self._facts = {"line": self._files.line}
-        if score is not None:
-            self._facts |= {"monitor": self.monitor, "score": score.item()}
+        ranked_by = {} if score is None else {"monitor": self.monitor, "score": score.item()}
+        self._facts = {"line": self._files.line, **ranked_by}
         try:
             trainer.saver.save(paths, self.save_weights_only, background, after, settled)
         except BaseException:
@@ -488,15 +487,10 @@ class CheckpointKeeper(Checkpoint):
         """
         start, files = locations.absolute(trainer.ckpt_path), self._files
         files.line = state.get("line") or files.line
-        later: list[str] = []
-        if trainer.is_global_zero:
-            for path in leftovers:
-                if path != start:
-                    files.delete(path)
-            later = files.later_than(start, depth=(self.filename or "").count("/"))
+        depth = (self.filename or "").count("/")
+        left = trainer.strategy.broadcast(files.go_on(start, leftovers, depth) if trainer.is_global_zero else [])
         kept = {*self.best_k_models, self.best_model_path, self.last_model_path}
-        outside = [start] if start in leftovers else []
-        self._leftovers = sorted({*outside, *trainer.strategy.broadcast(later)} - kept)
+        self._leftovers = sorted({*left} - kept)
 
 
 _CHANGED_BY_SAVING = (

@@ -40,7 +40,17 @@ class RunFiles:
         found = _manifest(path) if path else None
         return found.global_step if found is not None and self.mark in found.runs else None
 
-    def later_than(self, path: str, depth: int) -> list[str]:
+    def go_on(self, start: str, leftovers: Collection[str], depth: int) -> list[str]:
+        """Delete what was left over when ``start`` was saved; return what only the next save may replace.
+
+        That is ``start`` itself if it was left over, and what was saved after it.
+        """
+        for path in leftovers:
+            if path != start:
+                self.delete(path)
+        return [*([start] if start in leftovers else []), *self._later_than(start, depth)]
+
+    def _later_than(self, path: str, depth: int) -> list[str]:
         """The files of this line, ``depth`` folders down, that were saved after the checkpoint at ``path``."""
         start = _manifest(path)
         if start is None:
