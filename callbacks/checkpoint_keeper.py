@@ -464,15 +464,13 @@ class CheckpointKeeper(Checkpoint):
         saved = found.get(state.get("saved_path", ""))
         if saved and saved in kept:
             self._saved_step, self._saved_path = state["saved_step"], saved
-        last_step = state.get("last_step", -1)
-        goes_on = trainer.is_global_zero and trainer.ckpt_path is not None and trainer.ckpt_path == trainer._newest
-        at_step = trainer.is_global_zero and self._files.step_of(self.last_model_path) == last_step
+        at_step = trainer.is_global_zero and self._files.step_of(self.last_model_path) == state.get("last_step")
+        goes_on = trainer.ckpt_path is not None and trainer.ckpt_path == trainer._newest
         goes_on, at_step = trainer.strategy.broadcast((goes_on, at_step))
-        self._last_step = last_step if at_step else -1
+        self._last_step = state["last_step"] if at_step else -1
         if goes_on:
             self._take_up(trainer, state, {path for name in state.get("leftovers", ()) if (path := found[name])} - kept)
-        lost = sorted(name for name in named if found[name] is None)
-        if lost:
+        if lost := sorted(name for name in named if found[name] is None):
             messages.info(f"Checkpoints of this run that are no longer there: {messages.names(lost, last='and')}.")
 
     def _find(self, trainer: Trainer, names: Iterable[str], state: dict[str, Any]) -> dict[str, str | None]:

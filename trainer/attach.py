@@ -285,7 +285,8 @@ def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
     """
     from .checkpoint.find import find_checkpoint
 
-    asked = request.ckpt_path if trainer._ckpt_asked is None else trainer._ckpt_asked
+    told = None if request.again else trainer._ckpt_asked
+    asked = request.ckpt_path if told is None else told
     if asked is None and request.fn == "fit" and is_requeued():
         asked = "auto"
     return asked if asked in ("last", "auto") else find_checkpoint(trainer, asked, request.fn, reused)

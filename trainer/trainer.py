@@ -415,52 +415,44 @@ class Trainer(TrainerStatus):
         return take_over(self, request, launcher(run_and_report, self, request, random_states()))
 
     def _run(self, request: Request) -> Any:
-        at_start = self.state.state_dict()
-        result, back = self._attempt(request)
-        return result if back is None else self._go_back(request, back, at_start)
-
-    def _attempt(self, request: Request) -> tuple[Any, Rollback | None]:
-        """Run until the end, or until a callback wants to go back to a checkpoint."""
+        """Run until the end; again from a checkpoint as often as a callback wants to go back to one."""
         check.check_request(self.state.fn, request)
-        self.state.begin(request.fn)
-        result, failed, back, wanted = None, True, None, actions(self._signals)
-        with watch(self.state, wanted), Stops(self, wanted) as self._stops:
-            try:
-                with numerics(self):
-                    resumed = attach(self, request)
-                    loop = FitLoop(self, resumed) if request.fn == "fit" else self._evaluation(request)
-                    result = loop.run()
-                    for hook in self._hooks.on_fit_end if request.fn == "fit" else ():
-                        hook()
+        given, at_start = request, self.state.state_dict()
+        while True:
+            self.state.begin(request.fn)
+            result, failed, back, wanted = None, True, None, actions(self._signals)
+            with watch(self.state, wanted), Stops(self, wanted) as self._stops:
+                try:
+                    with numerics(self):
+                        resumed = attach(self, request)
+                        loop = FitLoop(self, resumed) if request.fn == "fit" else self._evaluation(request)
+                        result = loop.run()
+                        for hook in self._hooks.on_fit_end if request.fn == "fit" else ():
+                            hook()
+                        self.saver.wait()
+                        self._stops.at_end()
+                    failed = False
+                except Rollback as rollback:
                     self.saver.wait()
-                    self._stops.at_end()
-                failed = False
-            except Rollback as rollback:
-                self.saver.wait()
-                back, failed = rollback.with_traceback(None), False
-            except BaseException as error:
-                better = self.strategy.explain(error) or out_of_memory(self, error)
-                self._fail(better or error)
-                if better is not None:
-                    raise better from error
-                raise
-            finally:
-                self._teardown(request.fn, failed)
-        return result, back
+                    back, failed = rollback.with_traceback(None), False
+                except BaseException as error:
+                    better = self.strategy.explain(error) or out_of_memory(self, error)
+                    self._fail(better or error)
+                    if better is not None:
+                        raise better from error
+                    raise
+                finally:
+                    self._teardown(request.fn, failed)
+            if back is None:
+                return result
+            request = self._gone_back(given, back, at_start)
 
-    def _go_back(self, request: Request, back: Rollback | None, at_start: dict[str, Any]) -> Any:
-        """Go on with a fit from one of its checkpoints, or begin again as it was asked to; as often as wanted."""
-        result, asked = None, self._ckpt_asked
-        self._ckpt_asked = None
-        try:
-            while back is not None:
-                parts = PARTS if back.own else request.restore
-                if "loops" not in parts:
-                    self.state.load_state_dict(at_start)
-                result, back = self._attempt(replace(request, ckpt_path=back.path, restore=parts, again=True))
-            return result
-        finally:
-            self._ckpt_asked = asked
+    def _gone_back(self, given: Request, back: Rollback, at_start: dict[str, Any]) -> Request:
+        """The fit from one of its checkpoints on, or once more as it was asked for."""
+        parts = PARTS if back.own else given.restore
+        if "loops" not in parts:
+            self.state.load_state_dict(at_start)
+        return replace(given, ckpt_path=back.path, restore=parts, again=True)
 
     def _evaluation(self, request: Request) -> EvalLoop:
         kind: Any = request.fn
