@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ class FolderLogger(Logger):
     @property
     def version(self) -> int | str:
         if self._version is None:
-            self._version = self._claim()
+            with self._writing():
+                self._version = self._claim()
         return self._version
 
     @property
@@ -93,8 +95,9 @@ class FolderLogger(Logger):
         if not messages.is_rank_zero():
             return Nothing()
         if self._experiment is None:
-            os.makedirs(self.log_dir, exist_ok=True)
-            self._experiment = self._open()
+            with self._writing():
+                os.makedirs(self.log_dir, exist_ok=True)
+                self._experiment = self._open()
         return self._experiment
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
@@ -103,14 +106,16 @@ class FolderLogger(Logger):
         if not messages.is_rank_zero():
             return
         if self.hparams:
-            self._write_hparams()
+            with self._writing():
+                self._write_hparams()
         if metrics:
             self.log_metrics(metrics, step=0)
 
     def state_dict(self) -> dict[str, Any]:
         if not self._run_marked:
-            os.makedirs(self.log_dir, exist_ok=True)
-            _write(self._mark_of(self.version), self._run)
+            with self._writing():
+                os.makedirs(self.log_dir, exist_ok=True)
+                _write(self._mark_of(self.version), self._run)
             self._run_marked = True
         return {"version": self.version, "run": self._run, "step": self._step}
 
@@ -143,6 +148,20 @@ class FolderLogger(Logger):
     def _open(self) -> Any:
         """Make the object that writes. The run's folder exists."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it writes with. Define _open(self).")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say what to do about a folder that cannot be written to."""
+        try:
+            yield
+        except OSError as error:
+            text = (
+                f"{error.strerror or error}: {type(self).__name__} cannot write to its folder. Make it writable, free "
+            )
+            text += (
+                "free space there, or choose another (save_dir of the logger, default_root_dir of the Trainer). Folder"
+            )
+            raise OSError(error.errno, text, self.root_dir) from error
 
     def _next_step(self, step: int | None) -> int:
         self._step = self._step + 1 if step is None else int(step)

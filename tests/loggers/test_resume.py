@@ -269,7 +269,6 @@ def test_wandb_goes_on_with_the_run_of_the_checkpoint(offline_wandb: Path, wandb
     trainer = run(None)
     first, second = sorted(offline_wandb.glob(f"wandb/offline-run-*/run-{trainer.loggers[0].version}.wandb"))
     before, after = wandb_history(first), wandb_history(second)
-    assert {row["_step"] for row in before} & {row["_step"] for row in after}  # it had gone on before it was killed
     joined = [row for row in before if row["_step"] < after[0]["_step"]] + after
     assert [row["_step"] for row in joined] == list(range(len(joined)))
     assert [row["trainer/global_step"] for row in joined if "train_loss_step" in row] == [1, 2, 3, 4, 5]

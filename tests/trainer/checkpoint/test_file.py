@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.loggers import CSVLogger
 from paceline.trainer.checkpoint import file
 
 
@@ -191,6 +192,19 @@ def test_a_full_disk_leaves_the_old_file_and_names_path_and_bytes(small_disk: Pa
     assert os.listdir(small_disk) == ["x.ckpt"]
     file.write(checkpoint(3.0, 10_000), path)
     assert value_in(path) == 3.0
+
+
+def test_a_read_only_folder_leaves_the_old_file_and_says_what_to_do(small_disk: Path):
+    path = small_disk / "x.ckpt"
+    file.write(checkpoint(1.0), path)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OSError, match=r"Read-only file system: the checkpoint was not saved.*Make its folder writable"):
+        file.write(checkpoint(2.0), path)
+    logger = CSVLogger(small_disk / "logs")
+    with pytest.raises(OSError, match=r"CSVLogger cannot write to its folder.*save_dir.*Folder: '.*logs"):
+        logger.log_metrics({"loss": 1.0}, step=0)
+    assert value_in(path) == 1.0
+    assert os.listdir(small_disk) == ["x.ckpt"]
 
 
 def stopped_child(work: Callable[[], None], where: Any, name: str) -> Callable[[], int]:
