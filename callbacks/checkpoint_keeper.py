@@ -467,7 +467,7 @@ class CheckpointKeeper(Checkpoint):
         at_step = trainer.is_global_zero and self._files.step_of(self.last_model_path) == state.get("last_step")
         goes_on = trainer.ckpt_path is not None and trainer.ckpt_path == trainer._newest
         goes_on, at_step = trainer.strategy.broadcast((goes_on, at_step))
-        self._last_step = state["last_step"] if at_step else -1
+        self._last_step = state.get("last_step", -1) if at_step else -1
         if goes_on:
             self._take_up(trainer, state, {path for name in state.get("leftovers", ()) if (path := found[name])} - kept)
         if lost := sorted(name for name in named if found[name] is None):

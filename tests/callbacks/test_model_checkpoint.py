@@ -855,7 +855,7 @@ def test_another_runs_file_of_the_same_name_is_neither_replaced_nor_deleted(
     folder, write = tmp_path / "shared", checkpoint_file.write
 
     def slow(checkpoint: dict[str, Any], path: Any) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "model.ckpt").write_bytes(other)
         write(checkpoint, path)
 
