@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,8 +18,9 @@ from .rounds import Shard
 
 _MISSING = object()
 
-#: States of generators of the users' when :func:`seed_shuffling` last announced an epoch.
-_at_epoch_start: WeakKeyDictionary[torch.Generator, Tensor] = WeakKeyDictionary()
+#: States of generators of the users' when :func:`seed_shuffling` last announced an epoch; the newest come last.
+_at_epoch_start: dict[torch.Generator, Tensor] = {}
+_MOST_GENERATORS = 64  # kept alive here: torch 2.11 cannot refer to them weakly
 
 
 def is_loader_collection(loaders: Any) -> bool:
@@ -106,7 +106,7 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
     """
     for index, leaf in enumerate(_leaves(loader)):
         for generator in _generators(leaf):
-            _at_epoch_start[generator] = generator.get_state()
+            _note_epoch_start(generator, generator.get_state())
         samplers, shard = samplers_of(leaf), shard_of(leaf)
         if shard is not None:
             shard.order_seed = mixed(seed, epoch, index)
@@ -121,6 +121,13 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
+
+
+def _note_epoch_start(generator: torch.Generator, state: Tensor) -> None:
+    _at_epoch_start.pop(generator, None)
+    _at_epoch_start[generator] = state
+    if len(_at_epoch_start) > _MOST_GENERATORS:
+        del _at_epoch_start[next(iter(_at_epoch_start))]
 
 
 def release_shuffling(loader: Any) -> None:
@@ -407,7 +414,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     if len(saved) == len(generators):
         for generator, generator_state in zip(generators, saved, strict=True):
             generator.set_state(generator_state)
-            _at_epoch_start[generator] = generator_state
+            _note_epoch_start(generator, generator_state)
     else:
         lost.append(f"the states of {len(saved)} random generators (the loader has {len(generators)} now)")
     if lost:
