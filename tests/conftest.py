@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ torch.set_num_threads(1)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let everything temporary, of libraries and child processes too, lie in one folder that goes at the end."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in the background of a shell; its children are not
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = tempfile.mkdtemp(prefix="paceline-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
