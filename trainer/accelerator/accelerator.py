@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from ...loggers import messages
+from ...strategies.base import Strategy
+from ...strategies.precision.base import Precision
 from .accumulation import GradientState, Window
 from .models import PreparedModel, is_prepared, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from ...strategies.base import Strategy
     from .loaders import PreparedLoader
 
 T1 = TypeVar("T1")
@@ -134,8 +135,45 @@ class Accelerator(Processes):
         self.step = 0
         self._seed: int | None = None
         self._checked = False
+        self._backward: Callable[..., None] | None = None
         self._norm: Tensor | None = None
         self._trigger = False
+
+    # ---- what is in force ------------------------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
+        name = self._strategy.precision.name
+        return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the window is complete with the micro-batch under way, so that optimizers step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a window."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.num_steps = value
+
+    @property
+    def scaler(self) -> Any:
+        """fp16's ``GradScaler``; None where losses are not scaled."""
+        return self._strategy.precision.scaler
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left out its last step because fp16's gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
@@ -251,11 +289,26 @@ class Accelerator(Processes):
                 num_items = 0
         loss = state.window.weigh(loss, num_items)
         if not self._checked:
-            self._check_loop()
-        if kwargs:
-            self._backward_of(loss)(loss, lambda scaled: scaled.backward(**kwargs))
+            self._backward = self._choose_backward()
+        if self._backward is None:
+            loss.backward(**kwargs)
+        elif kwargs:
+            self._backward(loss, lambda scaled: scaled.backward(**kwargs))
         else:
-            self._backward_of(loss)(loss)
+            self._backward(loss)
+
+    def _choose_backward(self) -> Callable[..., None] | None:
+        """What runs backwards; None: the loss itself. What was forgotten in ``prepare`` is found here, once."""
+        from .migration import check_optimizers
+
+        check_optimizers(self)
+        self._checked = True
+        trained = [one.strategy for one in self._placements.values() if not one.frozen]
+        strategy = trained[0] if len(trained) == 1 else self._strategy
+        method = type(strategy).backward if len(trained) < 2 else Strategy.backward
+        if method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss:
+            return None
+        return partial(method, strategy)
 
     def accumulate(self, *models: Any) -> Window:
         """``with accelerator.accumulate(model):`` around one micro-batch of a window.
@@ -360,17 +413,6 @@ class Accelerator(Processes):
             if optimizer.placement is None or id(optimizer.placement) in owners:
                 self.gradient_state.window.settle(optimizer)
         return found, strategy
-
-    def _backward_of(self, loss: Tensor) -> Callable[..., None]:
-        """What runs a backward: the strategy of the model, or the one of all where they do not differ."""
-        return self._strategy.backward
-
-    def _check_loop(self) -> None:
-        """Once, when the first backward runs: what of the loop was forgotten in ``prepare``."""
-        from .migration import check_optimizers
-
-        self._checked = True
-        check_optimizers(self)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         """Compute in the chosen precision inside, as a prepared model's forward does.
@@ -559,4 +601,4 @@ class Accelerator(Processes):
     def print_config(self) -> None:
         """Print every setting in force, and where it comes from."""
         if self.is_main_process:
-            messages.info(self.settings.table_text())
+            self.settings.print()

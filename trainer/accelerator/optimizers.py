@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
+from .scaler import refuse_scaler
 
 if TYPE_CHECKING:
     from .accumulation import GradientState
@@ -117,6 +118,7 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The user's optimizer's."""
+        refuse_scaler(self.scales or self._state_of_gradients.num_steps > 1)
         return self.optimizer.param_groups
 
     @property

@@ -85,7 +85,8 @@ def finish_model(accelerator: Accelerator, model: PreparedModel, compiler: Calla
         if own:
             model.strategy.setup_optimizers(own)
     model.route(accelerator.output_dtype, compiler or accelerator._compiler(model.module))
-    accelerator._default_group = None
+    accelerator._windows.pop((), None)
+    accelerator._checked = False
 
 
 def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> AcceleratedOptimizer:
