@@ -176,8 +176,9 @@ class DDPStrategy(DistributedStrategy):
             listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""
             return RuntimeError(
                 f"Parameters took no part in the loss of the step before, so their gradients never came{listed}. "
-                "Write strategy='ddp_find_unused_parameters_true' if that is meant (it costs a walk over the graph "
-                "each step), freeze them (requires_grad_(False)), or use them in training_step."
+                "Write strategy='ddp_find_unused_parameters_true' if that is meant (in a loop of your own "
+                "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]); it costs a "
+                "walk over the graph each step), freeze them (requires_grad_(False)), or use them in the step."
             )
         return super().explain(error)
 
