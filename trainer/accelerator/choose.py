@@ -110,8 +110,7 @@ def _by_name(
         return name
     if name is not None and wanted is not None and SEVERAL[name][:2] != SEVERAL[wanted][:2]:
         raise ValueError(
-            f"strategy={name!r} contradicts {' and '.join(_asked(choice)) or 'the plugins'}, which asks for {wanted!r}. "
-            "Leave one out."
+            f"strategy={name!r} contradicts {' and '.join(_asked(choice))}, which asks for {wanted!r}. Leave one out."
         )
     chosen = name or wanted or ("ddp" if cluster is not None else None)
     if chosen is None:
@@ -161,8 +160,8 @@ def _asked(choice: Choice) -> list[str]:
 def _refuse_options(strategy: str, asked: list[str]) -> None:
     if asked:
         raise ValueError(
-            f"{' and '.join(asked)} cannot change strategy {strategy}. Give the strategy object these arguments itself, "
-            "or leave strategy out."
+            f"{' and '.join(asked)} cannot change strategy {strategy}. Give the strategy object these arguments, or "
+            "leave strategy out."
         )
 
 

@@ -142,8 +142,8 @@ class FullyShardedDataParallelPlugin:
             "(requires_grad_(False)) and let them be sharded, or keep them out of the prepared model.",
             "param_init_fn": "layers on the meta device are filled by their own reset_parameters(), or by "
             "_init_weights(module) of the model around them. Write one of the two.",
-            "activation_checkpointing_offload": "recomputed activations stay on the device. Use activation_checkpointing "
-            "alone.",
+            "activation_checkpointing_offload": "recomputed activations stay on the device. Use "
+            "activation_checkpointing alone.",
         }
         for name, fix in fixes.items():
             value = getattr(self, name)
@@ -215,8 +215,8 @@ class FullyShardedDataParallelPlugin:
         named = [name for name, is_asked in asked.items() if is_asked]
         if named:
             messages.info_once(
-                f"FullyShardedDataParallelPlugin: {', '.join(named)} without effect. This is FSDP2: it starts from rank "
-                "0's weights, keeps the original parameters, fetches the next block while one computes, and whole "
+                f"FullyShardedDataParallelPlugin: {', '.join(named)} without effect. This is FSDP2: it starts "
+                "from rank 0's weights, keeps the original parameters, fetches the next block while one computes, and whole "
                 "states are gathered on the CPU of rank 0."
             )
 

@@ -157,9 +157,10 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            seconds = self.timeout if isinstance(self.timeout, (int, float)) else 600
             raise TypeError(
                 f"InitProcessGroupKwargs(timeout={self.timeout!r}) is a {type(self.timeout).__name__}. Pass a "
-                f"datetime.timedelta, such as timedelta(seconds={self.timeout if isinstance(self.timeout, int) else 600})."
+                f"datetime.timedelta, such as timedelta(seconds={seconds})."
             )
 
     def options(self) -> dict[str, Any]:

@@ -167,12 +167,13 @@ class ParallelismConfig:
         """Raise if the sizes do not multiply to the number of processes."""
         if self.total_size == num_processes:
             return
-        sizes = [f"{dim}_size={self.size(dim)}" for dim in DIMS if self.size(dim) > 1]
+        sizes = {f"{dim}_size": self.size(dim) for dim in self.active_mesh_dims}
+        product = " x ".join(map(str, sizes.values()))
         raise ValueError(
-            f"ParallelismConfig({', '.join(sizes)}) needs {' x '.join(str(self.size(d)) for d in DIMS if self.size(d) > 1) or 1}"
-            f"{f' = {self.total_size}' if len(sizes) > 1 else ''} process{'es' if self.total_size > 1 else ''}, but "
-            f"there {'are' if num_processes > 1 else 'is'} {num_processes}. Change a size, or start as many: "
-            f"paceline launch --num_processes {self.total_size} ..."
+            f"ParallelismConfig({', '.join(f'{name}={size}' for name, size in sizes.items())}): "
+            f"{f'{product} = ' if len(sizes) > 1 else ''}{self.total_size} processes are asked for, but the number of "
+            f"processes is {num_processes}. Change a size, or start as many: paceline launch --num_processes "
+            f"{self.total_size} ..."
         )
 
     # ---- the mesh --------------------------------------------------------------------------------------------------

@@ -283,8 +283,8 @@ class DeepSpeedPlugin:
         if not self.is_train_batch_min or self.zero3_init_flag:
             named = "is_train_batch_min=False" if not self.is_train_batch_min else "zero3_init_flag=True"
             messages.info_once(
-                f"DeepSpeedPlugin({named}) has no effect: DeepSpeed is not told batch sizes, and splits a model when it "
-                "is prepared."
+                f"DeepSpeedPlugin({named}) has no effect: DeepSpeed is not told batch sizes, and splits a model when "
+                "it is prepared."
             )
         found: dict[str, Any] = {"config": self.deepspeed_config} if self.hf_ds_config is not None else {}
         if self.zero_stage is not None:
