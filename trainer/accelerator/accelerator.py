@@ -361,7 +361,9 @@ class Accelerator(Processes):
             strategy.sync_next_backward()
         yield
 
-    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
         """Clip the gradients' total norm when the window is complete; call it after every backward.
 
         Args:
@@ -560,9 +562,7 @@ class Accelerator(Processes):
 
         trackers.init_trackers(self, project_name, config, init_kwargs)
 
-    def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None) -> None:
         """Send numbers to all trackers."""
         from . import trackers
 

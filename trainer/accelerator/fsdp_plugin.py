@@ -216,8 +216,8 @@ class FullyShardedDataParallelPlugin:
         if named:
             messages.info_once(
                 f"FullyShardedDataParallelPlugin: {', '.join(named)} without effect. This is FSDP2: it starts "
-                "from rank 0's weights, keeps the original parameters, fetches the next block while one computes, and whole "
-                "states are gathered on the CPU of rank 0."
+                "from rank 0's weights, keeps the original parameters, fetches the next block while one computes, and "
+                "whole states are gathered on the CPU of rank 0."
             )
 
 
@@ -260,9 +260,10 @@ def _policy(asked: Any) -> Any:
         for name in asked:
             if name not in names:
                 raise ValueError(messages.unknown("key in mixed_precision_policy", name, names))
-        return MixedPrecisionPolicy(
-            **{name: value if isinstance(value, bool) else _dtype(value) for name, value in asked.items()}
-        )
+        found: dict[str, Any] = {
+            key: value if isinstance(value, bool) else _dtype(value) for key, value in asked.items()
+        }
+        return MixedPrecisionPolicy(**found)
     if hasattr(asked, "param_dtype") and hasattr(asked, "buffer_dtype"):
         if asked.buffer_dtype not in (None, torch.float32):
             raise ValueError(
@@ -289,13 +290,13 @@ def _dtype(name: Any) -> Any:
     return DTYPES[text]
 
 
-def _torch_policy(policy: Any) -> Any:
+def _torch_policy(given: Any) -> Any:
     """What FSDPStrategy takes for a policy of torch.distributed.fsdp.wrap; a plain function is taken as it is."""
-    if isinstance(policy, functools.partial):
-        classes = policy.keywords.get("transformer_layer_cls") or policy.keywords.get("module_classes")
-        least = policy.keywords.get("min_num_params")
-        if classes or least:
-            return tuple(classes) if classes else least
+    policy: Any = given
+    told: Mapping[str, Any] = given.keywords if isinstance(given, functools.partial) else {}
+    classes = told.get("transformer_layer_cls") or told.get("module_classes")
+    if classes or told.get("min_num_params"):
+        return tuple(classes) if classes else told["min_num_params"]
     if hasattr(policy, "_module_classes"):
         return tuple(policy._module_classes)
     if hasattr(policy, "_lambda_fn"):

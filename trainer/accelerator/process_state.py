@@ -192,8 +192,9 @@ class AcceleratorState:
                 ``device_mesh``, each None if there is none.
         """
         state = object.__new__(cls)
-        none = dict.fromkeys(("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config", "device_mesh"))
-        vars(state).update(none, _partial=partial, mixed_precision=mixed_precision, **plugins)
+        names = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config", "device_mesh")
+        vars(state).update({name: plugins.get(name) for name in names})
+        vars(state).update(_partial=partial, mixed_precision=mixed_precision)
         _process.state = state
         return state
 
