@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
 from .accumulation import GradientState, Window
+from .arguments import compiler_for, read_arguments
 from .models import PreparedModel, is_prepared, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
 from .preparing import finish_model, prepare, prepare_loader, prepare_optimizer, prepare_scheduler, start_model
+from .process_state import AcceleratorState, PartialState
 from .processes import Processes
 from .schedulers import AcceleratedScheduler
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    from .enums import DistributedType
     from .loaders import PreparedLoader
 
 T1 = TypeVar("T1")
@@ -102,23 +105,33 @@ class Accelerator(Processes):
         scheduler_steps: str | None = None,
         output_dtype: str | None = None,
     ) -> None:
-        from .arguments import read_arguments
-
-        given = {name: value for name, value in locals().items() if name not in ("self", "read_arguments")}
+        given = {name: value for name, value in locals().items() if name != "self"}
         arguments = read_arguments(given)
         self.settings = arguments.settings
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.scheduler_steps, self.output_dtype = arguments.scheduler_steps, arguments.output_dtype
+        self.scheduler_steps: str = arguments.settings["scheduler_steps"]
+        self.output_dtype: str = arguments.settings["output_dtype"]
         self.dataloader_config = arguments.dataloader_config
         self.project_configuration = arguments.project_configuration
         self.log_with = arguments.log_with
         self.rng_types = rng_types
         self.handlers = arguments.handlers
-        self._compiler = arguments.compiler
+        self._compiler = partial(compiler_for, arguments.dynamo)
+        self._clip_norm = arguments.clip_norm
+        self._shards = arguments.shards
         self._strategy: Strategy = arguments.strategy
         self._strategy.setup_environment()
-        self._shards = arguments.shards
+        choice = arguments.choice
+        self.state = AcceleratorState.of(
+            PartialState.of(self._strategy),
+            self.mixed_precision,
+            deepspeed_plugin=choice.deepspeed_plugin,
+            fsdp_plugin=choice.fsdp_plugin,
+            dynamo_plugin=arguments.dynamo,
+            parallelism_config=choice.parallelism_config,
+            device_mesh=getattr(self._strategy, "mesh", None),
+        )
         self.gradient_state = GradientState(**arguments.accumulation)
         self.gradient_state.window = Window(self.gradient_state, self._strategy)
         self.gradient_state.on_pass = self._settle_buffers
@@ -146,6 +159,11 @@ class Accelerator(Processes):
         """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
         name = self._strategy.precision.name
         return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes share the work."""
+        return self.state.distributed_type
 
     @property
     def sync_gradients(self) -> bool:
@@ -361,9 +379,7 @@ class Accelerator(Processes):
             strategy.sync_next_backward()
         yield
 
-    def clip_grad_norm_(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients' total norm when the window is complete; call it after every backward.
 
         Args:
@@ -562,7 +578,9 @@ class Accelerator(Processes):
 
         trackers.init_trackers(self, project_name, config, init_kwargs)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None) -> None:
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Send numbers to all trackers."""
         from . import trackers
 
