@@ -71,7 +71,8 @@ class AcceleratedOptimizer(Optimizer):
         window = state.window
         loss = None
         if closure is None:
-            window.settle(self)
+            if self.scales or window.by_items or window.count != state.num_steps:  # or there is nothing to settle
+                window.settle(self)
             if self._clip_norm is not None:
                 parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
                 self.strategy.clip_by_norm(parameters, self._clip_norm)
