@@ -67,7 +67,7 @@ class Accelerator(Processes):
         project_config: a ``ProjectConfiguration``.
         gradient_accumulation_plugin: ``gradient_accumulation_steps`` and more.
         step_scheduler_with_optimizer: schedulers move when their optimizers have stepped; False: at each call.
-        kwargs_handlers: settings of DistributedDataParallel, autocast, the loss scaler, the process group, the profiler.
+        kwargs_handlers: settings of DistributedDataParallel, autocast, loss scaler, process group and profiler.
         dynamo_backend: compile models with this backend.
         dynamo_plugin: the same, and more.
         parallelism_config: sizes of tensor, sharded and replicated parallelism.
@@ -599,7 +599,7 @@ class Accelerator(Processes):
         trackers.end_training(self)
 
     def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
-        """torch's profiler around a part of the loop; one trace for each process."""
+        """Torch's profiler around a part of the loop; one trace for each process."""
         from .profiling import profile
 
         return profile(self, profile_handler)
