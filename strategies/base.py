@@ -7,7 +7,7 @@ loss scaling, the strategy decides placement and communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ReduceOp = Literal["mean", "sum", "min", "max"]
+
+
+class UnlikeTensorsError(ValueError):
+    """Processes gave a collective tensors of different shapes or dtypes; ``found`` has those of each, by rank."""
+
+    def __init__(self, text: str, found: Sequence[Any] = ()) -> None:
+        super().__init__(text)
+        self.found = found
 
 
 class Strategy:
@@ -227,13 +235,27 @@ class Strategy:
         """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
         return data
 
-    def gather_objects(self, obj: T) -> list[T]:
+    def gather_objects(self, obj: T, group: Any = None) -> list[T]:
         """Every process's object, by rank, on every process."""
         return [obj]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return process ``src``'s object on every process."""
         return obj
+
+    def broadcast_tensor(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Process ``src``'s tensor on every process, from device to device; all pass one of that shape and dtype."""
+        return tensor
+
+    def scatter_objects(self, objects: Sequence[T] | None) -> T:
+        """This process's entry of the list that process 0 passes, in which each has one. Pickled over the host."""
+        if objects is None:
+            raise ValueError("scatter_objects needs a list with an entry for each process from process 0.")
+        return objects[0]
+
+    def unlike(self, description: T, group: Any = None) -> list[T]:
+        """What every process passed, by rank, if they differ; nothing if they are the same, at the cost of 16 bytes."""
+        return []
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
         """Wait until every process is here; ``name`` appears in the error when one does not come."""
