@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -79,6 +80,7 @@ class DDPStrategy(DistributedStrategy):
         self.ddp_options = _known_options(ddp_options)
         self._wrapped: DistributedDataParallel | None = None
         self._manual = False
+        self._local = False
         self._averager: Any = None
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
             raise ValueError(messages.unknown("ddp_comm_hook", ddp_comm_hook, HOOKS, ", or pass a function"))
@@ -138,7 +140,20 @@ class DDPStrategy(DistributedStrategy):
 
     def sync_gradients(self, enabled: bool) -> None:
         if self._wrapped is not None:
-            self._wrapped.require_backward_grad_sync = enabled
+            self._wrapped.require_backward_grad_sync = enabled and not self._local
+
+    @contextmanager
+    def keep_gradients_local(self) -> Iterator[None]:
+        before, self._local = self._local, True
+        self.sync_gradients(False)
+        try:
+            yield
+        finally:
+            self._local = before
+            self.sync_gradients(True)
+
+    def joinable(self) -> DistributedDataParallel | None:
+        return self._wrapped
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         wrapped = self._wrapped
