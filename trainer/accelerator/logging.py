@@ -34,16 +34,16 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         if not self.isEnabledFor(level):
             return
         kwargs.setdefault("stacklevel", 2)
-        msg, kwargs = self.process(msg, kwargs)
+        msg, options = self.process(msg, kwargs)
         rank, count = _place()
         if count > 1 and (everybody or in_order):
             msg = f"[RANK {rank}] {msg}"
         for turn in range(count) if in_order else ():
             if turn == rank:
-                self.logger.log(level, msg, *args, **kwargs)
+                self.logger.log(level, msg, *args, **options)
             _wait(count)
         if not in_order and (everybody or messages.is_rank_zero()):
-            self.logger.log(level, msg, *args, **kwargs)
+            self.logger.log(level, msg, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """As the standard adapter does, but what a call gives as ``extra`` is kept."""

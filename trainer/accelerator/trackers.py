@@ -236,7 +236,7 @@ class WandBTracker(LoggerTracker):
 
     @property
     def run(self) -> Any:
-        """wandb's run."""
+        """The run."""
         return self.tracker
 
     @on_main_process
@@ -550,7 +550,7 @@ def _name(one: Any) -> str:
 
 def _made(one: Any, project_name: str, logging_dir: Any, init_kwargs: Mapping[str, Mapping[str, Any]]) -> Any:
     """The tracker of a name, class or object; a stand-in where this process needs none."""
-    kind = _classes[one] if isinstance(one, str) else one
+    kind: Any = _classes[one] if isinstance(one, str) else one
     if getattr(kind, "main_process_only", True) and not messages.is_rank_zero():
         return _Absent(_name(one))
     if isinstance(kind, Logger):
