@@ -8,7 +8,7 @@ loss scaling, the strategy decides placement and communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -20,6 +20,7 @@ from .stacks import stacks
 from .stopping import Stop
 
 if TYPE_CHECKING:
+    from torch.distributed.algorithms.join import Joinable
     from torch.optim import Optimizer
     from typing_extensions import Self
 
@@ -193,6 +194,26 @@ class Strategy:
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         """Communicate gradients that were accumulated without, when no backward follows that would do it."""
+
+    def keep_gradients_local(self) -> AbstractContextManager[Any]:
+        """Context in which gradients stay with their process, whatever :meth:`sync_gradients` says."""
+        self._needs_whole_model("keep_gradients_local")
+        return nullcontext()
+
+    def joinable(self) -> Joinable | None:
+        """What :class:`torch.distributed.algorithms.Join` needs for ranks that have fewer batches than others.
+
+        None: backward communicates nothing.
+        """
+        self._needs_whole_model("joinable")
+        return None
+
+    def _needs_whole_model(self, what: str) -> None:
+        if self.communicates_gradients:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no {what}: its processes hold parts of one model and meet in every step, "
+                "so none can go on alone. Use strategy 'ddp', where each holds the whole model."
+            )
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         """Backward of a scalar loss, shape (), scaled for fp16 if the precision does that; ``how`` runs it instead."""
