@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ...callbacks.locations import Location, location
 from ...loggers import messages
-from ...strategies.base import Strategy
 from ..checkpoint import bare, replace
 from ..checkpoint.sharded import together
 
@@ -109,7 +108,7 @@ def save_model(
     module = accelerator.unwrap_model(model)
     state = get_state_dict(accelerator, module)
     tied = getattr(module, "_tied_weights_keys", None) or ()
-    writes = _writes(strategy, accelerator.project_configuration.save_on_each_node) and bool(state)
+    writes = _writes(accelerator) and bool(state)
 
     def write() -> None:
         if writes:
@@ -207,26 +206,21 @@ def size_in_bytes(size: int | str) -> int:
     return number
 
 
-def save(
-    strategy: Strategy,
-    obj: Any,
-    f: Any,
-    save_on_each_node: bool = False,
-    safe_serialization: bool = False,
-) -> None:
-    """Write an object on rank 0 alone; a file appears whole or not at all.
+def save(obj: Any, f: Any, accelerator: Accelerator, safe_serialization: bool = False) -> None:
+    """Write an object on rank 0 alone (with ``save_on_each_node``, on the first rank of every machine).
+
+    A file appears whole or not at all.
 
     Args:
-        strategy: says which rank this is.
         obj: anything that ``torch.save`` takes; with ``safe_serialization`` a dict of tensors.
         f: a path, or an open binary file.
-        save_on_each_node: on the first rank of every machine.
+        accelerator: says which rank this is.
         safe_serialization: in the safetensors format.
 
     Raises:
         TypeError: it is no dict of tensors, and the format holds nothing else.
     """
-    if not _writes(strategy, save_on_each_node):
+    if not _writes(accelerator):
         return
     if not isinstance(f, (str, os.PathLike)):
         torch.save(obj, f)
@@ -235,8 +229,8 @@ def save(
     if safe_serialization and (found is None or found.others):
         odd = f"has {', '.join(found.others)} in it, no tensor" if found else f"is of type {type(obj).__name__}"
         raise TypeError(
-            f"save(..., {str(f)!r}, safe_serialization=True): the object {odd}, and the safetensors format holds a dict "
-            "of tensors only. Leave safe_serialization out."
+            f"accelerator.save(..., {str(f)!r}, safe_serialization=True): the object {odd}, and the safetensors format "
+            "holds a dict of tensors only. Leave safe_serialization out."
         )
     with replace.written_aside(location(f)) as path:
         if found is None:
@@ -245,5 +239,7 @@ def save(
             bare.write_safetensors(found.tensors, path, found.twins, "save(..., safe_serialization=True)")
 
 
-def _writes(strategy: Strategy, on_each_node: bool) -> bool:
-    return strategy.is_global_zero or (on_each_node and strategy.local_rank == 0)
+def _writes(accelerator: Accelerator) -> bool:
+    strategy = accelerator._strategy
+    each_node = accelerator.project_configuration.save_on_each_node
+    return strategy.is_global_zero or (each_node and strategy.local_rank == 0)

@@ -234,4 +234,3 @@ class Resumed:
             return False
         kept = (self.own or self.ranks[0])["loader"]
         return load_loader_state(loader, kept, mid_epoch, same_ranks=self._alike)
-

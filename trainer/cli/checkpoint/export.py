@@ -7,6 +7,7 @@ from typing import Any
 
 from ....callbacks.locations import Location, location
 from ....loggers import messages
+from .found import the_one
 
 #: What only a fit needs that goes on; and what of the section "paceline" says what the checkpoint is.
 _TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", "current_model_state")
@@ -37,7 +38,7 @@ def run(arguments: Namespace) -> int:
         raise ValueError(f"{arguments.out!r} does not tell the format. Pass --format {', '.join(_FORMATS)}.")
     if out.exists():
         raise FileExistsError(f"There is something at {arguments.out!r} already. Choose another name, or delete it.")
-    checkpoint = read(arguments.file)
+    checkpoint = read(the_one(arguments.file))
     if kind == "safetensors":
         _write_safetensors(checkpoint["state_dict"], out)
     else:
