@@ -177,10 +177,9 @@ def load_state(
 def _found(accelerator: Accelerator, input_dir: Any) -> str:
     """Where rank 0 finds it; an error there is one on every rank."""
     strategy = accelerator._strategy
-    found = sharded.together(
+    return sharded.together(
         strategy, "found", lambda: str(folders.state_to_load(accelerator, input_dir)) if strategy.is_global_zero else ""
     )
-    return found
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -14,10 +14,10 @@ from ..checkpoint.contents import load_weights, optimizer_problem, restore_preci
 from ..checkpoint.plain import plain
 from ..checkpoint.ranks import buffers_apart, digest, entry_of, put_back_buffers, tell_derived, without_entry
 from ..checkpoint.sharded import together
+from .windows import gather_windows, placements_of, restore_windows
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
-    from .accumulation import Window
     from .folders import Files
     from .models import PreparedModel
 
@@ -32,7 +32,7 @@ def weights_of(accelerator: Accelerator, only_trainable: bool) -> tuple[Weights,
     """The weights of all models, and the names of those left out; every rank must call."""
     weights: Weights = {}
     left_out: dict[int, list[str]] = {}
-    for index, placement in enumerate(_placements(accelerator)):
+    for index, placement in enumerate(placements_of(accelerator)):
         state = placement.strategy.model_state(placement.module)
         if only_trainable:
             frozen = {name for name, p in _parameters(placement.module) if not p.requires_grad}
@@ -41,10 +41,6 @@ def weights_of(accelerator: Accelerator, only_trainable: bool) -> tuple[Weights,
                 del state[name]
         weights[index] = state
     return weights, left_out
-
-
-def _placements(accelerator: Accelerator) -> list[PreparedModel]:
-    return [accelerator._placements[id(model)] for model in accelerator._models]
 
 
 def _parameters(module: nn.Module) -> Any:
@@ -134,52 +130,18 @@ def _custom_states(accelerator: Accelerator) -> list[Any]:
 
 def _of_this_rank(accelerator: Accelerator, custom: list[Any]) -> dict[str, Any]:
     strategy = accelerator._strategy
-    waiting, windows = _windows(accelerator)
-    placements = _placements(accelerator)
-    gradients = {
-        index: one.strategy.window_gradients(one.module) if index in waiting else {}
-        for index, one in enumerate(placements)
-        if not one.frozen
-    }
-    _say_lost_window(accelerator, [index for index, found in gradients.items() if found is None])
+    placements = placements_of(accelerator)
     sums = [_fingerprint(state) for state in custom]
     first = strategy.broadcast(sums)
     return {
         "rank": strategy.global_rank,
         "data_rank": strategy.data_rank,
         "loaders": [loader.state_dict() for loader in accelerator._dataloaders],
-        "windows": windows,
-        "gradients": gradients,
+        **gather_windows(accelerator),
         "buffers": [buffers_apart(one.module, one.strategy) for one in placements],
         "custom": {i: state for i, state in enumerate(custom) if sums[i] != first[i]},
         "random": seed.random_states(),
     }
-
-
-def _windows(accelerator: Accelerator) -> tuple[set[int], list[dict[str, Any]]]:
-    """The models whose gradients wait for a step, and where each window of micro-batches stands."""
-    state = accelerator.gradient_state
-    places = {id(model): index for index, model in enumerate(accelerator._models)}
-    named = [([places[key] for key in keys], window) for keys, window in accelerator._windows.items()]
-    free = state.window if all(window is not state.window for _, window in named) else None
-    windows: list[tuple[list[int] | None, Window]] = [*named, *([(None, free)] if free is not None else [])]
-    found, waiting = [], set[int]()
-    for models, window in windows:
-        kept = window.state_dict()
-        found.append({"models": models, "in_force": window is state.window, "state": kept})
-        if kept["count"]:
-            waiting |= set(models or range(len(accelerator._models)))
-    return waiting, found
-
-
-def _say_lost_window(accelerator: Accelerator, models: list[int]) -> None:
-    if models:
-        listed = messages.names([type(accelerator._models[index]).__name__ for index in models], "and")
-        messages.warn_once(
-            f"{type(accelerator._strategy).__name__} has no way to save gradients that wait for an optimizer step, so "
-            f"those of {listed} are not in this state: a loop that goes on from it lacks the micro-batches of the "
-            "window under way. Call save_state where accelerator.sync_gradients is True."
-        )
 
 
 def _fingerprint(value: Any) -> Any:
@@ -248,7 +210,7 @@ class Restored:
         about = self.own_section.get("models") or [{"class": "", "saved": True, "left_out": []}]
         others = self.checkpoint.get("models", {})
         found = []
-        for index, placement in enumerate(_placements(self.accelerator)):
+        for index, placement in enumerate(placements_of(self.accelerator)):
             name = f"model {index} ({type(placement.module).__name__})"
             if id(placement.module) not in wanted:
                 continue
@@ -324,7 +286,7 @@ class Restored:
             return
         self._load_custom()
         self._load_loaders()
-        self._load_windows()
+        self.derived += restore_windows(accelerator, self.own if self.alike else None, self.ranks)
         self._load_trackers()
         accelerator.step = self.own_section["step"]
         accelerator._seed = self.own_section["seed"]
@@ -346,7 +308,7 @@ class Restored:
                 )
         if self.alike and self.own is not None:
             loaded = {id(placement) for placement, _, _ in self.weights}
-            for placement, kept in zip(_placements(self.accelerator), self.own["buffers"], strict=False):
+            for placement, kept in zip(placements_of(self.accelerator), self.own["buffers"], strict=False):
                 if id(placement) in loaded:
                     put_back_buffers(placement.module, kept)
 
@@ -370,45 +332,6 @@ class Restored:
             for name, tracker in _trackers(self.accelerator):
                 if name in states and hasattr(tracker, "load_state_dict"):
                     tracker.load_state_dict(states[name])
-
-    # ---- the window --------------------------------------------------------------------------------------------------
-
-    def _load_windows(self) -> None:
-        """Put gradients back that wait for a step, and say to each window where it stands."""
-        accelerator, placements = self.accelerator, _placements(self.accelerator)
-        for placement in placements:
-            for _, parameter in _parameters(placement.module):
-                parameter.grad = None
-        kept = self.own if self.alike else None
-        lost = 0
-        for entry in (kept or self.ranks[0])["windows"]:
-            window, state = self._window(entry), entry["state"]
-            if window is None:
-                continue
-            models = [i for i in entry["models"] or range(len(placements)) if not placements[i].frozen]
-            whole = kept is not None and all(kept["gradients"].get(i) is not None for i in models)
-            if state["count"] and not whole:
-                lost += state["count"]
-                state = {**state, "count": 0}
-            window.load_state_dict(state)
-            if entry["in_force"]:
-                accelerator.gradient_state.window = window
-                accelerator.gradient_state.sync_gradients = window.complete
-        if kept is not None:
-            for index, gradients in kept["gradients"].items():
-                if gradients and index < len(placements):
-                    placements[index].strategy.load_window_gradients(placements[index].module, gradients)
-        if lost:
-            self.derived.append(f"the accumulation window, which begins anew ({lost} micro-batches are not in it)")
-
-    def _window(self, entry: Mapping[str, Any]) -> Window | None:
-        """The window of the same models; None if they are not all there."""
-        accelerator, models = self.accelerator, entry["models"]
-        if models is None:
-            return accelerator.gradient_state.window if not accelerator._windows else None
-        if any(index >= len(accelerator._models) for index in models):
-            return None
-        return accelerator.accumulate(*(accelerator._models[index] for index in models))
 
     # ---- randomness --------------------------------------------------------------------------------------------------
 
