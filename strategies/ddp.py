@@ -140,6 +140,12 @@ class DDPStrategy(DistributedStrategy):
         if self._wrapped is not None:
             self._wrapped.require_backward_grad_sync = enabled
 
+    def sync_next_backward(self) -> None:
+        wrapped = self._wrapped
+        if wrapped is not None and not wrapped.require_backward_grad_sync:
+            wrapped.require_backward_grad_sync = True
+            wrapped.reducer.prepare_for_backward([])
+
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         wrapped = self._wrapped
         if self._manual and wrapped is not None and wrapped.require_backward_grad_sync:
@@ -188,8 +194,8 @@ class _Step(nn.Module):
         self.module = module
         self.step: Callable[..., Any] = module.forward
 
-    def forward(self, *args: Any) -> Any:
-        return self.step(*args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step(*args, **kwargs)
 
 
 def _named_hook(hook: str | Callable[..., Any], state: Any) -> tuple[Callable[..., Any], Any]:

@@ -395,8 +395,8 @@ class _Root(nn.Module):
     def bind(self, step: Callable[..., T], engine: Callable[[], Any]) -> Callable[..., T]:
         """The training step, run as the engine's forward."""
 
-        def through_engine(*args: Any) -> T:
-            self._calls.append(lambda: step(*args))
+        def through_engine(*args: Any, **kwargs: Any) -> T:
+            self._calls.append(lambda: step(*args, **kwargs))
             return engine()
 
         return through_engine
@@ -404,9 +404,9 @@ class _Root(nn.Module):
     def bind_evaluation(self, step: Callable[..., T]) -> Callable[..., T]:
         """A step of evaluation, run as a forward whose result DeepSpeed does not see."""
 
-        def through_root(*args: Any) -> T:
+        def through_root(*args: Any, **kwargs: Any) -> T:
             results: list[T] = []
-            self._calls.append(lambda: results.append(step(*args)))
+            self._calls.append(lambda: results.append(step(*args, **kwargs)))
             enabled = torch.is_grad_enabled()
             # Weights put together in inference mode could not be trained on afterwards.
             with torch.inference_mode(False), torch.set_grad_enabled(enabled):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from .meeting import shared_store
 from .precision.base import Precision
 from .stopping import Stop
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -156,6 +159,11 @@ class DistributedStrategy(Strategy):
         return self._cluster.num_nodes if self._cluster else self._nodes
 
     # ---- module ----------------------------------------------------------------------------------------------------
+
+    def for_another_module(self) -> Self:
+        other = super().for_another_module()
+        other._synchronized = []
+        return other
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
         layers = batch_norm.trained(module)

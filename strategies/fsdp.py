@@ -27,6 +27,7 @@ from .precision.mixed import MixedPrecision
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -187,6 +188,10 @@ class FSDPStrategy(DistributedStrategy):
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
+    def for_another_module(self) -> Self:
+        self._mesh()  # one for all of them
+        return super().for_another_module()
+
     def empty_init_context(self) -> AbstractContextManager[Any]:
         return self.precision.init_context(torch.device("meta"))
 
@@ -299,10 +304,10 @@ class FSDPStrategy(DistributedStrategy):
         return partial(self._by_hand, self._holder, step) if self._manual else partial(self._holder, step)
 
     @staticmethod
-    def _evaluate(holder: Any, step: Callable[..., T], *args: Any) -> T:
+    def _evaluate(holder: Any, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Gathered weights outlive the step, so they must not be made in inference mode; here they are freed again."""
         with torch.inference_mode(False), torch.no_grad():
-            result = holder(step, *args)
+            result = holder(step, *args, **kwargs)
         holder.reshard()
         return result
 
@@ -496,8 +501,8 @@ class _Holder(nn.Module):
 
     def unshard(self) -> None: ...
 
-    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        return step(*args)
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
 
 
 def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:

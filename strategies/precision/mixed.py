@@ -69,9 +69,9 @@ class MixedPrecision(Precision):
         context = self.forward_context()
 
         @functools.wraps(step)
-        def in_autocast(*args: Any) -> T:
+        def in_autocast(*args: Any, **kwargs: Any) -> T:
             with context:
-                return step(*args)
+                return step(*args, **kwargs)
 
         return in_autocast
 
