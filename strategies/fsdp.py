@@ -75,6 +75,7 @@ class FSDPStrategy(DistributedStrategy):
         state_dict_type: ``"full"``: checkpoints are one file, gathered on rank 0; ``"sharded"``: a folder to which each
             process writes its part. Both load under every strategy and number of processes.
         process_group_backend: None: gloo for the CPU, NCCL for CUDA.
+        init_method: a URL by which the processes find each other; None: by what their launcher says.
         timeout: how long a collective waits for the other processes.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         numa: bind each process to the cores of its GPU's NUMA node.
@@ -99,6 +100,7 @@ class FSDPStrategy(DistributedStrategy):
         find_unused_parameters: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
+        init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: StartMethod = "popen",
         numa: bool = False,
@@ -106,6 +108,7 @@ class FSDPStrategy(DistributedStrategy):
         super().__init__(
             precision,
             process_group_backend=process_group_backend,
+            init_method=init_method,
             timeout=timeout,
             start_method=start_method,
             numa=numa,

@@ -113,6 +113,7 @@ def start(
     start_method: StartMethod,
     devices_kind: str = "cpu",
     numa: bool = False,
+    port: int = 0,
 ) -> Any:
     """Call ``function(*args)`` in ``num_processes`` new processes and return what rank 0 returned, tensors on the CPU.
 
@@ -125,6 +126,7 @@ def start(
         start_method: ``"fork"`` copies this process; the others start fresh ones and send the arguments by pickling.
         devices_kind: what the processes compute on.
         numa: bind each process to the NUMA node of its GPU, by torch elastic.
+        port: where they meet; 0: a free one.
 
     Raises:
         RuntimeError: a process failed, with the traceback of the first; or CUDA was used before a fork.
@@ -142,7 +144,9 @@ def start(
             _save(work, Path(folder) / "work.pt", "The work for new processes", _PICKLE_FIX)
             job = _Job(folder, start_method)
         with _environment(threads):
-            exits, number = _launch(_run, [job], num_processes, _Place(), folder, start_method, devices_kind, numa)
+            exits, number = _launch(
+                _run, [job], num_processes, _Place(port=port), folder, start_method, devices_kind, numa
+            )
         failure = first_failure(exits, list(Path(folder).glob("rank*.json")))
         if number is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

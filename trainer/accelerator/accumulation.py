@@ -102,9 +102,7 @@ class Window:
         stepped: ids of those that have stepped with the window's gradients.
     """
 
-    def __init__(
-        self, state: GradientState, strategy: Strategy, models: Iterable[PreparedModel] | None = None
-    ) -> None:
+    def __init__(self, state: GradientState, strategy: Strategy, models: Iterable[PreparedModel] | None = None) -> None:
         self.state = state
         self.items = ItemWindow(strategy, "accelerator.backward(loss, num_items=...) got")
         self.by_items: bool | None = None

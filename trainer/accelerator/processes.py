@@ -83,9 +83,11 @@ class Processes:
     def _first(self, first: bool, name: str) -> Iterator[None]:
         if not first:
             self._strategy.barrier(name)
-        yield
-        if first:
-            self._strategy.barrier(name)
+        try:
+            yield
+        finally:
+            if first:  # after an error too: the others wait
+                self._strategy.barrier(name)
 
     def on_main_process(self, function: F) -> F:
         """Decorator: the function runs on the main process; elsewhere it returns None."""
