@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
 from .accumulation import GradientState, Window
+from .folders import Saves
 from .models import PreparedModel, is_prepared, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
 from .preparing import finish_model, prepare, prepare_loader, prepare_optimizer, prepare_scheduler, start_model
@@ -129,6 +130,7 @@ class Accelerator(Processes):
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
         self._custom_objects: list[Any] = []
+        self._saves = Saves()
         self._save_state_pre_hooks: dict[int, Callable[..., Any]] = {}
         self._load_state_pre_hooks: dict[int, Callable[..., Any]] = {}
         self.trackers: list[Any] = []
