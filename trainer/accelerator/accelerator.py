@@ -14,12 +14,14 @@ from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
 from .accumulation import GradientState, Window
 from .arguments import compiler_for, read_arguments
+from .folders import Saves
 from .models import PreparedModel, is_prepared, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
 from .preparing import finish_model, prepare, prepare_loader, prepare_optimizer, prepare_scheduler, start_model
 from .process_state import AcceleratorState, PartialState
 from .processes import Processes
 from .schedulers import AcceleratedScheduler
+from .trackers import Trackers
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -114,7 +116,6 @@ class Accelerator(Processes):
         self.output_dtype: str = arguments.settings["output_dtype"]
         self.dataloader_config = arguments.dataloader_config
         self.project_configuration = arguments.project_configuration
-        self.log_with = arguments.log_with
         self.rng_types = rng_types
         self.handlers = arguments.handlers
         self._compiler = partial(compiler_for, arguments.dynamo)
@@ -142,9 +143,10 @@ class Accelerator(Processes):
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
         self._custom_objects: list[Any] = []
+        self._saves = Saves()
         self._save_state_pre_hooks: dict[int, Callable[..., Any]] = {}
         self._load_state_pre_hooks: dict[int, Callable[..., Any]] = {}
-        self.trackers: list[Any] = []
+        self.trackers = Trackers(arguments.log_with, self.logging_dir)
         self.step = 0
         self._seed: int | None = None
         self._checked = False
@@ -164,6 +166,21 @@ class Accelerator(Processes):
     def distributed_type(self) -> DistributedType:
         """How the processes share the work."""
         return self.state.distributed_type
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that were asked for."""
+        return self.trackers.wanted
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of logs and checkpoints."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of the trackers."""
+        return self.project_configuration.logging_dir
 
     @property
     def sync_gradients(self) -> bool:
@@ -574,29 +591,22 @@ class Accelerator(Processes):
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Start the trackers of ``log_with``, on the main process."""
-        from . import trackers
-
-        trackers.init_trackers(self, project_name, config, init_kwargs)
+        self.trackers.start(project_name, config, init_kwargs, self.logging_dir)
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Send numbers to all trackers."""
-        from . import trackers
-
-        trackers.log(self, values, step, log_kwargs)
+        self.trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by name; ``unwrap`` for the object behind it."""
-        from . import trackers
-
-        return trackers.get_tracker(self, name, unwrap)
+        return self.trackers.get(name, unwrap)
 
     def end_training(self) -> None:
         """Finish the trackers."""
-        from . import trackers
-
-        trackers.end_training(self)
+        self.trackers.finish()
+        self.wait_for_everyone()
 
     def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
         """Torch's profiler around a part of the loop; one trace for each process."""
