@@ -20,6 +20,7 @@ from paceline.loggers import messages
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["PACELINE_CONFIG_FILE"] = "none"
 torch.set_num_threads(1)
 
 

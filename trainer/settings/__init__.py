@@ -1,0 +1,25 @@
+"""One place that knows which value of a setting counts: code, launch flag, environment, file or default.
+
+``resolve`` gives the values in force, and from where each comes. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from .files import ConfigFile, find_file, read_file, write_file
+from .names import SETTINGS, Setting
+from .resolver import Given, Origin, Row, Settings, hand_over, resolve
+
+__all__ = [
+    "SETTINGS",
+    "ConfigFile",
+    "Given",
+    "Origin",
+    "Row",
+    "Setting",
+    "Settings",
+    "find_file",
+    "hand_over",
+    "read_file",
+    "resolve",
+    "write_file",
+]

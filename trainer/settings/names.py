@@ -1,0 +1,335 @@
+"""The table of settings: every name, what it accepts, its default, and where else it may be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .values import NOTHING, choice, count, positive, text, truth, word_or_truth
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: the same in code, as a flag and in a file.
+        parse: makes the value, or raises a ValueError with the second half of a sentence.
+        default: what holds where nobody says anything; None: nothing, or found out by whoever needs it.
+        help: one line.
+        group: settings of one topic.
+        accepts: the values, in words.
+        bare: as a flag it stands alone, without a value.
+        variables: environment variables of Accelerate for it, read after ``PACELINE_<NAME>``.
+        keys: where Accelerate's config files have it, besides its own name.
+        objects: code may give an object of another type, which is passed on as it is.
+    """
+
+    name: str
+    parse: Callable[[Any], Any]
+    default: Any
+    help: str
+    group: str
+    accepts: str = "text"
+    bare: bool = False
+    variables: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    objects: bool = False
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that is Paceline's own."""
+        return f"PACELINE_{self.name.upper()}"
+
+    def parsed(self, value: Any, where: str) -> Any:
+        """A value as it is to be.
+
+        Args:
+            value: what was written.
+            where: the place where it was written, for the error.
+
+        Raises:
+            ValueError: it is no value of this setting.
+        """
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: {self.name} {value!r} {error}") from None
+
+    def is_nothing(self, value: Any) -> bool:
+        """Whether a value of a file or variable stands for one that is not set."""
+        if not isinstance(value, str):
+            return value is None
+        word = value.strip().lower()
+        return word in NOTHING and (not word or word not in self.accepts.split(", "))
+
+
+def _switch(name: str, help: str, default: bool | None = False, **more: Any) -> Setting:
+    return Setting(name, truth, default, help, accepts="true, false", **{"bare": True, "group": "run", **more})
+
+
+def _truth(name: str, help: str, default: bool | None = False, **more: Any) -> Setting:
+    return _switch(name, help, default, bare=False, **more)
+
+
+def _count(name: str, help: str, default: int | None = None, least: int = 0, most: int | None = None, **more: Any):
+    accepts = f"a whole number of {least} or more" if most is None else f"a whole number from {least} to {most}"
+    return Setting(name, count(least, most), default, help, accepts=accepts, **{"group": "run", **more})
+
+
+def _choice(name: str, help: str, default: str | None, *choices: str, **more: Any) -> Setting:
+    how = {key: more.pop(key) for key in ("refused", "numbered") if key in more}
+    parse = choice(*choices, **how)
+    return Setting(name, parse, default, help, accepts=", ".join(choices), **{"group": "run", **more})
+
+
+def _text(name: str, help: str, default: str | None = None, **more: Any) -> Setting:
+    return Setting(name, text, default, help, **{"group": "run", **more})
+
+
+def _number(name: str, help: str, default: float | None = None, **more: Any) -> Setting:
+    return Setting(name, positive, default, help, accepts="a number above 0", **{"group": "run", **more})
+
+
+def _of(group: str, section: str, prefix: str, *settings: Setting) -> list[Setting]:
+    """Settings of a group, which Accelerate's files keep in a section and its launcher in prefixed variables."""
+    made = []
+    for one in settings:
+        variables = one.variables or ((prefix + one.name.removeprefix(group + "_").upper(),) if prefix else ())
+        keys = (*one.keys, f"{section}.{one.name}") if section else one.keys
+        made.append(replace(one, group=group, variables=variables, keys=keys))
+    return made
+
+
+_RUN = [
+    _choice(
+        "mixed_precision",
+        "the type that forward passes compute in; weights stay float32",
+        "no",
+        "no",
+        "fp16",
+        "bf16",
+        refused={"fp8": "Paceline has no 8-bit training. Choose 'bf16'."},
+        variables=("ACCELERATE_MIXED_PRECISION",),
+    ),
+    _count(
+        "gradient_accumulation_steps",
+        "micro-batches an update",
+        1,
+        least=1,
+        variables=("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",),
+        keys=("deepspeed_config.gradient_accumulation_steps",),
+    ),
+    _number(
+        "gradient_clipping",
+        "the norm that DeepSpeed clips gradients to",
+        variables=("ACCELERATE_GRADIENT_CLIPPING",),
+        keys=("deepspeed_config.gradient_clipping",),
+        group="deepspeed",
+    ),
+    _switch("cpu", "train on the CPU, also where there are GPUs", variables=("ACCELERATE_USE_CPU",), keys=("use_cpu",)),
+    _text("strategy", "how processes share the work, by name: ddp, fsdp, deepspeed, ...", objects=True),
+    _switch(
+        "debug",
+        "say more, and compare shapes over processes before each collective",
+        variables=("ACCELERATE_DEBUG_MODE",),
+    ),
+    _choice("output_dtype", "the type of a prepared model's outputs: float32, or as computed", "fp32", "fp32", "keep"),
+    _choice(
+        "scheduler_steps",
+        "what a scheduler's step() counts: updates, or updates times processes",
+        "per_update",
+        "per_update",
+        "per_sample",
+    ),
+    _text("log_with", "trackers, comma separated: tensorboard, wandb, ... or all", group="logging", objects=True),
+    _text("project_dir", "where logs and checkpoints go", group="logging"),
+]
+
+_LAUNCH = _of(
+    "launch",
+    "",
+    "",
+    _switch("multi_gpu", "one process for each GPU"),
+    _count("num_processes", "processes over all machines; by default one for each GPU, else one", least=1),
+    _count("num_machines", "machines", 1, least=1),
+    _count("machine_rank", "which of the machines this is, from 0", 0),
+    _text("main_process_ip", "the address of machine 0"),
+    _count("main_process_port", "the port of machine 0; 0 or nothing: a free one", most=65535),
+    _text("gpu_ids", "which GPUs, by id, comma separated, or all"),
+    _count("num_cpu_threads_per_process", "threads of each process (OMP_NUM_THREADS)", least=1),
+    _switch(
+        "enable_cpu_affinity", "keep each process on the cores near its GPU", variables=("ACCELERATE_CPU_AFFINITY",)
+    ),
+    _text("rdzv_backend", "how machines find each other: static or c10d", "static"),
+    _text("rdzv_conf", "more for the rendezvous, key=value, comma separated"),
+    _count("max_restarts", "times that failed processes are started again", 0),
+    _number("monitor_interval", "seconds between two looks at the processes", 0.1),
+)
+
+_DYNAMO = _of(
+    "dynamo",
+    "dynamo_config",
+    "ACCELERATE_DYNAMO_",
+    _choice(
+        "dynamo_backend",
+        "the back end of torch.compile; no: do not compile",
+        "no",
+        *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt"),
+        *("onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron"),
+    ),
+    _choice(
+        "dynamo_mode",
+        "the mode of torch.compile",
+        "default",
+        *("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    ),
+    _switch("dynamo_use_fullgraph", "the model must compile into one graph"),
+    _switch("dynamo_use_dynamic", "compile for sizes that change; by default torch finds out", None),
+    _switch("dynamo_use_regional_compilation", "compile repeated blocks once, rather than the whole model"),
+)
+
+_FSDP = [
+    _switch("use_fsdp", "shard weights over processes", group="fsdp", variables=("ACCELERATE_USE_FSDP",)),
+    *_of(
+        "fsdp",
+        "fsdp_config",
+        "FSDP_",
+        _count("fsdp_version", "accepted: Paceline has version 2", 2, 1, 2),
+        _choice(
+            "fsdp_sharding_strategy",
+            "what is sharded",
+            "FULL_SHARD",
+            *("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
+            numbered=True,
+        ),
+        _truth("fsdp_offload_params", "keep weights in CPU memory between uses"),
+        _count("fsdp_min_num_params", "the size a block has, with SIZE_BASED_WRAP", 100_000_000),
+        _choice(
+            "fsdp_auto_wrap_policy",
+            "which blocks are sharded as a unit; by default Paceline finds them",
+            None,
+            *("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+        ),
+        _text(
+            "fsdp_transformer_layer_cls_to_wrap",
+            "class names of those blocks, comma separated",
+            variables=("FSDP_TRANSFORMER_CLS_TO_WRAP",),
+        ),
+        _choice(
+            "fsdp_backward_prefetch",
+            "when the next block's weights are fetched in the backward pass",
+            None,
+            *("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+        ),
+        _choice(
+            "fsdp_state_dict_type",
+            "how weights are saved",
+            None,
+            *("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+        ),
+        _truth("fsdp_forward_prefetch", "fetch the next block's weights early in the forward pass"),
+        _truth("fsdp_use_orig_params", "accepted: version 2 always does", True),
+        _truth("fsdp_cpu_ram_efficient_loading", "read weights on one process only", True),
+        _truth("fsdp_sync_module_states", "start from the weights of process 0", True),
+        _truth("fsdp_activation_checkpointing", "compute activations again rather than keep them"),
+        _truth("fsdp_activation_checkpointing_offload", "keep those inputs in CPU memory"),
+        _text("fsdp_ignored_modules", "modules that are not sharded, as a regular expression"),
+    ),
+    Setting(
+        "fsdp_reshard_after_forward",
+        word_or_truth("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
+        None,
+        "free a block's weights after its forward pass; by default as fsdp_sharding_strategy says",
+        "fsdp",
+        "true, false",
+        variables=("FSDP_RESHARD_AFTER_FORWARD",),
+        keys=("fsdp_config.fsdp_reshard_after_forward",),
+    ),
+]
+
+_DEVICES = ("none", "cpu", "nvme")
+_DEEPSPEED = [
+    _switch("use_deepspeed", "train with DeepSpeed", group="deepspeed", variables=("ACCELERATE_USE_DEEPSPEED",)),
+    *_of(
+        "deepspeed",
+        "deepspeed_config",
+        "ACCELERATE_DEEPSPEED_",
+        _text("deepspeed_config_file", "a DeepSpeed configuration"),
+        _count("zero_stage", "what is sharded: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too", 2, 0, 3),
+        _choice("offload_optimizer_device", "where the optimizer's state is", "none", *_DEVICES),
+        _choice("offload_param_device", "where weights are, with stage 3", "none", *_DEVICES),
+        _text("offload_optimizer_nvme_path", "the folder for nvme"),
+        _text("offload_param_nvme_path", "the folder for nvme"),
+        _truth(
+            "zero3_init_flag",
+            "build the model in shards, with stage 3",
+            variables=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
+        ),
+        _truth("zero3_save_16bit_model", "gather 16-bit weights for saving, with stage 3"),
+        _text("deepspeed_hostfile", "the machines, a file"),
+        _text("deepspeed_exclusion_filter", "machines and GPUs to leave out"),
+        _text("deepspeed_inclusion_filter", "machines and GPUs to take"),
+        _text("deepspeed_multinode_launcher", "what starts processes on other machines"),
+        _text(
+            "deepspeed_moe_layer_cls_names",
+            "class names of mixture-of-experts layers, comma separated",
+            variables=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
+        ),
+    ),
+]
+
+_SIZE = "processes along the {} dimension"
+_PARALLELISM = [
+    _switch(
+        "use_parallelism_config",
+        "arrange processes in several dimensions",
+        group="parallelism_config",
+        variables=("ACCELERATE_USE_PARALLELISM_CONFIG",),
+    ),
+    *_of(
+        "parallelism_config",
+        "parallelism_config",
+        "PARALLELISM_CONFIG_",
+        *(
+            _count(f"parallelism_config_{name}_size", _SIZE.format(words), 1, 1)
+            for name, words in (
+                ("dp_replicate", "replicated data parallel"),
+                ("dp_shard", "sharded data parallel"),
+                ("tp", "tensor parallel"),
+                ("cp", "context parallel"),
+                ("sp", "sequence parallel"),
+            )
+        ),
+        _choice("parallelism_config_cp_backend", "what runs context parallelism", "torch", "torch"),
+        _choice(
+            "parallelism_config_cp_comm_strategy",
+            "how keys and values travel in context parallelism",
+            "allgather",
+            *("allgather", "alltoall"),
+        ),
+        _choice("parallelism_config_sp_backend", "what runs sequence parallelism", "deepspeed", "deepspeed"),
+        _count("parallelism_config_sp_seq_length", "the length of sequences", None, 1),
+        _truth("parallelism_config_sp_seq_length_is_variable", "sequences differ in length", True),
+        _text("parallelism_config_sp_attn_implementation", "the attention of sequence parallelism"),
+    ),
+]
+
+_DATA = _of(
+    "data",
+    "",
+    "",
+    _truth("split_batches", "a loader's batch is cut into one part for each process"),
+    _truth("dispatch_batches", "process 0 reads and sends out", None),
+    _truth("even_batches", "every process gets equally many batches", True),
+    _truth("use_seedable_sampler", "accepted: the order always follows from seed and epoch", True),
+    _count("data_seed", "the seed of the order of the data; by default that of the run"),
+    _truth("non_blocking", "copy batches to the device without waiting"),
+    _truth("use_stateful_dataloader", "accepted: loaders always know their place"),
+)
+
+#: Every setting by its name, in the order in which they are shown.
+SETTINGS: dict[str, Setting] = {
+    one.name: one for one in (*_RUN, *_LAUNCH, *_DYNAMO, *_FSDP, *_DEEPSPEED, *_PARALLELISM, *_DATA)
+}
