@@ -13,7 +13,6 @@ import runpy
 import sys
 import zipfile
 from pathlib import Path
-from typing import Literal
 
 from .affinity import bind
 from .failure import register_failure_hook
@@ -28,10 +27,10 @@ sys.path.pop()
 main()"""
 
 
-def command(kind: Literal["script", "module"], target: str, arguments: list[str]) -> list[str]:
+def command(target: str, arguments: list[str], module: bool = False) -> list[str]:
     """What to type for a process that runs a script, or a module, by way of this file."""
     program = _PROGRAM.format(root=_ROOT, package=__package__)
-    return [sys.executable, "-c", program, kind, target, *arguments]
+    return [sys.executable, "-c", program, "module" if module else "script", target, *arguments]
 
 
 def main() -> None:

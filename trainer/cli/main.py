@@ -13,6 +13,7 @@ from ...loggers import messages
 #: What each command does. Its module has the same words; that has ``add_arguments(parser)`` and ``run(arguments)``,
 #: which returns the exit status.
 COMMANDS = {
+    "launch": "run a script as one process or several, on this machine and others",
     "checkpoint ls": "list the checkpoints in a folder",
     "checkpoint show": "what a checkpoint is, and what it holds",
     "checkpoint verify": "hold every byte against its checksum",
