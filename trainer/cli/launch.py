@@ -81,10 +81,10 @@ def start(script: Script, settings: Settings, arguments: Namespace) -> int:
     )
     if plan.num_machines > 1:
         say.chosen()
-    wrapped = (
-        script.alone() if script.kind == "program" else worker.command(script.kind, script.target, script.arguments)
-    )
-    return launch.run(wrapped, plan.num_processes, place, plan.kind, plan.binds_gpus, options)
+    command = script.alone()
+    if script.kind != "program":
+        command = worker.command(script.target, script.arguments, module=script.kind == "module")
+    return launch.run(command, plan.num_processes, place, plan.kind, plan.binds_gpus, options)
 
 
 def _replace(command: list[str]) -> int:
