@@ -21,6 +21,7 @@ from .stopping import Stop
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from typing_extensions import Self
 
 T = TypeVar("T")
 ReduceOp = Literal["mean", "sum", "min", "max"]
@@ -112,6 +113,15 @@ class Strategy:
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
+    def for_another_module(self) -> Self:
+        """The same processes, device and precision, for one more module; after ``setup_environment``, on every rank.
+
+        Only for a strategy that holds no module itself.
+        """
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
     def init_context(self) -> AbstractContextManager[Any]:
         """Context in which layers are made on this strategy's device and in the precision's dtype."""
         return self.precision.init_context(self.device)
@@ -165,6 +175,10 @@ class Strategy:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Say whether the next backward communicates gradients. Off for all micro-batches of a window but the last."""
+
+    def sync_next_backward(self) -> None:
+        """Let the next backward communicate gradients, although its forward was run while they were not."""
+        self.sync_gradients(True)
 
     def requires_grad_changed(self) -> None:
         """Parameters were frozen or thawed while a step runs."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from .meeting import shared_store
 from .precision.base import Precision
 from .stopping import Stop
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -45,6 +48,8 @@ class DistributedStrategy(Strategy):
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         process_group_backend: None: gloo for the CPU, NCCL for CUDA with gloo for what is on the CPU.
+        init_method: a URL by which the processes find each other, as ``init_process_group`` takes it; None: by what
+            their launcher says. One process alone has nobody to find.
         timeout: how long a collective waits for the other processes.
         start_method: how other processes are started when no launcher did: ``"popen"`` runs the command again,
             ``"spawn"``, ``"fork"`` and ``"forkserver"`` run this function in new processes.
@@ -58,6 +63,7 @@ class DistributedStrategy(Strategy):
         precision: Precision | None = None,
         *,
         process_group_backend: str | None = None,
+        init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: StartMethod = "popen",
         numa: bool = False,
@@ -66,6 +72,7 @@ class DistributedStrategy(Strategy):
         if start_method not in START_METHODS:
             raise ValueError(messages.unknown(f"start_method for {type(self).__name__}", start_method, START_METHODS))
         self.process_group_backend = process_group_backend
+        self.init_method = init_method
         self.timeout = timeout
         self.start_method: StartMethod = start_method
         self.numa = numa
@@ -89,6 +96,11 @@ class DistributedStrategy(Strategy):
         """
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(find_cluster())
+        if self.process_group_backend == "nccl" and self.device.type != "cuda":
+            raise ValueError(
+                f"{type(self).__name__}(process_group_backend='nccl'): NCCL joins CUDA devices, but this run is on "
+                f"{self.device.type!r}. Leave it out: gloo is taken there, and NCCL on GPUs."
+            )
 
     def _stand(self, cluster: Cluster | None) -> None:
         """Take the place a launcher gave this process; the first one while there is no launcher."""
@@ -117,7 +129,7 @@ class DistributedStrategy(Strategy):
     def setup_environment(self) -> None:
         self._stand(find_cluster())
         super().setup_environment()
-        join(self._cluster, self.backend, self.timeout, self.device)
+        join(self._cluster, self.backend, self.timeout, self.device, self.init_method)
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(
                 f"A process group of {dist.get_world_size()} processes exists already, but this run has "
@@ -156,6 +168,11 @@ class DistributedStrategy(Strategy):
         return self._cluster.num_nodes if self._cluster else self._nodes
 
     # ---- module ----------------------------------------------------------------------------------------------------
+
+    def for_another_module(self) -> Self:
+        other = super().for_another_module()
+        other._synchronized = []
+        return other
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
         layers = batch_norm.trained(module)
@@ -365,7 +382,9 @@ def same_buffers(module: nn.Module, group: Any) -> None:
                 buffer.copy_(values.view_as(buffer))
 
 
-def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device) -> None:
+def join(
+    cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device, init_method: str | None = None
+) -> None:
     """Join the process group of this process's cluster, or make one of its own; nothing if there is one."""
     if dist.is_initialized():
         return
@@ -374,8 +393,11 @@ def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torc
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
-        rank, world_size, store = cluster.rank, cluster.world_size, shared_store(cluster, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **with_device)
+        where: dict[str, Any] = (
+            {"init_method": init_method} if init_method else {"store": shared_store(cluster, timeout)}
+        )
+        rank, world_size = cluster.rank, cluster.world_size
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **where, **with_device)
     atexit.register(leave)
 
 

@@ -27,6 +27,7 @@ from .precision.mixed import MixedPrecision
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -74,6 +75,7 @@ class FSDPStrategy(DistributedStrategy):
         state_dict_type: ``"full"``: checkpoints are one file, gathered on rank 0; ``"sharded"``: a folder to which each
             process writes its part. Both load under every strategy and number of processes.
         process_group_backend: None: gloo for the CPU, NCCL for CUDA.
+        init_method: a URL by which the processes find each other; None: by what their launcher says.
         timeout: how long a collective waits for the other processes.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         numa: bind each process to the cores of its GPU's NUMA node.
@@ -98,6 +100,7 @@ class FSDPStrategy(DistributedStrategy):
         find_unused_parameters: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
+        init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: StartMethod = "popen",
         numa: bool = False,
@@ -105,6 +108,7 @@ class FSDPStrategy(DistributedStrategy):
         super().__init__(
             precision,
             process_group_backend=process_group_backend,
+            init_method=init_method,
             timeout=timeout,
             start_method=start_method,
             numa=numa,
@@ -186,6 +190,10 @@ class FSDPStrategy(DistributedStrategy):
         return self.device_mesh
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
+
+    def for_another_module(self) -> Self:
+        self._mesh()  # one for all of them
+        return super().for_another_module()
 
     def empty_init_context(self) -> AbstractContextManager[Any]:
         return self.precision.init_context(torch.device("meta"))
@@ -299,10 +307,10 @@ class FSDPStrategy(DistributedStrategy):
         return partial(self._by_hand, self._holder, step) if self._manual else partial(self._holder, step)
 
     @staticmethod
-    def _evaluate(holder: Any, step: Callable[..., T], *args: Any) -> T:
+    def _evaluate(holder: Any, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Gathered weights outlive the step, so they must not be made in inference mode; here they are freed again."""
         with torch.inference_mode(False), torch.no_grad():
-            result = holder(step, *args)
+            result = holder(step, *args, **kwargs)
         holder.reshard()
         return result
 
@@ -496,8 +504,8 @@ class _Holder(nn.Module):
 
     def unshard(self) -> None: ...
 
-    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        return step(*args)
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
 
 
 def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:

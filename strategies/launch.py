@@ -119,6 +119,7 @@ def start(
     start_method: StartMethod,
     devices_kind: str = "cpu",
     numa: bool = False,
+    port: int = 0,
 ) -> Any:
     """Call ``function(*args)`` in ``num_processes`` new processes and return what rank 0 returned, tensors on the CPU.
 
@@ -131,6 +132,7 @@ def start(
         start_method: ``"fork"`` copies this process; the others start fresh ones and send the arguments by pickling.
         devices_kind: what the processes compute on.
         numa: bind each process to the NUMA node of its GPU, by torch elastic.
+        port: where they meet; 0: a free one.
 
     Raises:
         RuntimeError: a process failed, with the traceback of the first; or CUDA was used before a fork.
@@ -149,7 +151,7 @@ def start(
             job = _Job(folder, start_method)
         with environment(threads):
             options_for_numa = numa_of(devices_kind, numa)
-            exits, number = launch(_run, [job], num_processes, Place(), folder, start_method, options_for_numa)
+            exits, number = launch(_run, [job], num_processes, Place(port=port), folder, start_method, options_for_numa)
         failed = failures(exits, list(Path(folder).glob("rank*.json")))
         if number is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
