@@ -61,17 +61,16 @@ class _Refuse(Action):
         namespace.refused = f"{option_string}: {self.metavar}."
 
 
-def add_flags(parser: ArgumentParser) -> None:
-    """Every flag, in both spellings, the script and its arguments."""
+def add_flags(parser: ArgumentParser, script: bool = True) -> None:
+    """Every flag, in both spellings.
+
+    Args:
+        parser: gets them.
+        script: there is a script behind the flags, which may have arguments of its own.
+    """
     parser.formatter_class, parser.allow_abbrev = _Help, False
-    parser.usage = "paceline launch [flags] script.py [the script's arguments]"
-    parser.epilog = (
-        "Flags stand before the script; what comes behind it is the script's. A flag may be written with - for _.\n"
-        "Known, but not supported, with a line that says what to do: --tpu, --use_megatron_lm, --megatron_lm_*, "
-        "--fp8_*, --aws_*, --mpirun_hostfile."
-    )
-    parser.add_argument("script", help="what to run: a file, or with -m a module, or with --no_python any program")
-    parser.add_argument("script_args", nargs=REMAINDER, help="its arguments, which are passed on untouched")
+    if script:
+        _add_script(parser)
     _add_own(parser)
     groups = {name: parser.add_argument_group(title) for name, title in _GROUPS.items()}
     for one in SETTINGS.values():
@@ -82,11 +81,22 @@ def add_flags(parser: ArgumentParser) -> None:
             _add(parser, name.rstrip("="), action=_Refuse, nargs=0 if bare else None, metavar=reason, help=SUPPRESS)
 
 
+def _add_script(parser: ArgumentParser) -> None:
+    parser.usage = "paceline launch [flags] script.py [the script's arguments]"
+    parser.epilog = (
+        "Flags stand before the script; what comes behind it is the script's. A flag may be written with - for _.\n"
+        "Known, but not supported, with a line that says what to do: --tpu, --use_megatron_lm, --megatron_lm_*, "
+        "--fp8_*, --aws_*, --mpirun_hostfile."
+    )
+    parser.add_argument("script", help="what to run: a file, or with -m a module, or with --no_python any program")
+    parser.add_argument("script_args", nargs=REMAINDER, help="its arguments, which are passed on untouched")
+    _add(parser, "module", "-m", action="store_true", help="the script is a module, as for python -m")
+    _add(parser, "no_python", action="store_true", help="the script is a program of its own, not Python's")
+
+
 def _add_own(parser: ArgumentParser) -> None:
     """What concerns the start alone, and is no setting of the run."""
     _add(parser, "config_file", "--config", metavar="FILE", help="the file of settings; see paceline config")
-    _add(parser, "module", "-m", action="store_true", help="the script is a module, as for python -m")
-    _add(parser, "no_python", action="store_true", help="the script is a program of its own, not Python's")
     _add(parser, "quiet", action="store_true", help="do not say what was chosen")
     _add(parser, "log_dir", metavar="FOLDER", help="keep each process's output there too")
     _add(
