@@ -20,12 +20,15 @@ from .preparing import finish_model, prepare, prepare_loader, prepare_optimizer,
 from .process_state import AcceleratorState, PartialState
 from .processes import Processes
 from .schedulers import AcceleratedScheduler
+from .trackers import Trackers
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from torch.profiler import profile as Profiler
     from torch.utils.data import DataLoader
 
     from .enums import DistributedType
+    from .handlers import ProfileKwargs
     from .loaders import PreparedLoader
 
 T1 = TypeVar("T1")
@@ -114,7 +117,7 @@ class Accelerator(Processes):
         self.output_dtype: str = arguments.settings["output_dtype"]
         self.dataloader_config = arguments.dataloader_config
         self.project_configuration = arguments.project_configuration
-        self.log_with = arguments.log_with
+        self.trackers = Trackers(arguments.log_with, self.project_configuration.logging_dir)
         self.rng_types = rng_types
         self.handlers = arguments.handlers
         self._compiler = partial(compiler_for, arguments.dynamo)
@@ -144,7 +147,6 @@ class Accelerator(Processes):
         self._custom_objects: list[Any] = []
         self._save_state_pre_hooks: dict[int, Callable[..., Any]] = {}
         self._load_state_pre_hooks: dict[int, Callable[..., Any]] = {}
-        self.trackers: list[Any] = []
         self.step = 0
         self._seed: int | None = None
         self._checked = False
@@ -192,6 +194,11 @@ class Accelerator(Processes):
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer left out its last step because fp16's gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that were asked for: names, classes and objects."""
+        return self.trackers.wanted
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
@@ -573,33 +580,25 @@ class Accelerator(Processes):
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Start the trackers of ``log_with``, on the main process."""
-        from . import trackers
-
-        trackers.init_trackers(self, project_name, config, init_kwargs)
+        """Start the trackers of ``log_with``; see :meth:`.trackers.Trackers.start`."""
+        self.trackers.start(project_name, config, init_kwargs, self.project_configuration.logging_dir)
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Send numbers to all trackers."""
-        from . import trackers
-
-        trackers.log(self, values, step, log_kwargs)
+        """Send the values of one step to all trackers; see :meth:`.trackers.Trackers.log`."""
+        self.trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by name; ``unwrap`` for the object behind it."""
-        from . import trackers
-
-        return trackers.get_tracker(self, name, unwrap)
+        return self.trackers.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Finish the trackers."""
-        from . import trackers
+        """End the run in all trackers. The process group is left when the program ends."""
+        self.trackers.finish()
 
-        trackers.end_training(self)
-
-    def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
-        """Torch's profiler around a part of the loop; one trace for each process."""
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
+        """Context that gives torch's profiler; see :func:`.profiling.profile`."""
         from .profiling import profile
 
         return profile(self, profile_handler)
