@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,8 @@ class Saves:
         sequence: the number of the last save.
         folders: where this start has saved, the newest last.
         counted: folders whose saves of earlier starts have been counted.
+        before_save: hooks ``(models, weights, output_dir)``, by the id of their handle.
+        before_load: hooks ``(models, input_dir)``.
     """
 
     def __init__(self) -> None:
@@ -47,6 +50,8 @@ class Saves:
         self.sequence = 0
         self.folders: list[Location] = []
         self.counted: set[Location] = set()
+        self.before_save: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self.before_load: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def next(self, folder: Location) -> int:
         """Number one more save; it is higher than all that lie beside it."""
