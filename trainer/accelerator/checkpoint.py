@@ -166,7 +166,8 @@ def load_state(
     models = list(accelerator._models)
     for hook in list(accelerator._saves.before_load.values()):
         hook(models, str(state.parent))
-    restored = Restored(accelerator, checkpoint, models)
+    newer = strategy.broadcast(folders.newer_of_its_run(state) if strategy.is_global_zero else None)
+    restored = Restored(accelerator, checkpoint, models, newer)
     missing = [*restored.missing, *(f"the file {name}, which is not what was saved" for name in wrong)]
     if missing:
         _tell(str(state.parent), missing, strict)

@@ -193,6 +193,17 @@ def _newest(accelerator: Accelerator) -> Location:
     return newest
 
 
+def newer_of_its_run(state: Location) -> str | None:
+    """The folder, beside that of a state, of one that the same run saved later; None if there is none."""
+    own = _known(state)
+    if own is None:
+        return None
+    found = ((one, known) for one in states_in(state.parent.parent) if (known := _known(one)))
+    return next(
+        (str(one.parent) for one, known in found if known.line == own.line and known.sequence > own.sequence), None
+    )
+
+
 # ---- how many are kept -----------------------------------------------------------------------------------------------
 
 

@@ -366,3 +366,27 @@ def test_the_next_pass_over_an_evaluation_loader_is_whole(tmp_path: Path) -> Non
     fresh = again.prepare(DataLoader(Noisy(), 4))
     again.load_state(tmp_path / "s")
     assert len(list(fresh)) == 7
+
+
+# ---- trackers --------------------------------------------------------------------------------------------------------
+
+
+def logged(folder: Path) -> Loop:
+    loop = Loop(log_with="csv", project_dir=str(folder))
+    loop.accelerator.init_trackers("run")
+    return loop
+
+
+def test_g1_a_tracker_goes_on_with_the_rows_it_had_when_the_state_was_saved(tmp_path: Path) -> None:
+    first = logged(tmp_path / "p")
+    for step in range(4):
+        first.accelerator.log({"loss": float(step)}, step=step)
+        if step == 2:
+            first.accelerator.save_state(tmp_path / "s")
+    first.accelerator.end_training()
+    again = logged(tmp_path / "p")
+    again.accelerator.load_state(tmp_path / "s")
+    again.accelerator.log({"loss": 30.0}, step=3)
+    again.accelerator.end_training()
+    (rows,) = (path.read_text().splitlines() for path in (tmp_path / "p").rglob("metrics.csv"))
+    assert [row.split(",")[-1] for row in rows[1:]] == ["0.0", "1.0", "2.0", "30.0"]
