@@ -114,7 +114,7 @@ def _project(accelerator: Accelerator, asked: str) -> Location:
 
 def _next_numbered(folder: Location, config: Any) -> Location:
     number = config.iteration
-    if (folder / f"{_NUMBERED}{number}").exists():
+    if _is_taken(folder / f"{_NUMBERED}{number}"):
         taken = [_number(entry.name) for entry in folder.iterdir()]
         number = max([*taken, number]) + 1
         messages.info(
@@ -123,6 +123,11 @@ def _next_numbered(folder: Location, config: Any) -> Location:
         )
         config.iteration = number
     return folder / f"{_NUMBERED}{number}"
+
+
+def _is_taken(folder: Location) -> bool:
+    """Whether there is more than a save that was killed left behind."""
+    return folder.exists() and not (folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir()))
 
 
 def _number(name: str) -> int:

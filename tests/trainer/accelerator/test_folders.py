@@ -217,6 +217,18 @@ def test_g1_u8_kill_9_anywhere_in_a_save_leaves_a_state_to_go_on_from(
     assert names(tmp_path / "s") == ["state.ckpt"]
 
 
+def test_u8_what_a_killed_save_left_of_a_numbered_folder_is_replaced(tmp_path: Path) -> None:
+    one = numbered(tmp_path)
+    one.save_state()
+    killed(one.save_state, replace, "take_place", 1)
+    assert names(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1"]
+    again = numbered(tmp_path)
+    again.load_state()
+    again.save_state()
+    assert names(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1"]
+    assert names(tmp_path / "checkpoints" / "checkpoint_1") == ["state.ckpt"]
+
+
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
