@@ -71,7 +71,7 @@ def text() -> str:
     started = os.environ.get(STARTED)
     before = max(0.0, time.time() - float(started) - (now - _begin)) if started else 0.0
     total = now - _begin + before
-    rows = [("start of the process", before, 1)] if started else []
+    rows = [("start and imports", before, 1)] if started else []
     rows += [("  " * (len(key) - 1) + key[-1], seconds, times) for key, (seconds, times) in _found.items()]
     inside = before + sum(seconds for key, (seconds, _) in _found.items() if len(key) == 1)
     rows.append(("all else", total - inside, 1))
