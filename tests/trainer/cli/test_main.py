@@ -18,6 +18,14 @@ HELP = [
     ["checkpoint", "ls", "-h"],
     ["launch", "-h"],
     ["test", "-h"],
+    ["merge-weights", "-h"],
+    ["--version"],
+]
+    ["--help"],
+    ["checkpoint", "--help"],
+    ["checkpoint", "ls", "-h"],
+    ["launch", "-h"],
+    ["test", "-h"],
     ["--version"],
 ]
 

@@ -34,7 +34,7 @@ def test_weights_become_one_file_of_safetensors(out: str, tmp_path: Path) -> Non
     [
         (
             ["merge-weights", "x", "y", "--unsafe_serialization"],
-            "--unsafe_serialization: only safetensors are written.",
+            "--unsafe_serialization: only safetensors are",
         ),
         (["merge-weights", "x", "y", "--remove-checkpoint-dir"], "--remove_checkpoint_dir: the parts are all that"),
         (["to-fsdp2", "--config_file", "x"], "FSDP is version 2 here"),
