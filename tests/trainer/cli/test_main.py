@@ -21,13 +21,6 @@ HELP = [
     ["merge-weights", "-h"],
     ["--version"],
 ]
-    ["--help"],
-    ["checkpoint", "--help"],
-    ["checkpoint", "ls", "-h"],
-    ["launch", "-h"],
-    ["test", "-h"],
-    ["--version"],
-]
 
 PROGRAM = """
 import json, sys
