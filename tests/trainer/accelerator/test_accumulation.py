@@ -37,8 +37,6 @@ def test_gradients_cleared_at_the_beginning_of_a_micro_batch_are_not_lost() -> N
         model, optimizer, loader = accelerator.prepare(
             model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(14), 2)
         )
-        for batch in [*loader, *loader]:
-            pass
         for _ in range(2):
             for batch in loader:
                 with accelerator.accumulate(model):
