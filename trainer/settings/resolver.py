@@ -76,15 +76,16 @@ class Settings(Mapping[str, Any]):
         """Every setting with its value and origin."""
         return [Row(name, said.value, *said.origin) for name, said in self._said.items()]
 
-    def print(self, everything: bool = False) -> None:
-        """Print the settings that somebody gave, with value and origin.
+    def print(self, everything: bool = True) -> None:
+        """Print the settings, each with its value and origin, on rank 0.
 
         Args:
             everything: those at their default too.
         """
-        messages.answer(self.text(everything))
+        if messages.is_rank_zero():
+            messages.answer(self.text(everything))
 
-    def text(self, everything: bool = False) -> str:
+    def text(self, everything: bool = True) -> str:
         """What :meth:`print` prints."""
         rows = [row for row in self.table() if everything or row.place != "default"]
         lines = [f"Settings in force (file: {self.file or 'none'})"]
