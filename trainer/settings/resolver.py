@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ...loggers import messages
-from .files import VARIABLE, ConfigFile, find_file, read_file
+from .files import CONFIG_VARIABLE, ConfigFile, find_file, read_file
 from .names import SETTINGS, Setting
 
 Place = Literal["code", "flag", "env", "file", "default"]
@@ -189,7 +189,7 @@ def hand_over(settings: Settings) -> dict[str, str]:
     return {
         **{SETTINGS[row.name].variable: _written(row.value) for row in flags},
         FLAGS: ",".join(row.name for row in flags),
-        VARIABLE: "none" if settings.file is None else os.path.abspath(settings.file),
+        CONFIG_VARIABLE: "none" if settings.file is None else os.path.abspath(settings.file),
     }
 
 
