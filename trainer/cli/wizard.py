@@ -116,13 +116,23 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
     if machine == "multi-GPU" and not deepspeed and _fsdp(talk):
         _dimensions(talk)
     if several:
-        talk.setting("num_processes", "How many processes should be used, over all machines?", 2)
+        gpus = _count_gpus() if machine == "multi-GPU" else 0
+        default = max(2, gpus * talk.values["num_machines"])
+        talk.setting("num_processes", "How many processes should be used, over all machines?", default)
+    else:
+        talk.values.setdefault("num_processes", 1)
     if not cpu:
         talk.setting("gpu_ids", "What GPU(s) (by id) should be used for training on this machine?", "all")
         talk.switch("enable_cpu_affinity", "Would you like to enable numa efficiency? (NVIDIA only)")
     talk.setting("mixed_precision", "Do you wish to use mixed precision?", choices=True)
     talk.setting("gradient_accumulation_steps", "How many micro-batches make one update?")
     return talk.values
+
+
+def _count_gpus() -> int:
+    from torch import cuda
+
+    return cuda.device_count()
 
 
 def _machines(talk: Dialog) -> None:

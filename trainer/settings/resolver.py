@@ -88,6 +88,7 @@ class Settings(Mapping[str, Any]):
     def text(self, everything: bool = True) -> str:
         """What :meth:`print` prints."""
         rows = [row for row in self.table() if everything or row.place != "default"]
+        rows = [row._replace(where=row.where.removeprefix(f"{self.file}: ")) for row in rows]
         lines = [f"Settings in force (file: {self.file or 'none'})"]
         name, value = (max((len(str(row[i])) for row in rows), default=0) for i in (0, 1))
         lines += [f"  {row.name:{name}}  {row.value!s:{value}}  {row.place}  {row.where}".rstrip() for row in rows]
