@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from ...loggers.timings import timed
 from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
 from .accumulation import GradientState, Window
@@ -236,6 +237,7 @@ class Accelerator(Processes):
     @overload
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any: ...
 
+    @timed("prepare")
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders; anything else comes back as it is.
 
@@ -542,12 +544,14 @@ class Accelerator(Processes):
 
     # ---- files and trackers ----------------------------------------------------------------------------------------
 
+    @timed("save_state")
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save everything that this loop needs to go on, to the bit; see :func:`.checkpoint.save_state`."""
         from . import checkpoint
 
         return checkpoint.save_state(self, output_dir, safe_serialization, **kwargs)
 
+    @timed("load_state")
     def load_state(self, input_dir: Any = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Go on from what :meth:`save_state` wrote; see :func:`.checkpoint.load_state`."""
         from . import checkpoint
