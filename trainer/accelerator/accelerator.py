@@ -169,11 +169,6 @@ class Accelerator(Processes):
         return self.state.distributed_type
 
     @property
-    def log_with(self) -> list[Any]:
-        """The trackers that were asked for."""
-        return self.trackers.wanted
-
-    @property
     def project_dir(self) -> str | None:
         """Folder of logs and checkpoints."""
         return self.project_configuration.project_dir
