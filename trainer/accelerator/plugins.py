@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from ...loggers import messages
+from ..compiling import compile_repeated
 from .enums import DynamoBackend
 from .handlers import KwargsHandler
 
@@ -155,13 +157,28 @@ class TorchDynamoPlugin(KwargsHandler):
         if not self.compiles:
             return None
         arguments = self.to_kwargs()
-        known = torch.compiler.list_backends(exclude_tags=())
-        if arguments["backend"] not in known:
+        present = torch.compiler.list_backends(exclude_tags=())
+        if arguments["backend"] not in present:
+            known = [word for word in DynamoBackend.list() if word.lower() in present]
             raise ValueError(
                 f"TorchDynamoPlugin(backend={str(self.backend)!r}): torch {torch.__version__} has no such backend "
-                f"here. It has {messages.names(known, 'and')}; others come with a package of their own."
+                f"here. It has {messages.names(known, 'and')}; others come with packages of their own, which have to "
+                "be installed."
             )
         return partial(torch.compile, **arguments)
+
+    def compile(self, module: nn.Module) -> Callable[[Any], Any] | None:
+        """What compiles the module's forward; None if nothing does, or its repeated blocks were compiled in place."""
+        compiler = self.compiler()
+        if compiler is None or not self.use_regional_compilation:
+            return compiler
+        if compile_repeated(module, self.to_kwargs()):
+            return None
+        messages.info_once(
+            f"use_regional_compilation found no list of blocks of one class in {type(module).__name__}, so all of it "
+            "is compiled at once."
+        )
+        return compiler
 
 
 _DYNAMO = {
