@@ -317,3 +317,42 @@ class DeepSpeedPlugin:
             if device == "cpu":
                 found[argument] = True
         return found
+
+
+def choose_accumulation(
+    plugin: GradientAccumulationPlugin | None,
+    settings: Mapping[str, Any] | None,
+    deepspeed: DeepSpeedPlugin | None = None,
+) -> dict[str, Any]:
+    """The arguments of ``GradientState``: what the plugin says, else the settings, else DeepSpeed's configuration.
+
+    Args:
+        plugin: ``Accelerator(gradient_accumulation_plugin=...)``.
+        settings: with ``gradient_accumulation_steps``.
+        deepspeed: the plugin in force.
+
+    Raises:
+        TypeError: the plugin is none.
+        ValueError: two of them say different numbers.
+    """
+    if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
+        raise TypeError(
+            f"Accelerator(gradient_accumulation_plugin={plugin!r}) is a {type(plugin).__name__}. Pass a "
+            "GradientAccumulationPlugin, or write gradient_accumulation_steps=4."
+        )
+    found = (plugin or GradientAccumulationPlugin()).to_dict()
+    origin = getattr(settings, "origin", None)
+    in_code = origin is None or origin("gradient_accumulation_steps").place == "code"
+    asked = given(settings, "gradient_accumulation_steps")
+    if None not in (found["num_steps"], asked) and in_code and asked not in (1, found["num_steps"]):
+        raise ValueError(
+            f"Accelerator(gradient_accumulation_steps={asked}) contradicts GradientAccumulationPlugin(num_steps="
+            f"{found['num_steps']}). Leave one out."
+        )
+    steps = found["num_steps"] if found["num_steps"] is not None else asked
+    theirs = deepspeed.decided("gradient_accumulation_steps") if deepspeed is not None else None
+    if None not in (steps, theirs) and steps != theirs:
+        raise ValueError(
+            f"DeepSpeed is told gradient_accumulation_steps={theirs}, but the Accelerator has {steps}. Leave one out."
+        )
+    return {**found, "num_steps": steps or theirs or 1}
