@@ -152,7 +152,7 @@ def test_a_profiler_is_built_with_what_is_given() -> None:
     traces: list[Any] = []
     given = ProfileKwargs(
         activities=["cpu"],
-        schedule_option={"wait": 1, "active": 2, "repeat": 1},
+        schedule_option={"wait": 0, "warmup": 1, "active": 2, "repeat": 1},
         on_trace_ready=lambda profiler: traces.append(profiler.step_num),
         record_shapes=True,
         profile_memory=True,
