@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Communication hooks that have a name.
-HOOKS = ("fp16", "bf16", "powersgd", "batched_powersgd")
+HOOKS = ("fp16", "bf16", "powersgd")
 #: Hooks that compress before another one.
 WRAPPERS = ("fp16", "bf16")
 
@@ -38,7 +38,7 @@ class DDPStrategy(DistributedStrategy):
         find_unused_parameters: look in each step for parameters that the loss does not depend on. None: only under
             manual optimization, where a loss rarely reaches all networks.
         ddp_comm_hook: how a bucket is reduced: a function of torch.distributed.algorithms.ddp_comm_hooks, or
-            ``"fp16"``, ``"bf16"`` (half the bytes), ``"powersgd"`` or ``"batched_powersgd"`` (low rank).
+            ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank).
         ddp_comm_state: the hook's state; for PowerSGD also a dict of what ``PowerSGDState`` takes, or None.
         ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``; or ``"fp16"`` or ``"bf16"``.
         model_averaging_period: with ``post_localSGD_hook``, average the parameters over all processes every so many
@@ -220,7 +220,7 @@ def _named_hook(hook: str | Callable[..., Any], state: Any) -> tuple[Callable[..
         return getattr(default_hooks, f"{hook}_compress_hook"), state
     if state is None or isinstance(state, Mapping):
         state = powerSGD_hook.PowerSGDState(None, **(state or {}))
-    return powerSGD_hook.powerSGD_hook if hook == "powersgd" else powerSGD_hook.batched_powerSGD_hook, state
+    return powerSGD_hook.powerSGD_hook, state
 
 
 def _named_wrapper(wrapper: str | Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -299,7 +299,6 @@ def test_a_window_that_a_hook_ends_early_is_reduced_too() -> None:
         ("fp16", None, None),
         ("powersgd", None, "fp16"),
         ("powersgd", {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}, None),
-        ("batched_powersgd", {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}, None),
     ],
 )
 def test_communication_hooks_by_name_train(hook: str, state: Any, wrapper: Any) -> None:

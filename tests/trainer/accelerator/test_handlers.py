@@ -122,6 +122,11 @@ def test_communication_hooks_that_cannot_work_are_refused(given: dict[str, Any],
         DistributedDataParallelKwargs(**given)
 
 
+def test_a_hook_that_torch_has_broken_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="Write comm_hook='power_sgd'"):
+        DistributedDataParallelKwargs(comm_hook="batched_power_sgd")
+
+
 def test_e1_process_group_options_hold_what_is_given() -> None:
     given = InitProcessGroupKwargs(backend="gloo", init_method="env://?use_libuv=False", timeout=timedelta(seconds=9))
     assert given.options() == {

@@ -41,7 +41,7 @@ def test_a11_a_function_runs_in_several_processes_also_after_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="(?s)Rank 1 of 2 failed.*mine") as caught:
         notebook_launcher(fail, num_processes=2)
-    assert "launchers.py" not in str(caught.value)
+    assert "accelerator/launchers.py" not in str(caught.value).replace("tests/trainer/accelerator", "")
     given = [torch.ones(1), "two"]
     found = notebook_launcher(stand, tuple(given), num_processes=2, mixed_precision="bf16")
     assert found == (2, "MULTI_CPU", True, "bf16", tuple(given))
