@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -84,6 +85,7 @@ class DDPStrategy(DistributedStrategy):
         self.ddp_options = _known_options(ddp_options)
         self._wrapped: DistributedDataParallel | None = None
         self._manual = False
+        self._synchronizes, self._local = True, False
         self._averager: Any = None
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
             raise ValueError(messages.unknown("ddp_comm_hook", ddp_comm_hook, HOOKS, ", or pass a function"))
@@ -150,8 +152,26 @@ class DDPStrategy(DistributedStrategy):
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
+        self._synchronizes = enabled
         if self._wrapped is not None:
-            self._wrapped.require_backward_grad_sync = enabled
+            self._wrapped.require_backward_grad_sync = enabled and not self._local
+
+    def complete_gradients(self, optimizer: Optimizer) -> None:
+        if not self._local:
+            super().complete_gradients(optimizer)
+
+    @contextmanager
+    def keep_gradients_local(self) -> Iterator[None]:
+        before, self._local = self._local, True
+        self.sync_gradients(self._synchronizes)
+        try:
+            yield
+        finally:
+            self._local = before
+            self.sync_gradients(self._synchronizes)
+
+    def joinable(self) -> DistributedDataParallel | None:
+        return self._wrapped
 
     def sync_next_backward(self) -> None:
         wrapped = self._wrapped
@@ -189,8 +209,9 @@ class DDPStrategy(DistributedStrategy):
             listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""
             return RuntimeError(
                 f"Parameters took no part in the loss of the step before, so their gradients never came{listed}. "
-                "Write strategy='ddp_find_unused_parameters_true' if that is meant (it costs a walk over the graph "
-                "each step), freeze them (requires_grad_(False)), or use them in training_step."
+                "Write strategy='ddp_find_unused_parameters_true' if that is meant (in a loop of your own "
+                "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]); it costs a "
+                "walk over the graph each step), freeze them (requires_grad_(False)), or use them in the step."
             )
         return super().explain(error)
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..loggers import messages
 from . import batch_norm, launch
-from .base import ReduceOp, Strategy
+from .base import ReduceOp, Strategy, UnlikeTensorsError
 from .cluster import Cluster, find_cluster
 from .differentiable import all_gather
 from .meeting import shared_store
@@ -241,13 +241,20 @@ class DistributedStrategy(Strategy):
     def _same_shapes(self, data: Any, group: Any) -> None:
         """Raise on every rank if the ranks' tensors differ: the collective itself would mix them up (or hang)."""
         mine = [(tuple(t.shape), str(t.dtype)) for t in pytree.tree_leaves(data) if isinstance(t, Tensor)]
-        found = self.gather_objects(mine, group)
-        if any(other != found[0] for other in found):
+        found = self.unlike(mine, group)
+        if found:
             listed = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(found))
-            raise ValueError(
+            raise UnlikeTensorsError(
                 f"all_gather needs tensors of the same shapes and dtypes on every rank, but got {listed}. Pad them to "
-                "one shape, or gather a number that each rank computes."
+                "one shape, or gather a number that each rank computes.",
+                found,
             )
+
+    def unlike(self, description: T, group: Any = None) -> list[T]:
+        if not self.talks or (group is None and self._same(repr(description), self.timeout)):
+            return []
+        found = self.gather_objects(description, group)
+        return found if any(other != found[0] for other in found) else []
 
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:
         """Every rank's object, in rank order, on every rank. Pickled over the host: for small things."""
@@ -258,6 +265,15 @@ class DistributedStrategy(Strategy):
             dist.all_gather_object(found, obj, group=group or self._host)
         return found
 
+    def scatter_objects(self, objects: Sequence[T] | None) -> T:
+        if not self.talks:
+            return super().scatter_objects(objects)
+        box: list[Any] = [None]
+        with self._at("scatter_objects"):
+            given: Any = list(objects) if objects is not None and self.global_rank == 0 else None
+            dist.scatter_object_list(box, given, src=0, group=self._host)
+        return box[0]
+
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not self.talks:
             return obj
@@ -265,6 +281,14 @@ class DistributedStrategy(Strategy):
         with self._at("broadcast"):
             dist.broadcast_object_list(box, src, group=self._host, device=torch.device("cpu"))
         return box[0]
+
+    def broadcast_tensor(self, tensor: Tensor, src: int = 0) -> Tensor:
+        if not self.talks:
+            return tensor
+        sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+        with self._at("broadcast_tensor"):
+            dist.broadcast(sent, src)
+        return sent
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
         if not self.talks:

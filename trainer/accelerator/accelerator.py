@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
 from .accumulation import GradientState, Window
+from .arguments import compiler_for, read_arguments
+from .folders import Saves
 from .models import PreparedModel, is_prepared, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
 from .preparing import finish_model, prepare, prepare_loader, prepare_optimizer, prepare_scheduler, start_model
+from .process_state import AcceleratorState, PartialState
 from .processes import Processes
 from .schedulers import AcceleratedScheduler
+from .trackers import Trackers
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    from .enums import DistributedType
     from .loaders import PreparedLoader
 
 T1 = TypeVar("T1")
@@ -64,7 +69,7 @@ class Accelerator(Processes):
         project_config: a ``ProjectConfiguration``.
         gradient_accumulation_plugin: ``gradient_accumulation_steps`` and more.
         step_scheduler_with_optimizer: schedulers move when their optimizers have stepped; False: at each call.
-        kwargs_handlers: settings of DistributedDataParallel, autocast, the loss scaler, the process group, the profiler.
+        kwargs_handlers: settings of DistributedDataParallel, autocast, loss scaler, process group and profiler.
         dynamo_backend: compile models with this backend.
         dynamo_plugin: the same, and more.
         parallelism_config: sizes of tensor, sharded and replicated parallelism.
@@ -102,23 +107,32 @@ class Accelerator(Processes):
         scheduler_steps: str | None = None,
         output_dtype: str | None = None,
     ) -> None:
-        from .arguments import read_arguments
-
-        given = {name: value for name, value in locals().items() if name not in ("self", "read_arguments")}
+        given = {name: value for name, value in locals().items() if name != "self"}
         arguments = read_arguments(given)
         self.settings = arguments.settings
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.scheduler_steps, self.output_dtype = arguments.scheduler_steps, arguments.output_dtype
+        self.scheduler_steps: str = arguments.settings["scheduler_steps"]
+        self.output_dtype: str = arguments.settings["output_dtype"]
         self.dataloader_config = arguments.dataloader_config
         self.project_configuration = arguments.project_configuration
-        self.log_with = arguments.log_with
         self.rng_types = rng_types
         self.handlers = arguments.handlers
-        self._compiler = arguments.compiler
+        self._compiler = partial(compiler_for, arguments.dynamo)
+        self._clip_norm = arguments.clip_norm
+        self._shards = arguments.shards
         self._strategy: Strategy = arguments.strategy
         self._strategy.setup_environment()
-        self._shards = arguments.shards
+        choice = arguments.choice
+        self.state = AcceleratorState.of(
+            PartialState.of(self._strategy),
+            self.mixed_precision,
+            deepspeed_plugin=choice.deepspeed_plugin,
+            fsdp_plugin=choice.fsdp_plugin,
+            dynamo_plugin=arguments.dynamo,
+            parallelism_config=choice.parallelism_config,
+            device_mesh=getattr(self._strategy, "mesh", None),
+        )
         self.gradient_state = GradientState(**arguments.accumulation)
         self.gradient_state.window = Window(self.gradient_state, self._strategy)
         self.gradient_state.on_pass = self._settle_buffers
@@ -129,9 +143,10 @@ class Accelerator(Processes):
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
         self._custom_objects: list[Any] = []
+        self._saves = Saves()
         self._save_state_pre_hooks: dict[int, Callable[..., Any]] = {}
         self._load_state_pre_hooks: dict[int, Callable[..., Any]] = {}
-        self.trackers: list[Any] = []
+        self.trackers = Trackers(arguments.log_with, self.logging_dir)
         self.step = 0
         self._seed: int | None = None
         self._checked = False
@@ -146,6 +161,26 @@ class Accelerator(Processes):
         """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
         name = self._strategy.precision.name
         return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes share the work."""
+        return self.state.distributed_type
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that were asked for."""
+        return self.trackers.wanted
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of logs and checkpoints."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of the trackers."""
+        return self.project_configuration.logging_dir
 
     @property
     def sync_gradients(self) -> bool:
@@ -361,9 +396,7 @@ class Accelerator(Processes):
             strategy.sync_next_backward()
         yield
 
-    def clip_grad_norm_(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients' total norm when the window is complete; call it after every backward.
 
         Args:
@@ -558,30 +591,25 @@ class Accelerator(Processes):
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Start the trackers of ``log_with``, on the main process."""
-        from . import trackers
+        self.trackers.start(project_name, config, init_kwargs, self.logging_dir)
 
-        trackers.init_trackers(self, project_name, config, init_kwargs)
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None) -> None:
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """Send numbers to all trackers."""
-        from . import trackers
-
-        trackers.log(self, values, step, log_kwargs)
+        self.trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by name; ``unwrap`` for the object behind it."""
-        from . import trackers
-
-        return trackers.get_tracker(self, name, unwrap)
+        return self.trackers.get(name, unwrap)
 
     def end_training(self) -> None:
         """Finish the trackers."""
-        from . import trackers
-
-        trackers.end_training(self)
+        self.trackers.finish()
+        self.wait_for_everyone()
 
     def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
-        """torch's profiler around a part of the loop; one trace for each process."""
+        """Torch's profiler around a part of the loop; one trace for each process."""
         from .profiling import profile
 
         return profile(self, profile_handler)

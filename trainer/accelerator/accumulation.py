@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -29,6 +29,7 @@ class GradientState:
         sync_gradients: the window is complete with this micro-batch, so optimizers step.
         active_dataloader: the loader that handed out the batch under way; None outside of all passes.
         window: the innermost ``accumulate`` group, or the last there was.
+        on_pass: called with a loader when a pass over it begins.
         depth: ``accumulate`` blocks that are open.
         dataloader_references: loaders whose passes are under way, the innermost last.
     """
@@ -46,6 +47,7 @@ class GradientState:
         self.sync_each_batch = sync_each_batch
         self.sync_gradients = True
         self.window: Window
+        self.on_pass: Callable[[Any], None] | None = None
         self.depth = 0
         self.active_dataloader: PreparedLoader | None = None
         self.dataloader_references: list[PreparedLoader] = []
@@ -202,10 +204,12 @@ class Window:
             strategy.complete_gradients(inner)  # the last micro-batch had no backward
         if optimizer.scales:
             strategy.unscale_gradients(inner)
-        if self._factor is None:
-            self._factor = self.items.finish() if self.by_items else 1.0 if self.free else steps / self.count
-        if self.by_items or self._factor != 1.0:
-            strategy.scale_gradients(inner, self._factor)
+        factor = self._factor
+        if factor is None:
+            factor = self.items.finish() if self.by_items else 1.0 if self.free else steps / self.count
+            self._factor = factor
+        if self.by_items or factor != 1.0:
+            strategy.scale_gradients(inner, factor)
 
     def state_dict(self) -> dict[str, Any]:
         """The window under way, as plain data for a checkpoint."""

@@ -6,9 +6,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...loggers import messages
 from ...strategies.base import Strategy
-from ...strategies.choose import choose_strategy
+from ...strategies.fsdp_wrapping import choose_blocks
+from ...strategies.precision.base import Precision
 from ..settings import Settings, resolve
+from .choose import Choice, choose
+from .handlers import Handlers, sort_handlers
+from .loaders import DataLoaderConfiguration
+from .plugins import (
+    DeepSpeedPlugin,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    choose_dynamo,
+    given,
+)
+
+#: Arguments that are settings of the same name.
+_SETTINGS = (
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "cpu",
+    "split_batches",
+    "dynamo_backend",
+    "log_with",
+    "project_dir",
+    "strategy",
+    "scheduler_steps",
+    "output_dtype",
+)
+_LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "data_seed", "non_blocking")
 
 
 @dataclass
@@ -17,46 +45,172 @@ class Arguments:
 
     Attributes:
         settings: every setting, with its origin.
+        choice: handlers and plugins, with what they left open.
         strategy: not set up yet.
         shards: the strategy replaces a model's parameters by parts of them.
         accumulation: the arguments of ``GradientState``.
-        compiler: gives, for a model, what compiles its forward, or None.
+        clip_norm: what optimizers clip the norm of gradients to by themselves; None: nothing.
+        dynamo: how models are compiled.
+        dataloader_config: how loaders are split.
+        project_configuration: folders.
+        log_with: trackers, as they were given.
     """
 
     settings: Settings
+    choice: Choice
     strategy: Strategy
     shards: bool
     accumulation: dict[str, Any]
-    compiler: Callable[[Any], Callable[[Any], Any] | None]
-    handlers: Any
-    dataloader_config: Any
-    project_configuration: Any
+    clip_norm: float | None
+    dynamo: TorchDynamoPlugin
+    dataloader_config: DataLoaderConfiguration
+    project_configuration: ProjectConfiguration
     log_with: Any
-    scheduler_steps: str
-    output_dtype: str
+
+    @property
+    def handlers(self) -> Handlers:
+        """Those of ``kwargs_handlers``."""
+        return self.choice.handlers
 
 
-def read_arguments(given: Mapping[str, Any]) -> Arguments:
-    """Read the arguments of ``Accelerator(...)``, by name."""
-    from .loaders import DataLoaderConfiguration
+def read_arguments(arguments: Mapping[str, Any]) -> Arguments:
+    """Read the arguments of ``Accelerator(...)``, by name.
 
-    own = ("mixed_precision", "gradient_accumulation_steps", "cpu", "scheduler_steps", "output_dtype", "strategy")
-    settings = resolve({name: given[name] for name in own})
-    strategy = choose_strategy(
-        settings["strategy"] or "auto",
-        "cpu" if settings["cpu"] else "auto",
-        precision=None if settings["mixed_precision"] == "no" else settings["mixed_precision"],
-    )
+    Raises:
+        TypeError: an object of another class than its argument takes.
+        ValueError: an unknown word, or arguments that contradict each other.
+        NotImplementedError: something that Paceline does not have.
+    """
+    if arguments["megatron_lm_plugin"] is not None:
+        raise NotImplementedError(
+            "Accelerator(megatron_lm_plugin=...): Paceline splits models with torch's own means. Use "
+            "parallelism_config=ParallelismConfig(tp_size=...) or strategy='fsdp'."
+        )
+    precision = arguments["mixed_precision"]
+    own = {name: arguments[name] for name in _SETTINGS}
+    own["mixed_precision"] = None if isinstance(precision, Precision) else _word(precision)
+    own["dynamo_backend"] = _word(_one_of_two(arguments, "dynamo_backend", "dynamo_plugin"))
+    if arguments["dataloader_config"] is not None:
+        _one_of_two(arguments, "split_batches", "dataloader_config")
+    project = _project(arguments)
+    own["project_dir"] = project.project_dir
+    settings = resolve(own)
+    values = dict(settings) | {"mixed_precision": precision} if isinstance(precision, Precision) else settings
+    deepspeed = _one_of_two(arguments, "deepspeed_plugin", "deepspeed_plugins")
+    choice = Choice(
+        sort_handlers(arguments["kwargs_handlers"]),
+        arguments["fsdp_plugin"],
+        deepspeed if deepspeed is not None else arguments["deepspeed_plugins"],
+        arguments["parallelism_config"],
+        values,
+    ).filled()
+    strategy = choose(choice)
+    plugin = choice.deepspeed_plugin if isinstance(choice.deepspeed_plugin, DeepSpeedPlugin) else None
+    if project.project_dir is None:
+        project.set_directories(settings["project_dir"])
     return Arguments(
         settings=settings,
+        choice=choice,
         strategy=strategy,
-        shards=strategy.communicates_forward,
-        accumulation={"num_steps": settings["gradient_accumulation_steps"]},
-        compiler=lambda module: None,
-        handlers=None,
-        dataloader_config=given["dataloader_config"] or DataLoaderConfiguration(),
-        project_configuration=given["project_config"],
-        log_with=given["log_with"],
-        scheduler_steps=settings["scheduler_steps"],
-        output_dtype=settings["output_dtype"],
+        shards=_shards(strategy),
+        accumulation=_accumulation(arguments, settings, plugin),
+        clip_norm=None if plugin is None else plugin.decided("gradient_clipping"),
+        dynamo=choose_dynamo(arguments["dynamo_plugin"], settings),
+        dataloader_config=_loaders(arguments["dataloader_config"], settings),
+        project_configuration=project,
+        log_with=settings["log_with"],
     )
+
+
+def _word(value: Any) -> str | None:
+    """A word, also of an enum whose members are words."""
+    return None if value is None else str(getattr(value, "value", value)).lower()
+
+
+def _one_of_two(arguments: Mapping[str, Any], name: str, other: str) -> Any:
+    if arguments[name] is not None and arguments[other] is not None:
+        raise ValueError(
+            f"Accelerator({name}={arguments[name]!r}, {other}={arguments[other]!r}) say the same thing twice. Leave "
+            "one out."
+        )
+    return arguments[name]
+
+
+def _project(arguments: Mapping[str, Any]) -> ProjectConfiguration:
+    config, folder = arguments["project_config"], arguments["project_dir"]
+    if config is None:
+        return ProjectConfiguration(project_dir=folder)
+    if not isinstance(config, ProjectConfiguration):
+        raise TypeError(
+            f"Accelerator(project_config={config!r}) is a {type(config).__name__}. Pass a ProjectConfiguration, or "
+            "project_dir=... for the folder alone."
+        )
+    if folder is not None:
+        if config.project_dir is not None and str(config.project_dir) != str(folder):
+            raise ValueError(
+                f"Accelerator(project_dir={str(folder)!r}) contradicts its project_config, which says "
+                f"{config.project_dir!r}. Leave one out."
+            )
+        config.set_directories(folder)
+    return config
+
+
+def _shards(strategy: Strategy) -> bool:
+    if getattr(strategy, "splits_batches", False) and type(strategy).splits_batches:
+        raise NotImplementedError(
+            f"Accelerator with {type(strategy).__name__}: a pipeline runs forward and backward of many micro-batches "
+            "in turn, which a loop of one's own cannot. Use Trainer(strategy=...), or shard the model with "
+            "strategy='fsdp'."
+        )
+    return bool(strategy.communicates_forward)
+
+
+def _accumulation(
+    arguments: Mapping[str, Any], settings: Settings, deepspeed: DeepSpeedPlugin | None
+) -> dict[str, Any]:
+    """The arguments of ``GradientState``."""
+    plugin = arguments["gradient_accumulation_plugin"]
+    steps = settings["gradient_accumulation_steps"]
+    said = None if deepspeed is None else deepspeed.decided("gradient_accumulation_steps")
+    if said not in (None, "auto") and not settings.is_set("gradient_accumulation_steps"):
+        steps = said
+    if plugin is None:
+        return {"num_steps": steps}
+    if not isinstance(plugin, GradientAccumulationPlugin):
+        raise TypeError(
+            f"Accelerator(gradient_accumulation_plugin={plugin!r}) is a {type(plugin).__name__}. Pass a "
+            "GradientAccumulationPlugin, or gradient_accumulation_steps=..."
+        )
+    if plugin.num_steps is not None and arguments["gradient_accumulation_steps"] not in (None, 1, plugin.num_steps):
+        raise ValueError(
+            f"Accelerator(gradient_accumulation_steps={arguments['gradient_accumulation_steps']}) contradicts its "
+            f"gradient_accumulation_plugin, which says {plugin.num_steps}. Leave one out."
+        )
+    return {**plugin.to_dict(), "num_steps": steps if plugin.num_steps is None else plugin.num_steps}
+
+
+def _loaders(config: Any, settings: Settings) -> DataLoaderConfiguration:
+    if config is not None and not isinstance(config, DataLoaderConfiguration):
+        raise TypeError(
+            f"Accelerator(dataloader_config={config!r}) is a {type(config).__name__}. Pass a DataLoaderConfiguration."
+        )
+    if config is not None:
+        return config
+    found = {name: given(settings, name) for name in (*_LOADERS, "use_stateful_dataloader")}
+    return DataLoaderConfiguration(**{name: value for name, value in found.items() if value is not None})
+
+
+def compiler_for(dynamo: TorchDynamoPlugin, module: Any) -> Callable[[Any], Any] | None:
+    """What compiles a model's forward; None if nothing does. Its repeated blocks are compiled here if that is asked."""
+    compiler = dynamo.compiler()
+    if compiler is None or not dynamo.use_regional_compilation:
+        return compiler
+    blocks = choose_blocks(module, "auto")
+    if not blocks:
+        messages.info_once(
+            f"use_regional_compilation: {type(module).__name__} has no repeated blocks, so it is compiled as a whole."
+        )
+        return compiler
+    for block in blocks.values():
+        block.compile(**dynamo.to_kwargs())
+    return None

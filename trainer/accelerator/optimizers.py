@@ -27,13 +27,19 @@ class AcceleratedOptimizer(Optimizer):
         strategy: what steps it: that of its model.
         state: of the Accelerator.
         placement: the prepared model whose parameters it has, if it has any of a prepared model.
+        clip_norm: what the norm of its gradients is clipped to before each step; None: they are not.
 
     Attributes:
         scales: its gradients have fp16's loss scale in them.
     """
 
     def __init__(
-        self, optimizer: Optimizer, strategy: Strategy, state: GradientState, placement: PreparedModel | None = None
+        self,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        state: GradientState,
+        placement: PreparedModel | None = None,
+        clip_norm: float | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.strategy = strategy
@@ -41,8 +47,10 @@ class AcceleratedOptimizer(Optimizer):
         self._state_of_gradients = state
         self._is_overflow = False
         self.scales = strategy.precision.scaler is not None
+        self._clip_norm = clip_norm
         self._plain = (
-            type(strategy).optimizer_step is Strategy.optimizer_step
+            clip_norm is None
+            and type(strategy).optimizer_step is Strategy.optimizer_step
             and type(strategy.precision).optimizer_step is Precision.optimizer_step
         )
 
@@ -63,7 +71,11 @@ class AcceleratedOptimizer(Optimizer):
         window = state.window
         loss = None
         if closure is None:
-            window.settle(self)
+            if self.scales or window.by_items or window.count != state.num_steps:  # or there is nothing to settle
+                window.settle(self)
+            if self._clip_norm is not None:
+                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+                self.strategy.clip_by_norm(parameters, self._clip_norm)
         if self._plain and closure is None:
             self.optimizer.step()
         elif closure is None:

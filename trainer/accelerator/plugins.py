@@ -303,7 +303,10 @@ class DeepSpeedPlugin:
                 f"DeepSpeedPlugin({named}) has no effect: DeepSpeed is not told batch sizes, and splits a model when "
                 "it is prepared."
             )
-        found: dict[str, Any] = {"config": self.deepspeed_config} if self.hf_ds_config is not None else {}
+        # Windows and clipping are the Accelerator's.
+        ours = ("gradient_accumulation_steps", "gradient_clipping")
+        config = {name: value for name, value in self.deepspeed_config.items() if name not in ours}
+        found: dict[str, Any] = {"config": config} if self.hf_ds_config is not None else {}
         if self.zero_stage is not None:
             found["stage"] = int(self.zero_stage)
         for field, argument in (("optimizer", "offload_optimizer"), ("param", "offload_parameters")):
