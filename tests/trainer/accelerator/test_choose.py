@@ -143,7 +143,7 @@ def test_a_strategy_by_name_or_object_is_taken() -> None:
     assert chosen(strategy=mine, mixed_precision="bf16") is mine
     assert mine.precision.name == "bf16-mixed"
     assert isinstance(chosen(strategy="single_device", mixed_precision="fp16").precision, MixedPrecision)
-    with pytest.raises(ValueError, match="Unknown strategy 'fdsp'. Did you mean 'fsdp'"):
+    with pytest.raises(ValueError, match=r"Unknown strategy 'fdsp'. Did you mean 'fsdp'"):
         chosen(strategy="fdsp")
 
 
@@ -181,7 +181,7 @@ def test_e10_without_the_package_deepspeed_says_what_to_install() -> None:
         assert type_of(strategy) is DistributedType.DEEPSPEED
         assert strategy.stage == 3
         return
-    with pytest.raises(ModuleNotFoundError, match="pip install 'deepspeed>=0.19'.*'fsdp', which is what its stage 3"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'deepspeed>=0.19'.*'fsdp', which is what its stage 3"):
         chosen(deepspeed=DeepSpeedPlugin(zero_stage=3))
 
 
@@ -201,7 +201,9 @@ def test_e1_nccl_on_the_cpu_is_refused(processes: int) -> None:
     def ask() -> None:
         chosen(InitProcessGroupKwargs(backend="nccl"), cpu=True)
 
-    with pytest.raises((ValueError, RanksError), match=r"backend='nccl'\): NCCL joins CUDA devices, .* on 'cpu'. Leave"):
+    with pytest.raises(
+        (ValueError, RanksError), match=r"backend='nccl'\): NCCL joins CUDA devices, .* on 'cpu'. Leave"
+    ):
         ask() if processes == 1 else ranks(2, ask)
 
 
@@ -279,7 +281,7 @@ def test_mixed_precision_is_said_in_words(word: str, name: str, monkeypatch: pyt
 def test_words_of_other_precisions_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="no 8-bit training"):
         choose(Choice(settings={"mixed_precision": "fp8"}))
-    with pytest.raises(ValueError, match="Unknown mixed_precision 'bf61'. Did you mean 'bf16'"):
+    with pytest.raises(ValueError, match=r"Unknown mixed_precision 'bf61'. Did you mean 'bf16'"):
         choose(Choice(settings={"mixed_precision": "bf61"}))
 
 

@@ -58,7 +58,7 @@ def test_handlers_are_sorted_by_what_they_are_for() -> None:
 
 
 def test_e8_two_handlers_of_one_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match="has two GradScalerKwargs: .*init_scale=1.0.*init_scale=2.0"):
+    with pytest.raises(ValueError, match=r"has two GradScalerKwargs: .*init_scale=1.0.*init_scale=2.0"):
         sort_handlers([GradScalerKwargs(init_scale=1.0), AutocastKwargs(), GradScalerKwargs(init_scale=2.0)])
 
 

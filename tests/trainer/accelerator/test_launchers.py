@@ -39,7 +39,7 @@ def test_a11_a_function_runs_in_several_processes_also_after_an_error() -> None:
         if PartialState().process_index == 1:
             raise ValueError("mine")
 
-    with pytest.raises(RuntimeError, match="(?s)Rank 1 of 2 failed.*mine") as caught:
+    with pytest.raises(RuntimeError, match=r"(?s)Rank 1 of 2 failed.*mine") as caught:
         notebook_launcher(fail, num_processes=2)
     assert "accelerator/launchers.py" not in str(caught.value).replace("tests/trainer/accelerator", "")
     given = [torch.ones(1), "two"]
@@ -99,7 +99,7 @@ def test_the_processes_meet_at_the_port_that_is_given_or_at_a_free_one() -> None
 def test_a11_u25_cuda_that_was_used_before_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="CUDA was initialised in it before the launch.*Restart the notebook"):
+    with pytest.raises(RuntimeError, match=r"CUDA was initialised in it before the launch.*Restart the notebook"):
         notebook_launcher(stand)
 
 

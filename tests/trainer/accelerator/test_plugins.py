@@ -26,7 +26,7 @@ from paceline.trainer.settings import resolve
 def test_e4_a_backend_is_found_in_upper_and_lower_case_and_others_are_listed() -> None:
     assert DynamoBackend("INDUCTOR") is DynamoBackend("inductor") is DynamoBackend.INDUCTOR
     assert DynamoBackend("aot_ts_nvfuser").value == "AOT_TS_NVFUSER"
-    with pytest.raises(ValueError, match="Unknown DynamoBackend 'nvfuser'.*'INDUCTOR', .*'ONNXRT', "):
+    with pytest.raises(ValueError, match=r"Unknown DynamoBackend 'nvfuser'.*'INDUCTOR', .*'ONNXRT', "):
         DynamoBackend("nvfuser")
     with pytest.raises(ValueError, match="Did you mean 'INDUCTOR'"):
         TorchDynamoPlugin(backend="inductr")
@@ -60,14 +60,16 @@ def test_e5_modes_are_passed_on_and_others_refused() -> None:
     for mode in ("reduce-overhead", "max-autotune"):
         assert TorchDynamoPlugin(backend="inductor", mode=mode).to_kwargs()["mode"] == mode
     assert "mode" not in TorchDynamoPlugin(backend="inductor", mode="default").to_kwargs()
-    with pytest.raises(ValueError, match="Unknown mode in TorchDynamoPlugin 'max-autotun'. Did you mean 'max-autotune'"):
+    with pytest.raises(
+        ValueError, match=r"Unknown mode in TorchDynamoPlugin 'max-autotun'. Did you mean 'max-autotune'"
+    ):
         TorchDynamoPlugin(mode="max-autotun")
     with pytest.raises(ValueError, match="takes only one of the two"):
         TorchDynamoPlugin(mode="max-autotune", options={"a": 1})
 
 
 def test_a_backend_that_is_not_installed_is_refused_before_the_first_step() -> None:
-    with pytest.raises(ValueError, match="has no such backend here. It has 'EAGER', .*'INDUCTOR'"):
+    with pytest.raises(ValueError, match=r"has no such backend here\. It has 'EAGER', .*'INDUCTOR'"):
         TorchDynamoPlugin(backend="fx2trt").compiler()
 
 
@@ -132,7 +134,7 @@ def test_e10_deepspeed_fields_are_those_of_the_strategy(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5, "fp16": "auto"}))
     given = DeepSpeedPlugin(hf_ds_config=str(file), offload_optimizer_device="none")
-    assert given.options() == {"config": {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}}
+    assert given.options() == {"config": {"zero_optimization": {"stage": 1}}}
     assert given.decided("gradient_clipping") == 0.5
     assert given.decided("gradient_accumulation_steps") is None
     with pytest.raises(ValueError, match=r"gradient_clipping=1.0\) contradicts its configuration, which says 0.5"):
