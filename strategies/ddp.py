@@ -86,6 +86,8 @@ class DDPStrategy(DistributedStrategy):
         self._wrapped: DistributedDataParallel | None = None
         self._manual = False
         self._synchronizes, self._local = True, False
+        #: Whether the next backward records which gradients come (static_graph). Torch can only do so if it reduces.
+        self._records = False
         self._averager: Any = None
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
             raise ValueError(messages.unknown("ddp_comm_hook", ddp_comm_hook, HOOKS, ", or pass a function"))
@@ -114,6 +116,7 @@ class DDPStrategy(DistributedStrategy):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # nothing to reduce
         self.same_model(module)
+        self._records = bool(self.ddp_options.get("static_graph"))
         on_gpu = self.device.type == "cuda"
         self._wrapped = DistributedDataParallel(
             _Step(module),
@@ -154,7 +157,7 @@ class DDPStrategy(DistributedStrategy):
     def sync_gradients(self, enabled: bool) -> None:
         self._synchronizes = enabled
         if self._wrapped is not None:
-            self._wrapped.require_backward_grad_sync = enabled and not self._local
+            self._wrapped.require_backward_grad_sync = (enabled and not self._local) or self._records
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if not self._local:
@@ -185,6 +188,9 @@ class DDPStrategy(DistributedStrategy):
             # Several backwards may follow one forward: each is announced with the loss that it starts from.
             wrapped.reducer.prepare_for_backward([loss] if wrapped.find_unused_parameters else [])
         super().backward(loss, how)
+        if self._records:
+            self._records = False
+            self.sync_gradients(self._synchronizes)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         stepped = super().optimizer_step(optimizer, closure)

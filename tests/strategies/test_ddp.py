@@ -326,6 +326,13 @@ def test_communication_hooks_by_name_train(hook: str, state: Any, wrapper: Any) 
         assert not torch.equal(a, exact.float())
 
 
+def test_a_static_graph_accumulates_from_the_first_window_on() -> None:
+    alone, _ = fit("cpu", 18, 4, 2)
+    for together, _ in ranks(2, fit, DDPStrategy(static_graph=True), 18, 2, 2):
+        for mine, expected in zip(together, alone, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_options_reach_distributed_data_parallel() -> None:
     def options() -> Any:
         class Looks(Net):

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 from processes import ranks
 
-from paceline.trainer.accelerator.parallelism import (
-    ParallelismConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-)
+from paceline.trainer.accelerator.parallelism import ParallelismConfig, TorchTensorParallelConfig
 from paceline.trainer.accelerator.process_state import PartialState
 from paceline.trainer.settings import resolve
 
@@ -67,29 +63,22 @@ def test_arguments_of_the_strategy() -> None:
     config = ParallelismConfig(
         dp_shard_size=2,
         tp_size=2,
-        cp_size=2,
         tp_handler=TorchTensorParallelConfig(plan=plan),
-        cp_handler=TorchContextParallelConfig("allgather", sequence_dims=1),
     )
     assert config.options() == {
         "data_parallel_replicate": 1,
         "data_parallel_shard": 2,
         "tensor_parallel": 2,
-        "context_parallel": 2,
         "plan": plan,
-        "context_parallel_dims": 1,
     }
 
 
 def test_what_there_is_not_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"sp_size=2\).*Write cp_size=2"):
-        ParallelismConfig(sp_size=2).options()
+    for given in (ParallelismConfig(sp_size=2), ParallelismConfig(cp_size=2)):
+        with pytest.raises(NotImplementedError, match=r"p_size=2\) splits sequences.*context_parallel=...\)"):
+            given.options()
     with pytest.raises(NotImplementedError, match="enable_async_tp"):
         ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(enable_async_tp=True)).options()
-    with pytest.raises(ValueError, match=r"cp_handler=TorchContextParallelConfig\(sequence_dims=1\)"):
-        ParallelismConfig(cp_size=2).options()
-    with pytest.raises(ValueError, match="Choose 'allgather'"):
-        TorchContextParallelConfig(cp_comm_strategy="alltoall")
 
 
 def test_the_mesh_has_the_active_dimensions_and_the_flattened_ones() -> None:
