@@ -58,6 +58,9 @@ class FitLoop:
             self.enter_next_epoch()
         if trainer.limit_train_batches == 0 or (self.finished() and not owed):
             messages.info_once(f"Nothing to train: {self.why_finished()}.", key="nothing to train")
+            if self.resumed is not None:  # so that what is saved now is what was saved then
+                self.resumed.go_on()
+                self.at_epoch_start = self.resumed.at_epoch_start()
             return
         state.stage = "train"
         self.load_data()

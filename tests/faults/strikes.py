@@ -32,7 +32,7 @@ ROOT = HERE.parents[1]
 LIMIT_SECONDS = 240.0
 
 #: What may be struck: any moment of the training, or one of the points of train.py.
-POINTS = ("save", "written", "synced", "renamed", "deleted", "validation", "logger", "epoch", "start")
+POINTS = ("save", "written", "synced", "renamed", "deleted", "validation", "logger", "epoch", "start", "end")
 
 #: What may happen at any batch: a process is killed, or the command is told to end; or at any time from the start of
 #: the command on, while it reads what it goes on from, or when the training is done: a process is killed.
@@ -40,7 +40,7 @@ MOMENTS = (*["moment"] * 8, *["told to end"] * 2, *["any time"] * 4)
 #: How a command that is told to end does: it has saved; or, before and after the training, the signal ends it at once.
 TOLD = (128 + signal.SIGTERM, -signal.SIGTERM)
 #: Those of the points that every rank comes by.
-SHARED_POINTS = ("start", "validation", "epoch")
+SHARED_POINTS = ("start", "validation", "epoch", "end")
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def _unequal(one: Any, other: Any, place: str) -> Iterator[str]:
     elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for key in one:
             yield from _unequal(one[key], other[key], f"{place}.{key}")
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+    elif all(isinstance(value, (list, tuple)) for value in (one, other)) and len(one) == len(other) < 100:
         for index, (a, b) in enumerate(zip(one, other, strict=True)):
             yield from _unequal(a, b, f"{place}[{index}]")
     elif one != other and not (one != one and other != other):

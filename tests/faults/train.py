@@ -184,6 +184,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(Net(args.folder / "seen"), loader, DataLoader(Noisy(12), 4), ckpt_path="auto")
+    strike("end")
     trainer.save_checkpoint(args.folder / "final.ckpt")
 
 
