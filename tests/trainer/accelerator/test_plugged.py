@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # here once rather than in each process
 from processes import ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
