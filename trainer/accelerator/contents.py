@@ -247,7 +247,7 @@ class Restored:
         if accelerator._strategy.precision.state_dict() and not self.section.get("precision"):
             self.missing.append("the loss scale, which begins anew")
         if not self.ranks:
-            self.missing.append("the random states and the place in the data, since the file is not one of save_state")
+            self.missing.append("random states and the place in the data, since save_state did not write the file")
 
     def _compare_custom(self, saved: list[dict[str, Any]]) -> None:
         objects = self.accelerator._custom_objects
