@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from ..loggers import messages
+from ..loggers.timings import timed
 from . import batch_norm, launch
 from .base import ReduceOp, Strategy, UnlikeTensorsError
 from .cluster import Cluster, find_cluster
@@ -126,6 +127,7 @@ class DistributedStrategy(Strategy):
             launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
         return launch.start(function, args, count, self.start_method, kind, self.numa)
 
+    @timed("joining the group")
     def setup_environment(self) -> None:
         self._stand(find_cluster())
         super().setup_environment()
