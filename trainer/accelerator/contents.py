@@ -205,7 +205,7 @@ class Restored:
 
     def _match_weights(self, wanted: set[int]) -> list[tuple[PreparedModel, dict[str, Any], list[str]]]:
         """Each model that is to be loaded, its weights, and the names of those that were left out."""
-        about = self.own_section.get("models") or [{"class": "", "saved": True, "left_out": []}]
+        about = self.own_section.get("models", [{"class": "its own", "saved": True, "left_out": []}])
         others = self.checkpoint.get("models", {})
         found = []
         for index, placement in enumerate(placements_of(self.accelerator)):
