@@ -117,6 +117,22 @@ def test_gradients_are_communicated_again_after_local_sgd_though_it_ended_with_a
     assert ranks(2, then_synchronous) == [[True, True]] * 2
 
 
+def without_a_last_backward() -> bool:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(*made())
+    with LocalSGD(accelerator, model, 2):
+        for index, (x, y) in enumerate(data(accelerator.process_index, 2)):
+            with accelerator.accumulate(model):
+                if index == 0:
+                    accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+        return accelerator._strategy.same(str(model[0].weight.grad.tolist()))
+
+
+def test_gradients_stay_local_also_where_a_window_ends_without_a_backward() -> None:
+    assert ranks(2, without_a_last_backward) == [False, False]
+
+
 def sharded() -> str:
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     model = made()[0].requires_grad_(True)
@@ -153,5 +169,5 @@ def test_local_sgd_refuses_what_it_cannot_average() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="Linear that this accelerator has not prepared"):
         LocalSGD(accelerator, model, 2)
-    with pytest.raises(ValueError, match="it counts updates. Set it to 1 or more"):
+    with pytest.raises(ValueError, match=r"it counts updates\. Set it to 1 or more"):
         LocalSGD(accelerator, accelerator.prepare(model), 0)
