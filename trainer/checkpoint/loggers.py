@@ -36,7 +36,7 @@ def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
     """
 
     def look() -> dict[str, Any]:
-        found = _recognized(trainer, _section(path)) if trainer.is_global_zero else {}
+        found = _recognized(trainer, section_of(path)) if trainer.is_global_zero else {}
         newer = newer_of_its_run(location(path)) if found else None
         if newer is not None:
             messages.info(
@@ -81,7 +81,7 @@ def _recognized(trainer: Trainer, section: Mapping[str, Any]) -> dict[str, Any]:
     return {name: states[name] for name, logger in pairs if logger.recognizes(states[name])}
 
 
-def _section(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:
+def section_of(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:
     """What a checkpoint says about the run, its tensors not read; nothing if it cannot be read, which is said later."""
     where = location(path)
     try:
