@@ -144,8 +144,6 @@ class Accelerator(Processes):
         self._dataloaders: list[PreparedLoader] = []
         self._custom_objects: list[Any] = []
         self._saves = Saves()
-        self._save_state_pre_hooks: dict[int, Callable[..., Any]] = {}
-        self._load_state_pre_hooks: dict[int, Callable[..., Any]] = {}
         self.trackers = Trackers(arguments.log_with, self.logging_dir)
         self.step = 0
         self._seed: int | None = None
