@@ -86,6 +86,8 @@ class DDPStrategy(DistributedStrategy):
         self._wrapped: DistributedDataParallel | None = None
         self._manual = False
         self._synchronizes, self._local = True, False
+        #: The next backward is the one that a static graph is learned in, so it communicates in any case.
+        self._records = False
         self._averager: Any = None
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
             raise ValueError(messages.unknown("ddp_comm_hook", ddp_comm_hook, HOOKS, ", or pass a function"))
@@ -121,6 +123,7 @@ class DDPStrategy(DistributedStrategy):
             find_unused_parameters=unused,
             **self.ddp_options,
         )
+        self._records = self._wrapped.static_graph
         hook, state, wrapper = self.hook
         if hook is not None:
             hook, state = _named_hook(hook, state)
@@ -154,7 +157,7 @@ class DDPStrategy(DistributedStrategy):
     def sync_gradients(self, enabled: bool) -> None:
         self._synchronizes = enabled
         if self._wrapped is not None:
-            self._wrapped.require_backward_grad_sync = enabled and not self._local
+            self._wrapped.require_backward_grad_sync = (enabled or self._records) and not self._local
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if not self._local:
@@ -162,6 +165,11 @@ class DDPStrategy(DistributedStrategy):
 
     @contextmanager
     def keep_gradients_local(self) -> Iterator[None]:
+        if self._records:
+            raise ValueError(
+                "static_graph=True: the first backward has to communicate, to learn the graph, so gradients cannot stay "
+                "local in it. Train a step before, or leave static_graph out."
+            )
         before, self._local = self._local, True
         self.sync_gradients(self._synchronizes)
         try:
@@ -185,6 +193,9 @@ class DDPStrategy(DistributedStrategy):
             # Several backwards may follow one forward: each is announced with the loss that it starts from.
             wrapped.reducer.prepare_for_backward([loss] if wrapped.find_unused_parameters else [])
         super().backward(loss, how)
+        if self._records:
+            self._records = False
+            self.sync_gradients(self._synchronizes)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         stepped = super().optimizer_step(optimizer, closure)

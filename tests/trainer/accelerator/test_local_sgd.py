@@ -10,6 +10,7 @@ import torch.distributed as dist
 from processes import ranks
 from torch import Tensor, nn
 
+from paceline.strategies import DDPStrategy
 from paceline.trainer.accelerator.accelerator import Accelerator
 from paceline.trainer.accelerator.local_sgd import LocalSGD
 
@@ -131,6 +132,24 @@ def without_a_last_backward() -> bool:
 
 def test_gradients_stay_local_also_where_a_window_ends_without_a_backward() -> None:
     assert ranks(2, without_a_last_backward) == [False, False]
+
+
+def not_yet_recorded() -> None:
+    accelerator = Accelerator(cpu=True, strategy=DDPStrategy(static_graph=True))
+    model, optimizer = accelerator.prepare(*made())
+    batches = data(accelerator.process_index)
+    with pytest.raises(ValueError, match="Train a step before"), LocalSGD(accelerator, model, 2):
+        pass
+    accelerator.backward(nn.functional.mse_loss(model(batches[0][0]), batches[0][1]))
+    optimizer.step()
+    optimizer.zero_grad()
+    with LocalSGD(accelerator, model, 2):
+        accelerator.backward(nn.functional.mse_loss(model(batches[1][0]), batches[1][1]))
+        assert not accelerator._strategy.same(str(model[0].weight.grad.tolist()))
+
+
+def test_a_static_graph_is_recorded_before_local_sgd() -> None:
+    ranks(2, not_yet_recorded)
 
 
 def sharded() -> str:
