@@ -456,3 +456,12 @@ def test_a6_hardware_and_precision_come_from_the_command(capfd: pytest.CaptureFi
     status, out, err = launched(capfd, *words, name)
     assert status == 0, err
     assert sorted(out.splitlines()) == ["0 2 bf16 4", "1 2 bf16 4"]
+
+
+def test_the_page_about_launching_names_flags_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(ROOT) / Path(paceline.__file__).parent.name / "docs" / "launching.md").read_text()
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    flags = set(re.findall(r"--\w+", capsys.readouterr().out))
+    named = set(re.findall(r"--[a-z]\w*(?!-)", page.replace("--nproc-per-node", "").replace("--lr", "")))
+    assert named <= flags
