@@ -302,7 +302,7 @@ class DistributedStrategy(Strategy):
             listed = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(names))
             raise RuntimeError(
                 f"The ranks met at different barriers: {listed}. Every rank must make the same calls: look for one of "
-                "them inside `if trainer.is_global_zero`."
+                "them inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
 
     def agree(self, flag: bool, all: bool = False) -> bool:

@@ -426,7 +426,7 @@ class FSDPStrategy(DistributedStrategy):
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
         self._reshard(module)
         own = module.state_dict(keep_vars=True)
-        parts = {name: _cut_if_fits(value, own.get(name)) for name, value in state.items()}
+        parts = {name: shards.cut_if_fits(value, own.get(name)) for name, value in state.items()}
         result = module.load_state_dict(parts, strict=strict)
         self._unfilled = [name for name in self._unfilled if name not in state]
         return result
@@ -444,7 +444,7 @@ class FSDPStrategy(DistributedStrategy):
         saved = [index for group in state["param_groups"] for index in group["params"]]
         of = dict(zip(saved, parameters, strict=False))
         parts = {
-            index: {key: _cut_like_parameter(value, of.get(index)) for key, value in values.items()}
+            index: {key: shards.cut_like_parameter(value, of.get(index)) for key, value in values.items()}
             for index, values in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": parts})
@@ -534,17 +534,3 @@ def _broadcast(tensors: list[Tensor]) -> None:
         work.wait()  # type: ignore[union-attr]
         if data.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(data)
-
-
-def _cut_if_fits(value: Any, own: Any) -> Any:
-    """This process's part of a whole tensor; what does not fit stays, for ``load_state_dict`` to complain."""
-    fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
-    return shards.cut(value, own) if fits else value
-
-
-def _cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
-    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
-        return value
-    if value.shape == parameter.shape:
-        return shards.cut(value, parameter)
-    return value if value.dim() == 0 else shards.replicate(value, parameter)

@@ -26,9 +26,11 @@ from .trackers import Trackers
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from torch.profiler import profile as Profiler
     from torch.utils.data import DataLoader
 
     from .enums import DistributedType
+    from .handlers import ProfileKwargs
     from .loaders import PreparedLoader
 
 T1 = TypeVar("T1")
@@ -117,6 +119,7 @@ class Accelerator(Processes):
         self.output_dtype: str = arguments.settings["output_dtype"]
         self.dataloader_config = arguments.dataloader_config
         self.project_configuration = arguments.project_configuration
+        self.trackers = Trackers(arguments.log_with, self.project_configuration.logging_dir)
         self.rng_types = rng_types
         self.handlers = arguments.handlers
         self._compiler = partial(compiler_for, arguments.dynamo)
@@ -145,9 +148,6 @@ class Accelerator(Processes):
         self._dataloaders: list[PreparedLoader] = []
         self._custom_objects: list[Any] = []
         self._saves = Saves()
-        self._save_state_pre_hooks: dict[int, Callable[..., Any]] = {}
-        self._load_state_pre_hooks: dict[int, Callable[..., Any]] = {}
-        self.trackers = Trackers(arguments.log_with, self.logging_dir)
         self.step = 0
         self._seed: int | None = None
         self._checked = False
@@ -167,11 +167,6 @@ class Accelerator(Processes):
     def distributed_type(self) -> DistributedType:
         """How the processes share the work."""
         return self.state.distributed_type
-
-    @property
-    def log_with(self) -> list[Any]:
-        """The trackers that were asked for."""
-        return self.trackers.wanted
 
     @property
     def project_dir(self) -> str | None:
@@ -210,6 +205,11 @@ class Accelerator(Processes):
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer left out its last step because fp16's gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that were asked for: names, classes and objects."""
+        return self.trackers.wanted
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
@@ -594,13 +594,13 @@ class Accelerator(Processes):
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Start the trackers of ``log_with``, on the main process."""
-        self.trackers.start(project_name, config, init_kwargs, self.logging_dir)
+        """Start the trackers of ``log_with``; see :meth:`.trackers.Trackers.start`."""
+        self.trackers.start(project_name, config, init_kwargs, self.project_configuration.logging_dir)
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Send numbers to all trackers."""
+        """Send the values of one step to all trackers; see :meth:`.trackers.Trackers.log`."""
         self.trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -608,12 +608,11 @@ class Accelerator(Processes):
         return self.trackers.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Finish the trackers."""
+        """End the run in all trackers. The process group is left when the program ends."""
         self.trackers.finish()
-        self.wait_for_everyone()
 
-    def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
-        """Torch's profiler around a part of the loop; one trace for each process."""
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
+        """Context that gives torch's profiler; see :func:`.profiling.profile`."""
         from .profiling import profile
 
         return profile(self, profile_handler)

@@ -220,5 +220,5 @@ class Window:
         """Take back :meth:`state_dict`; the gradients are in place by then, or the window is to begin anew."""
         self.begin()
         self.count, self.by_items = state["count"], state["by_items"]
-        self.complete = self.count == 0
+        self.complete = self.free or self.count == 0
         self.items.load_state_dict(state["items"], in_window=self.count > 0)

@@ -6,6 +6,7 @@ files that hooks of the user's wrote.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -89,7 +90,7 @@ def _only_trainable(options: Mapping[str, Any]) -> bool:
 
 def _call_hooks(accelerator: Accelerator, folder: Location, weights: Weights) -> folders.HookFiles | None:
     """Let hooks write files of their own; weights that rank 0's take out of the list are not saved here."""
-    hooks = list(accelerator._save_state_pre_hooks.values())
+    hooks = list(accelerator._saves.before_save.values())
     if not hooks:
         return None
     strategy = accelerator._strategy
@@ -163,9 +164,10 @@ def load_state(
     checkpoint = read(state, strategy=placements[0].strategy if placements else strategy)
     wrong = _settled_files(accelerator, state, checkpoint)
     models = list(accelerator._models)
-    for hook in list(accelerator._load_state_pre_hooks.values()):
+    for hook in list(accelerator._saves.before_load.values()):
         hook(models, str(state.parent))
-    restored = Restored(accelerator, checkpoint, models)
+    newer = strategy.broadcast(folders.newer_of_its_run(state) if strategy.is_global_zero else None)
+    restored = Restored(accelerator, checkpoint, models, newer)
     missing = [*restored.missing, *(f"the file {name}, which is not what was saved" for name in wrong)]
     if missing:
         _tell(str(state.parent), missing, strict)
@@ -254,7 +256,7 @@ def register_save_state_pre_hook(
     Returns:
         A handle with ``remove()``.
     """
-    return _registered(accelerator._save_state_pre_hooks, hook)
+    return _registered(accelerator._saves.before_save, hook)
 
 
 def register_load_state_pre_hook(accelerator: Accelerator, hook: Callable[[list[Any], str], None]) -> RemovableHandle:
@@ -265,10 +267,10 @@ def register_load_state_pre_hook(accelerator: Accelerator, hook: Callable[[list[
     Returns:
         A handle with ``remove()``.
     """
-    return _registered(accelerator._load_state_pre_hooks, hook)
+    return _registered(accelerator._saves.before_load, hook)
 
 
-def _registered(hooks: dict[int, Any], hook: Any) -> RemovableHandle:
+def _registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -96,7 +96,7 @@ def gather(
                     {"class": type(one).__name__, "state": state}
                     for one, state in zip(accelerator._custom_objects, custom, strict=True)
                 ],
-                "trackers": _tracker_states(accelerator),
+                "trackers": accelerator.trackers.state_dict(),
                 "settings": _settings(accelerator),
                 "files": files,
             },
@@ -156,20 +156,10 @@ def _fingerprint(value: Any) -> Any:
     return repr(value)
 
 
-def _tracker_states(accelerator: Accelerator) -> dict[str, Any]:
-    """Where each tracker stands in what it writes; nothing on other ranks than 0, which write nothing."""
-    if not accelerator._strategy.is_global_zero:
-        return {}
-    named = ((name, tracker) for name, tracker in _trackers(accelerator) if hasattr(tracker, "state_dict"))
-    return {name: state for name, tracker in named if (state := tracker.state_dict())}
-
-
-def _trackers(accelerator: Accelerator) -> list[tuple[str, Any]]:
-    return [(f"{type(one).__name__} {index}", one) for index, one in enumerate(accelerator.trackers)]
-
-
 def _settings(accelerator: Accelerator) -> dict[str, str]:
-    return {name: repr(value) for name, value in dict(accelerator.settings or {}).items() if value is not None}
+    """Those that somebody gave, as text."""
+    settings = accelerator.settings
+    return {name: str(settings[name]) for name in settings if settings.is_set(name)}
 
 
 # ---- restore ---------------------------------------------------------------------------------------------------------
@@ -182,6 +172,7 @@ class Restored:
         accelerator: with everything prepared.
         checkpoint: as read.
         models: whose weights are to be loaded; a hook may have loaded those of others.
+        newer: the name of a later state of the same run, if there is one.
 
     Attributes:
         missing: what keeps the state it has, or finds no place; in words.
@@ -190,8 +181,15 @@ class Restored:
         ValueError: an optimizer is not the one of then.
     """
 
-    def __init__(self, accelerator: Accelerator, checkpoint: dict[str, Any], models: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        checkpoint: dict[str, Any],
+        models: Sequence[nn.Module],
+        newer: str | None = None,
+    ) -> None:
         self.accelerator = accelerator
+        self.newer = newer
         self.checkpoint = checkpoint
         self.section: dict[str, Any] = checkpoint.get("paceline", {})
         self.own_section: dict[str, Any] = self.section.get("accelerator", {})
@@ -287,7 +285,7 @@ class Restored:
         self._load_custom()
         self._load_loaders()
         self.derived += restore_windows(accelerator, self.own if self.alike else None, self.ranks)
-        self._load_trackers()
+        accelerator.trackers.load_state_dict(self.own_section["trackers"], self.newer)
         accelerator.step = self.own_section["step"]
         accelerator._seed = self.own_section["seed"]
         accelerator.project_configuration.iteration = self.own_section["iteration"] + 1
@@ -323,15 +321,8 @@ class Restored:
         kept = (self.own or self.ranks[0])["loaders"]
         for loader, state in zip(self.accelerator._dataloaders, kept, strict=False):
             loader.load_state_dict(state)
-        if kept and not self.alike:
-            self.derived.append("the place in the data, which is that of as many samples")
-
-    def _load_trackers(self) -> None:
-        if self.accelerator._strategy.is_global_zero:
-            states = self.own_section["trackers"]
-            for name, tracker in _trackers(self.accelerator):
-                if name in states and hasattr(tracker, "load_state_dict"):
-                    tracker.load_state_dict(states[name])
+            if loader.derived:
+                self.derived.append(loader.derived)
 
     # ---- randomness --------------------------------------------------------------------------------------------------
 

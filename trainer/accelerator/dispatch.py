@@ -60,7 +60,17 @@ class Dispatched(Shard):
         return (batches + (self._per_round - 1) * whole) // self._per_round
 
     def __iter__(self) -> Iterator[Any]:
-        reading = self._read() if self.strategy.global_rank == 0 else None
+        if self.strategy.global_rank:
+            return self._hand_out(None)
+        batches = Batches(self.paceline_whole, skip=self.start * self._per_round, seed=self.worker_seed)
+        try:
+            source = iter(batches)  # now rather than with the first batch: leaving out batches may draw numbers
+        except Exception as error:
+            self._tell(error)
+            raise
+        return self._hand_out(self._read(batches, source))
+
+    def _hand_out(self, reading: Iterator[list[Handed]] | None) -> Iterator[Any]:
         while not (handed := self._next(reading)).over:
             if handed.failure:
                 raise RuntimeError(
@@ -76,16 +86,18 @@ class Dispatched(Shard):
         try:
             parts = next(reading, None) or [Handed(over=True)] * self.division.world
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            self.strategy.scatter_objects([Handed(failure=said)] * len(self._owners))
+            self._tell(error)
             raise
         return self.strategy.scatter_objects([parts[owner] for owner in self._owners])
 
-    def _read(self) -> Iterator[list[Handed]]:
+    def _tell(self, error: Exception) -> None:
+        """Let the other processes fail too, rather than wait."""
+        failed = Handed(failure=f"{type(error).__name__}: {error}")
+        self.strategy.scatter_objects([failed] * len(self._owners))
+
+    def _read(self, batches: Batches, source: Iterator[Any]) -> Iterator[list[Handed]]:
         world = self.division.world
-        batches = Batches(self.paceline_whole, skip=self.start * self._per_round, seed=self.worker_seed)
         with closing(batches):
-            source = iter(batches)
             while found := list(islice(source, self._per_round)):
                 if len(found) < self._per_round and self._drops_last():
                     return

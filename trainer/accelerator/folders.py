@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,8 @@ class Saves:
         sequence: the number of the last save.
         folders: where this start has saved, the newest last.
         counted: folders whose saves of earlier starts have been counted.
+        before_save: hooks ``(models, weights, output_dir)``, by the id of their handle.
+        before_load: hooks ``(models, input_dir)``.
     """
 
     def __init__(self) -> None:
@@ -47,6 +50,8 @@ class Saves:
         self.sequence = 0
         self.folders: list[Location] = []
         self.counted: set[Location] = set()
+        self.before_save: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self.before_load: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def next(self, folder: Location) -> int:
         """Number one more save; it is higher than all that lie beside it."""
@@ -109,7 +114,7 @@ def _project(accelerator: Accelerator, asked: str) -> Location:
 
 def _next_numbered(folder: Location, config: Any) -> Location:
     number = config.iteration
-    if (folder / f"{_NUMBERED}{number}").exists():
+    if _is_taken(folder / f"{_NUMBERED}{number}"):
         taken = [_number(entry.name) for entry in folder.iterdir()]
         number = max([*taken, number]) + 1
         messages.info(
@@ -118,6 +123,11 @@ def _next_numbered(folder: Location, config: Any) -> Location:
         )
         config.iteration = number
     return folder / f"{_NUMBERED}{number}"
+
+
+def _is_taken(folder: Location) -> bool:
+    """Whether there is more than a save that was killed left behind."""
+    return folder.exists() and not (folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir()))
 
 
 def _number(name: str) -> int:
@@ -186,6 +196,17 @@ def _newest(accelerator: Accelerator) -> Location:
     if listed:
         messages.warn(f"accelerator.load_state() passed over {listed} and takes {newest.parent}.")
     return newest
+
+
+def newer_of_its_run(state: Location) -> str | None:
+    """The folder, beside that of a state, of one that the same run saved later; None if there is none."""
+    own = _known(state)
+    if own is None:
+        return None
+    found = ((one, known) for one in states_in(state.parent.parent) if (known := _known(one)))
+    return next(
+        (str(one.parent) for one, known in found if known.line == own.line and known.sequence > own.sequence), None
+    )
 
 
 # ---- how many are kept -----------------------------------------------------------------------------------------------

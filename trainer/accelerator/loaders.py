@@ -25,7 +25,7 @@ from ..data.loaders import (
 )
 from ..data.order import cuts, takes_indices
 from ..data.rounds import Division
-from ..data.sharding import is_split, last_share, shard
+from ..data.sharding import is_split, last_share, repeats, shard
 from ..seed import host_random_states, mixed, set_random_states
 from .dispatch import Dispatched
 
@@ -124,6 +124,7 @@ class PreparedLoader(DataLoader[Any]):
         derived: what :meth:`load_state_dict` had to compute rather than restore, in words.
     """
 
+    _is_accelerate_prepared = True
     base: DataLoader[Any]
     strategy: Strategy
     end_of_dataloader: bool
@@ -187,12 +188,12 @@ class PreparedLoader(DataLoader[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = vars(self)
-        if name in own or isinstance(getattr(type(self), name, None), property):
+        if name in own or name in vars(PreparedLoader):
             object.__setattr__(self, name, value)
             return
         setattr(own["base"], name, value)
         if own["_source"] is not own["base"] and isinstance(own["_source"], DataLoader):
-            vars(own["_source"])[name] = value
+            setattr(own["_source"], name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"gradient_state": NoWindows(), "_batch": None}
@@ -253,6 +254,11 @@ class PreparedLoader(DataLoader[Any]):
                 own["end_of_dataloader"] = done == last or batches.exhausted
                 state.active_dataloader = self
                 yield batch
+            if batches.left_over:
+                messages.info_anywhere(
+                    f"Rank {self.strategy.global_rank} had batches left when another rank's loader ended after {done} "
+                    f"in epoch {one.epoch}: they are left out, so that no rank waits."
+                )
         finally:
             own["_batch"] = None
             batches.close()
@@ -330,15 +336,15 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def rows(self) -> int:
         """How many of them count: not those that another process has too."""
-        rows = self.batch_rows
-        if not self.end_of_dataloader:
-            return rows
-        return 0 if self.last_share == 0.0 else max(rows - self._repeated(), 0)
+        rows, last = self.batch_rows, self.end_of_dataloader and not self._is_cut()
+        if not rows or repeats(self._source, self.batches_done - 1, last):
+            return 0
+        return max(rows - self._repeated(), 0) if last else rows
 
     def _repeated(self) -> int:
         """How many samples a DistributedSampler of the user's repeats at this process's end."""
         sampler: Any = next((s for s in samplers_of(self.base) if isinstance(s, DistributedSampler)), None)
-        if sampler is None or sampler.drop_last or self._is_cut():
+        if sampler is None or sampler.drop_last:
             return 0
         return sum(i % sampler.num_replicas == sampler.rank for i in range(len(sampler.dataset), sampler.total_size))
 

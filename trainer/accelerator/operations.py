@@ -282,6 +282,6 @@ def _taken(inputs: Any, indices: list[int]) -> Any:
         return {key: _taken(value, indices) for key, value in inputs.items()}
     if isinstance(inputs, (list, tuple)):
         return honor_type(inputs, [inputs[index] for index in indices])
-    if hasattr(inputs, "select"):
+    if hasattr(inputs, "select") and not isinstance(inputs, Tensor):
         return inputs.select(indices)
     return inputs[indices]

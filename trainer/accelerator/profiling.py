@@ -7,24 +7,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .handlers import ProfileKwargs
+
 if TYPE_CHECKING:
     from torch.profiler import profile as Profiler
 
     from .accelerator import Accelerator
-    from .handlers import ProfileKwargs
 
 
 @contextmanager
-def profile(accelerator: Accelerator, handler: ProfileKwargs) -> Iterator[Profiler]:
+def profile(accelerator: Accelerator, profile_handler: ProfileKwargs | None = None) -> Iterator[Profiler]:
     """Context that gives the running profiler; with a schedule call its ``step()`` after each batch.
 
-    With ``handler.output_trace_dir`` every process writes ``profile_<rank>.json`` there, and all wait for each other.
+    With ``output_trace_dir`` every process writes ``profile_<rank>.json`` there, and all wait for each other.
     Where a schedule repeats, the traces after the first are ``profile_<rank>_1.json``, ``profile_<rank>_2.json``, ...
 
     Args:
         accelerator: whose processes they are.
-        handler: what to record.
+        profile_handler: what to record; None: as the Accelerator's ``kwargs_handlers`` say.
     """
+    handler = profile_handler or accelerator.handlers.profile or ProfileKwargs()
     profiler = handler.build()
     if handler.output_trace_dir is not None:
         _write_traces(profiler, Path(handler.output_trace_dir), accelerator.process_index)

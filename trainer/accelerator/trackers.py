@@ -318,8 +318,8 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     """What ``log_with`` asks for, each once: names, classes and objects.
 
     Args:
-        log_with: a name, a ``LoggerType``, a :class:`GeneralTracker` object or class, a Paceline logger, or a list of
-            these. ``"all"`` takes every tracker that can work here.
+        log_with: a name or several with commas, a ``LoggerType``, a :class:`GeneralTracker` object or class, a
+            Paceline logger, or a list of these. ``"all"`` takes every tracker that can work here.
         logging_dir: where trackers that write files may do so.
 
     Raises:
@@ -327,6 +327,8 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         TypeError: something that is no tracker.
         ModuleNotFoundError: a tracker that was asked for by name needs a package that is not installed.
     """
+    if isinstance(log_with, str) and not isinstance(log_with, Enum):
+        log_with = [name.strip() for name in log_with.split(",")]
     asked = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
     wanted: list[Any] = []
     for one in asked:

@@ -100,6 +100,20 @@ def last_share(loader: Any) -> float:
     return 1.0 if shard is None or shard.division.evaluation else shard.share
 
 
+def repeats(loader: Any, number: int, last: bool) -> bool:
+    """Whether a batch of the pass under way only repeats a sample that another process has.
+
+    Args:
+        loader: what :func:`shard_training` returned for a DataLoader.
+        number: of the batch that was handed out last, 0-based.
+        last: it is the last of the pass.
+    """
+    shard = shard_of(loader)
+    if isinstance(shard, RankStream) and loader.num_workers > 1:
+        return shard.share_of(number) == 0.0
+    return last and last_share(loader) == 0.0
+
+
 def surplus(loader: Any) -> bool:
     """Whether this process's last batch in an evaluation is only there because others have one.
 
@@ -227,6 +241,15 @@ class RankStream(Shard, IterableDataset[Any]):
             return self.division.share(total)
         ends = list(enumerate(self._ends.tolist()))  # workers take turns: of those with most batches the last ends last
         return max(ends, key=lambda entry: (entry[1][0], entry[0]))[1][1]
+
+    def share_of(self, number: int) -> float:
+        """The share of batch ``number`` of the pass: that of a worker's last, if it is one, otherwise 1.0."""
+        ends = self._ends.tolist()
+        for worker, (count, share) in enumerate(ends):
+            turns = [min(made, count - (other >= worker)) for other, (made, _) in enumerate(ends)]
+            if count and sum(turns) == number:
+                return share
+        return 1.0
 
 
 class SizedRankStream(RankStream):

@@ -142,12 +142,18 @@ def rounds_of(loaders: list[PreparedLoader]) -> list[list[tuple[list[int], int, 
     world=st.integers(1, 3),
     shuffle=st.booleans(),
     drop_last=st.booleans(),
-    stream=st.booleans(),
+    kind=st.sampled_from(["map", "stream", "batches", "ready made"]),
 )
 def test_h1_over_all_ranks_each_sample_counts_once_in_order(
-    count: int, size: int, world: int, shuffle: bool, drop_last: bool, stream: bool
+    count: int, size: int, world: int, shuffle: bool, drop_last: bool, kind: str
 ) -> None:
     def make() -> DataLoader:
+        cut = [list(range(count))[i : i + size] for i in range(0, count, size)]
+        if kind == "batches":
+            return DataLoader(Numbers(count), batch_sampler=cut)
+        if kind == "ready made":
+            return DataLoader([torch.tensor(batch) for batch in cut], None, shuffle=False)  # type: ignore[arg-type]
+        stream = kind == "stream"
         data: Any = Stream(count) if stream else Numbers(count)
         column = (lambda rows: torch.stack(rows)[:, 0].int()) if stream else None
         return DataLoader(data, size, shuffle=shuffle and not stream, drop_last=drop_last, collate_fn=column)
@@ -155,12 +161,14 @@ def test_h1_over_all_ranks_each_sample_counts_once_in_order(
     whole = [i for batch in prepared(make()) for i in batch.tolist()]
     rounds = rounds_of([prepared(make(), rank, world) for rank in range(world)])
     counted = [i for part in rounds for batch, rows, _ in part for i in batch[:rows]]
-    if drop_last:
+    if drop_last and kind in ("map", "stream"):
         assert counted == whole[: len(whole) // (size * world) * size * world]
     else:
         assert counted == whole
         assert sorted(counted) == list(range(count))
-    for part in rounds:  # weighed by its share, the mean of the ranks' means is the mean of the samples
+    for part in (
+        rounds if kind in ("map", "stream") else ()
+    ):  # weighed by its share, the mean of the ranks' means is the mean of the samples
         weighed = sum(share * sum(batch) / len(batch) for batch, _, share in part) / world
         samples = [i for batch, rows, _ in part for i in batch[:rows]]
         assert weighed == pytest.approx(sum(samples) / len(samples))
@@ -273,6 +281,21 @@ def test_ranks_whose_own_samplers_have_different_lengths_end_together(recwarn: p
     assert ranks(2, read) == [expected, expected]
 
 
+class Split(Stream):
+    """Every worker has its own numbers."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker: Any = torch.utils.data.get_worker_info()
+        return iter([torch.tensor(i) for i in range(self.count)][worker.id :: worker.num_workers])
+
+
+def test_h1_streams_of_several_workers_count_each_sample_once() -> None:
+    for count, size, workers in ((9, 2, 2), (13, 2, 3), (5, 1, 2), (11, 3, 2)):
+        rounds = rounds_of([prepared(DataLoader(Split(count), size, num_workers=workers), r, 2) for r in range(2)])
+        counted = [i for part in rounds for batch, rows, _ in part for i in batch[:rows]]
+        assert sorted(counted) == list(range(count)), (count, size, workers)
+
+
 # ---- identity --------------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +341,7 @@ def test_what_is_set_on_it_reaches_what_reads() -> None:
         assert next(iter(mine)) == [103]
 
 
-def test_it_is_a_loader_that_can_be_pickled_also_in_the_middle_of_a_pass() -> None:
+def test_u27_it_is_a_loader_that_can_be_pickled_also_in_the_middle_of_a_pass() -> None:
     loader = prepared(DataLoader(Numbers(8), 2, shuffle=True), 1, 2, Spy())
     iterator = iter(loader)
     next(iterator)
@@ -328,7 +351,7 @@ def test_it_is_a_loader_that_can_be_pickled_also_in_the_middle_of_a_pass() -> No
     assert len(list(copy)) == 2
 
 
-def test_it_goes_with_its_last_reference() -> None:
+def test_u27_it_goes_with_its_last_reference() -> None:
     gc.disable()
     try:
         for make in (lambda: DataLoader(Numbers(4), 2, shuffle=True), lambda: DataLoader(Stream(4), 2)):
@@ -344,7 +367,7 @@ def test_it_goes_with_its_last_reference() -> None:
         gc.enable()
 
 
-def test_only_a_dataloader_is_prepared_and_only_once() -> None:
+def test_h2_one_loader_gives_one_loader_and_is_prepared_only_once() -> None:
     with pytest.raises(TypeError, match="got a list, but only"):
         prepared([1, 2])
     strategy = Strategy()
@@ -356,7 +379,7 @@ def test_only_a_dataloader_is_prepared_and_only_once() -> None:
     assert len(once) == 4
 
 
-def test_h2_h3_what_it_says_of_its_size() -> None:
+def test_u27_what_it_says_of_its_size() -> None:
     loader = prepared(DataLoader(Numbers(11), 2), 0, 2)
     assert (loader.total_batch_size, loader.total_dataset_length, loader.remainder, len(loader)) == (4, 11, 3, 3)
     unknown = prepared(DataLoader(Stream(11), 2), 0, 2)
@@ -535,7 +558,7 @@ KINDS: dict[str, Callable[[], DataLoader]] = {
 
 @pytest.mark.parametrize("after", [0, 2, 5, 6])
 @pytest.mark.parametrize("kind", KINDS)
-def test_u6_a_fresh_loader_goes_on_to_the_bit(kind: str, after: int) -> None:
+def test_g2_u6_a_fresh_loader_goes_on_to_the_bit(kind: str, after: int) -> None:
     whole, continued = stop_and_go(KINDS[kind], after)
     assert len(whole) == len(continued) == 2 * (6 - after + 6)
     for one, other in zip(whole, continued, strict=True):
@@ -684,7 +707,7 @@ def test_torchdata_that_is_asked_for_but_missing_is_an_error(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_with_torchdata_the_place_in_a_stream_is_kept_without_reading_again(workers: int) -> None:
+def test_with_torchdata_the_place_in_a_stream_is_kept_with_workers_too(workers: int) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
     made = DataLoader(Stream(11), 2, num_workers=workers)
     loader = prepared(made, use_stateful_dataloader=True)
