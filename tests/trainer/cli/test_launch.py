@@ -18,6 +18,7 @@ import pytest
 import paceline
 from paceline.trainer.cli import launch as module
 from paceline.trainer.cli.main import FAILED, main
+from paceline.trainer.settings import resolve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into processes as Linux shows them")
 
@@ -194,6 +195,41 @@ def test_debug_shows_every_process_and_the_settings(capfd: pytest.CaptureFixture
     assert re.search(r"\n  num_processes +2 +flag +--num_processes\n", err)
     assert "Rank 0 of 2" in err
     assert "Rank 1 of 2" in err
+
+
+@pytest.mark.parametrize("variable", ["PACELINE_DEBUG", "ACCELERATE_DEBUG_MODE"])
+def test_c17_a_script_that_nobody_launched_shows_its_settings_once(
+    variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv(variable, "1")
+    for _ in range(2):
+        resolve({"mixed_precision": "bf16"})
+    resolve()  # asks for a value on the side
+    (said,) = caplog.messages
+    assert re.search(r"mixed_precision +bf16 +code", said)
+    assert re.search(rf"debug +True +env +{variable}", said)
+    monkeypatch.setenv("PACELINE_LAUNCH_FLAGS", "")  # the launcher has shown them
+    resolve({"mixed_precision": "no"})
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_goes_to_every_process_and_is_the_status(number: signal.Signals) -> None:
+    name = script(
+        "import os, signal, sys, time\n"
+        "def end(number, frame):\n    print('told', os.environ['RANK'])\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGINT, end)\nsignal.signal(signal.SIGTERM, end)\n"
+        "print('ready')\ntime.sleep(100)\n"
+    )
+    command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--num_processes", "2", "--quiet", name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (128 + number, "")
+    assert sorted(out.splitlines()) == ["told 0", "told 1"]
 
 
 def test_a_signal_ends_one_process_as_it_ends_the_script() -> None:
