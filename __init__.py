@@ -1,5 +1,7 @@
 """Paceline trains PyTorch models: subclass :class:`TrainingModule`, hand it to a :class:`Trainer`.
 
+For a loop of your own there is :class:`Accelerator`.
+
 Every public name is loaded when it is first used, so ``import paceline`` costs next to nothing (not even torch).
 """
 
@@ -11,6 +13,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import callbacks, loggers, strategies
     from .callbacks.base import Callback
+    from .trainer.accelerator.accelerator import Accelerator
+    from .trainer.accelerator.enums import DDPCommunicationHookType, DistributedType, DynamoBackend
+    from .trainer.accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
+    from .trainer.accelerator.handlers import (
+        AutocastKwargs,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+    )
+    from .trainer.accelerator.launchers import debug_launcher, notebook_launcher
+    from .trainer.accelerator.loaders import DataLoaderConfiguration, skip_first_batches
+    from .trainer.accelerator.local_sgd import LocalSGD
+    from .trainer.accelerator.logging import get_logger
+    from .trainer.accelerator.parallelism import ParallelismConfig
+    from .trainer.accelerator.plugins import (
+        DeepSpeedPlugin,
+        GradientAccumulationPlugin,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
+    from .trainer.accelerator.process_state import PartialState
+    from .trainer.accelerator.randomness import set_seed, synchronize_rng_states
     from .trainer.data.combined import CombinedLoader
     from .trainer.data.datamodule import DataModule
     from .trainer.memory import find_executable_batch_size
@@ -22,28 +47,76 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accelerator",
+    "AutocastKwargs",
     "Callback",
     "CombinedLoader",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
     "DataModule",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "DynamoBackend",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "LocalSGD",
+    "ParallelismConfig",
+    "PartialState",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "TorchDynamoPlugin",
     "Trainer",
     "TrainingModule",
     "__version__",
     "callbacks",
+    "debug_launcher",
     "find_executable_batch_size",
+    "get_logger",
     "loggers",
+    "notebook_launcher",
     "seed_everything",
+    "set_seed",
+    "skip_first_batches",
     "strategies",
+    "synchronize_rng_states",
     "verify",
 ]
 
 _HOME = {
+    "Accelerator": ".trainer.accelerator.accelerator",
+    "AutocastKwargs": ".trainer.accelerator.handlers",
     "Callback": ".callbacks.base",
     "CombinedLoader": ".trainer.data.combined",
+    "DDPCommunicationHookType": ".trainer.accelerator.enums",
+    "DataLoaderConfiguration": ".trainer.accelerator.loaders",
     "DataModule": ".trainer.data.datamodule",
+    "DeepSpeedPlugin": ".trainer.accelerator.plugins",
+    "DistributedDataParallelKwargs": ".trainer.accelerator.handlers",
+    "DistributedType": ".trainer.accelerator.enums",
+    "DynamoBackend": ".trainer.accelerator.enums",
+    "FullyShardedDataParallelPlugin": ".trainer.accelerator.fsdp_plugin",
+    "GradScalerKwargs": ".trainer.accelerator.handlers",
+    "GradientAccumulationPlugin": ".trainer.accelerator.plugins",
+    "InitProcessGroupKwargs": ".trainer.accelerator.handlers",
+    "LocalSGD": ".trainer.accelerator.local_sgd",
+    "ParallelismConfig": ".trainer.accelerator.parallelism",
+    "PartialState": ".trainer.accelerator.process_state",
+    "ProfileKwargs": ".trainer.accelerator.handlers",
+    "ProjectConfiguration": ".trainer.accelerator.plugins",
+    "TorchDynamoPlugin": ".trainer.accelerator.plugins",
     "Trainer": ".trainer.trainer",
     "TrainingModule": ".trainer.module",
+    "debug_launcher": ".trainer.accelerator.launchers",
     "find_executable_batch_size": ".trainer.memory",
+    "get_logger": ".trainer.accelerator.logging",
+    "notebook_launcher": ".trainer.accelerator.launchers",
     "seed_everything": ".trainer.seed",
+    "set_seed": ".trainer.accelerator.randomness",
+    "skip_first_batches": ".trainer.accelerator.loaders",
+    "synchronize_rng_states": ".trainer.accelerator.randomness",
     "verify": ".trainer.verify",
 }
 _ROOMS = ("callbacks", "loggers", "strategies", "trainer")

@@ -235,15 +235,18 @@ class Accelerate(Contestant):
 
     module = "accelerate"
 
-    def train(self, task: Task, net: Net, batches: Batches, folder: Path) -> nn.Module:
+    def library(self) -> Any:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
 
         # In one process a second Accelerator would go on with the first one's settings.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+        return Accelerator
+
+    def train(self, task: Task, net: Net, batches: Batches, folder: Path) -> nn.Module:
         tracking = {"log_with": "tensorboard", "project_dir": folder} if task.config == "realistic" else {}
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=task.accumulate, **tracking)
+        accelerator = self.library()(cpu=True, gradient_accumulation_steps=task.accumulate, **tracking)
         if task.config == "validate":
             self.evaluate(accelerator, net, batches)
         else:
@@ -295,6 +298,17 @@ class Accelerate(Contestant):
                 bar.set_postfix(loss=loss.item(), refresh=False)
         accelerator.save_state(os.path.join(folder, "state"))
         accelerator.end_training()
+
+
+class PacelineAccelerator(Accelerate):
+    """The same loop, but for the import line."""
+
+    module = "paceline"
+
+    def library(self) -> Any:
+        from paceline import Accelerator
+
+        return Accelerator
 
 
 class Ignite(Contestant):
@@ -360,6 +374,7 @@ class Ignite(Contestant):
 CONTESTANTS: dict[str, type[Contestant]] = {
     "raw": Raw,
     "paceline": Paceline,
+    "paceline accelerator": PacelineAccelerator,
     "ignite": Ignite,
     "accelerate": Accelerate,
     "lightning": Lightning,

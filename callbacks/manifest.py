@@ -25,6 +25,8 @@ CONTENTS = "contents.ckpt"
 #: The name of the file, and the ending of the record, that holds a manifest.
 NAME = "manifest.json"
 SUFFIX = ".ckpt"
+#: The checkpoint in a folder that an Accelerator's ``save_state`` wrote.
+STATE = f"state{SUFFIX}"
 
 #: The layout of checkpoints and manifests. What has a higher number is refused.
 FORMAT = 1

@@ -55,6 +55,20 @@ class Logger(ABC):
             step: place on the x axis, the number of optimizer updates made so far.
         """
 
+    def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Record values of one step that need not be numbers, as far as this logger can show them.
+
+        Args:
+            values: numbers, texts, or what else the logger has a form for, by name.
+            step: place on the x axis.
+            **options: of the logger's own.
+        """
+        if options:
+            raise TypeError(
+                f"{type(self).__name__} takes no options for a record, but got {', '.join(options)}. Leave them out."
+            )
+        self.log_metrics(values, step)
+
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record the settings of the run. ``params`` may be nested and hold any value that has a text form."""
@@ -89,8 +103,15 @@ class Logger(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the run stood: what was recorded after it is recorded again, so it is dropped. On rank 0."""
 
+    def withdraw(self) -> None:
+        """Let go of a run in which nothing was recorded yet, so that an earlier one can be taken over."""
+
     def finalize(self, status: str) -> None:
         """End of the run. ``status`` is ``"success"``, ``"failed"`` or ``"interrupted"``. Nothing may be lost here."""
+
+    def close(self) -> None:
+        """Nothing more will be recorded, by nobody: end a run that :meth:`finalize` leaves open."""
+        self.finalize("success")
 
 
 class DummyLogger(Logger):

@@ -65,7 +65,16 @@ class CSVLogger(FolderLogger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record the values of one step; without ``step``, of the one after the last."""
-        values = dict(metrics)
+        self._add(numbers(metrics), step)
+
+    def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Record numbers and texts of one step."""
+        if options:
+            super().log_record(values, step, **options)
+        texts = {name: value for name, value in values.items() if isinstance(value, str)}
+        self._add(numbers({name: value for name, value in values.items() if name not in texts}) | texts, step)
+
+    def _add(self, values: dict[str, Any], step: int | None) -> None:
         first: dict[str, float] = {"step": self._next_step(step)}
         if "epoch" in values:
             epoch = number("epoch", values.pop("epoch"))
@@ -91,8 +100,8 @@ class CSVLogger(FolderLogger):
         call_at_exit(self, table.flush)
         return table
 
-    def _named(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        named = numbers(metrics, self._prefix)
+    def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        named = {self._prefix + name: value for name, value in values.items()}
         for name in FIRST_COLUMNS:
             if name in named:
                 messages.warn_once(
@@ -124,7 +133,7 @@ class Table:
         if os.path.exists(path):
             self._continue()
 
-    def add(self, first: Mapping[str, Any], values: Mapping[str, float]) -> None:
+    def add(self, first: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Put the values into the row of their step. ``first`` holds the step and, if known, the epoch."""
         last, step = self._last, first["step"]
         same_row = last.get("step") == step and last.get("epoch") in (None, first.get("epoch", last.get("epoch")))

@@ -106,6 +106,31 @@ class TensorBoardLogger(FolderLogger):
             if not os.path.isdir(self.log_dir) or not any("tfevents" in name for name in os.listdir(self.log_dir)):
                 self.experiment.add_scalar("hp_metric", -1, 0)
 
+    def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Record numbers, dicts of numbers (curves of one plot) and texts of one step."""
+        step = self._next_step(step)
+        texts = {name: value for name, value in values.items() if isinstance(value, str)}
+        if options or len(texts) < len(values):
+            super().log_record({name: value for name, value in values.items() if name not in texts}, step, **options)
+        for name, value in texts.items():
+            self.log_text(name, value, step)
+
+    def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Record images of one step.
+
+        Args:
+            key: the name of the panel.
+            images: a tensor or array of shape (batch, channels, height, width), or as ``dataformats`` says; an image
+                without the first dimension needs ``dataformats="CHW"`` or ``"HWC"``.
+            step: place on the x axis.
+            **kwargs: arguments of ``SummaryWriter.add_images``.
+        """
+        self.experiment.add_images(self._prefix + key, images, self._next_step(step), **kwargs)
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Record a matplotlib figure as an image; ``kwargs`` are those of ``SummaryWriter.add_figure``."""
+        self.experiment.add_figure(self._prefix + key, figure, self._next_step(step), **kwargs)
+
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
         """Record a text, shown as Markdown in the Text tab."""
         self.experiment.add_text(self._prefix + name, text, self._next_step(step))

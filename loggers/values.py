@@ -37,6 +37,12 @@ def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return {prefix + name: number(name, value) for name, value in _leaves(metrics)}
 
 
+def record(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values under joined names (``"loss/train"``): what is a number as a Python number, the rest as it is."""
+    leaves = ((prefix + name, value, _single(value)) for name, value in _leaves(values))
+    return {name: number(name, value) if _is_number(single) else value for name, value, single in leaves}
+
+
 def mapping(params: Any) -> dict[str, Any]:
     """Return the settings of a dict, a ``Namespace`` or a dataclass as a dict; None is empty.
 
@@ -104,6 +110,10 @@ def _single(value: Any) -> Any:
         return value
     size = value.numel() if hasattr(value, "numel") else getattr(value, "size", None)
     return value.item() if size == 1 else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float) or (hasattr(value, "__float__") and not hasattr(value, "shape"))
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from . import messages
 from .base import Logger, Nothing
-from .values import mapping, numbers, plain
+from .values import mapping, numbers, plain, record
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,8 @@ class WandbLogger(Logger):
 
     Args:
         name: the name shown for the run; None lets wandb choose one.
-        save_dir: the folder in which wandb makes its ``wandb`` folder.
+        save_dir: the folder in which wandb makes its ``wandb`` folder; None means ``WANDB_DIR``, or where the program
+            runs.
         version: the run's id; to continue a run, give the id it had.
         offline: send nothing. wandb also takes this from ``WANDB_MODE=offline``.
         dir: the same as ``save_dir``.
@@ -58,7 +59,7 @@ class WandbLogger(Logger):
     def __init__(
         self,
         name: str | None = None,
-        save_dir: str | os.PathLike[str] = ".",
+        save_dir: str | os.PathLike[str] | None = None,
         version: str | None = None,
         offline: bool = False,
         dir: str | os.PathLike[str] | None = None,
@@ -74,7 +75,8 @@ class WandbLogger(Logger):
         if not messages.is_installed("wandb"):
             raise ModuleNotFoundError(messages.missing("WandbLogger", "wandb"), name="wandb")
         _check(version, id, offline, log_model, add_file_policy, kwargs)
-        self._save_dir = os.fspath(save_dir if dir is None else dir)
+        given = save_dir if dir is None else dir
+        self._save_dir = os.environ.get("WANDB_DIR") or "." if given is None else os.fspath(given)
         self._project = project or os.environ.get("WANDB_PROJECT") or "paceline_logs"
         self._id = version or id or os.environ.get("WANDB_RUN_ID")
         self._is_named = self._id is not None or experiment is not None
@@ -92,6 +94,8 @@ class WandbLogger(Logger):
         #: Where the first record after a resume belongs, and how many from there on the service has already.
         self._resumed_row: int | None = None
         self._known_rows = 0
+        #: The row that the run began with when it was opened.
+        self._first_row = 0
 
     @property
     def name(self) -> str:
@@ -137,6 +141,24 @@ class WandbLogger(Logger):
         """Record the values of one step; without ``step`` they stand at the step recorded last."""
         self._log(numbers(metrics, self._prefix), step)
 
+    def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Record whatever wandb shows: numbers, texts, images, tables; ``options`` are those of wandb's ``run.log``.
+
+        With ``commit=False`` the values go into one row with those that follow.
+        """
+        self._log(record(values, self._prefix), step, **options)
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
+        """Record a matplotlib figure as an image."""
+        import wandb
+
+        self._log({self._prefix + key: wandb.Image(figure)}, step)
+
+    def log_artifact(self, path: str | os.PathLike[str], name: str | None = None, type: str = "file") -> None:
+        """Upload a file or folder as an artifact; without ``name`` it is named after the run and the file."""
+        self.experiment.log_artifact(path, name=name or f"{self.version}-{Path(path).name}", type=type)
+        self._has_unwritten = True
+
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Add to the run's config, nested as they are; ``metrics`` are recorded at step 0."""
         self.experiment.config.update(plain(mapping(params)), allow_val_change=True)
@@ -166,6 +188,15 @@ class WandbLogger(Logger):
         self._id = state["id"]
         if self._experiment is None:
             self._resumed_row = state["row"]
+
+    def withdraw(self) -> None:
+        """Finish a run of its own that is going and has no row yet, and forget its id unless that was given."""
+        run = self._experiment
+        if run is None or not self._is_own or run.step != self._first_row:
+            return
+        self._finish()
+        if not self._is_named:
+            self._id = None
 
     def watch(
         self,
@@ -239,10 +270,18 @@ class WandbLogger(Logger):
         if self._experiment is None:
             return
         self._wait_until_written()
-        if status == "success" or not self._is_own:
-            return
+        if status != "success" and self._is_own:
+            self._finish(exit_code=1)
+
+    def close(self) -> None:
+        """Finish the run, unless it is one of yours."""
+        self.finalize("success")
+        if self._experiment is not None and self._is_own:
+            self._finish()
+
+    def _finish(self, exit_code: int = 0) -> None:
         self._id = self._experiment.id
-        self._experiment.finish(exit_code=1)
+        self._experiment.finish(exit_code=exit_code)
         self._experiment, self._is_prepared = None, False
 
     def _start(self) -> Run:
@@ -262,9 +301,11 @@ class WandbLogger(Logger):
         settings = options.get("settings") or {}
         if isinstance(settings, dict) and _FLUSH_SETTING in wandb.Settings.model_fields:
             options["settings"] = {_FLUSH_SETTING: _FLUSH_SECONDS, **settings}
-        return wandb.init(**options)
+        run = wandb.init(**options)
+        self._first_row = run.step
+        return run
 
-    def _log(self, record: dict[str, Any], step: int | None) -> None:
+    def _log(self, record: dict[str, Any], step: int | None, commit: bool = True, **options: Any) -> None:
         if step is not None:
             record["trainer/global_step"] = step
         run = self.experiment
@@ -272,9 +313,9 @@ class WandbLogger(Logger):
         if row is not None:
             self._known_rows = max(run.step - row, 0)
         if self._known_rows:
-            self._known_rows -= 1
+            self._known_rows -= commit
             return
-        run.log(record, step=row, commit=True)
+        run.log(record, step=row, commit=commit, **options)
         self._has_unwritten = True
 
     def _wait_until_written(self) -> None:

@@ -1,23 +1,22 @@
-"""Where tensors live and who talks to whom."""
+"""Where tensors live and who talks to whom. A name is imported when it is asked for: some files need no torch."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base import Strategy as Strategy
-from .choose import choose_strategy as choose_strategy
-from .precision import MixedPrecision as MixedPrecision
-from .precision import Precision as Precision
-from .precision import TruePrecision as TruePrecision
-from .single_device import SingleDevice as SingleDevice
-
 if TYPE_CHECKING:
+    from .base import Strategy as Strategy
+    from .choose import choose_strategy as choose_strategy
     from .ddp import DDPStrategy as DDPStrategy
     from .deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from .distributed import DistributedStrategy as DistributedStrategy
     from .fsdp import FSDPStrategy as FSDPStrategy
     from .model_parallel import ModelParallelStrategy as ModelParallelStrategy
+    from .precision import MixedPrecision as MixedPrecision
+    from .precision import Precision as Precision
+    from .precision import TruePrecision as TruePrecision
+    from .single_device import SingleDevice as SingleDevice
 
 __all__ = [
     "DDPStrategy",
@@ -38,7 +37,13 @@ _FILE_OF = {
     "DeepSpeedStrategy": "deepspeed",
     "DistributedStrategy": "distributed",
     "FSDPStrategy": "fsdp",
+    "MixedPrecision": "precision",
     "ModelParallelStrategy": "model_parallel",
+    "Precision": "precision",
+    "SingleDevice": "single_device",
+    "Strategy": "base",
+    "TruePrecision": "precision",
+    "choose_strategy": "choose",
 }
 
 

@@ -7,8 +7,8 @@ loss scaling, the strategy decides placement and communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -20,10 +20,20 @@ from .stacks import stacks
 from .stopping import Stop
 
 if TYPE_CHECKING:
+    from torch.distributed.algorithms.join import Joinable
     from torch.optim import Optimizer
+    from typing_extensions import Self
 
 T = TypeVar("T")
 ReduceOp = Literal["mean", "sum", "min", "max"]
+
+
+class UnlikeTensorsError(ValueError):
+    """Processes gave a collective tensors of different shapes or dtypes; ``found`` has those of each, by rank."""
+
+    def __init__(self, text: str, found: Sequence[Any] = ()) -> None:
+        super().__init__(text)
+        self.found = found
 
 
 class Strategy:
@@ -112,6 +122,15 @@ class Strategy:
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
+    def for_another_module(self) -> Self:
+        """The same processes, device and precision, for one more module; after ``setup_environment``, on every rank.
+
+        Only for a strategy that holds no module itself.
+        """
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
     def init_context(self) -> AbstractContextManager[Any]:
         """Context in which layers are made on this strategy's device and in the precision's dtype."""
         return self.precision.init_context(self.device)
@@ -166,11 +185,35 @@ class Strategy:
     def sync_gradients(self, enabled: bool) -> None:
         """Say whether the next backward communicates gradients. Off for all micro-batches of a window but the last."""
 
+    def sync_next_backward(self) -> None:
+        """Let the next backward communicate gradients, although its forward was run while they were not."""
+        self.sync_gradients(True)
+
     def requires_grad_changed(self) -> None:
         """Parameters were frozen or thawed while a step runs."""
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         """Communicate gradients that were accumulated without, when no backward follows that would do it."""
+
+    def keep_gradients_local(self) -> AbstractContextManager[Any]:
+        """Context in which gradients stay with their process, whatever :meth:`sync_gradients` says."""
+        self._needs_whole_model("keep_gradients_local")
+        return nullcontext()
+
+    def joinable(self) -> Joinable | None:
+        """What :class:`torch.distributed.algorithms.Join` needs for ranks that have fewer batches than others.
+
+        None: backward communicates nothing.
+        """
+        self._needs_whole_model("joinable")
+        return None
+
+    def _needs_whole_model(self, what: str) -> None:
+        if self.communicates_gradients:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no {what}: its processes hold parts of one model and meet in every step, "
+                "so none can go on alone. Use strategy 'ddp', where each holds the whole model."
+            )
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         """Backward of a scalar loss, shape (), scaled for fp16 if the precision does that; ``how`` runs it instead."""
@@ -213,13 +256,27 @@ class Strategy:
         """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
         return data
 
-    def gather_objects(self, obj: T) -> list[T]:
+    def gather_objects(self, obj: T, group: Any = None) -> list[T]:
         """Every process's object, by rank, on every process."""
         return [obj]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return process ``src``'s object on every process."""
         return obj
+
+    def broadcast_tensor(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Process ``src``'s tensor on every process, from device to device; all pass one of that shape and dtype."""
+        return tensor
+
+    def scatter_objects(self, objects: Sequence[T] | None) -> T:
+        """This process's entry of the list that process 0 passes, in which each has one. Pickled over the host."""
+        if objects is None:
+            raise ValueError("scatter_objects needs a list with an entry for each process from process 0.")
+        return objects[0]
+
+    def unlike(self, description: T, group: Any = None) -> list[T]:
+        """What every process passed, by rank, if they differ; nothing if they are the same, at the cost of 16 bytes."""
+        return []
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
         """Wait until every process is here; ``name`` appears in the error when one does not come."""

@@ -106,6 +106,12 @@ def choose_strategy(
     return _by_name(strategy, accelerator, devices, num_nodes, precision, plugins, cluster)
 
 
+def named(name: str, precision: Precision | None = None, **options: Any) -> DistributedStrategy:
+    """The strategy for several processes of this name in :data:`SEVERAL`, not placed yet; ``options`` win over it."""
+    file, kind, arguments = SEVERAL[name]
+    return getattr(import_module(f".{file}", __package__), kind)(precision=precision, **{**arguments, **options})
+
+
 def _by_name(
     strategy: str, accelerator: Any, devices: Any, num_nodes: int, precision: Any, plugins: Any, cluster: Cluster | None
 ) -> Strategy:
@@ -144,8 +150,7 @@ def _make(strategy: str, precision: Precision) -> Any:
     if strategy in ("auto", *SingleDevice.names):
         return SingleDevice
     if strategy in SEVERAL:
-        file, kind, arguments = SEVERAL[strategy]
-        return getattr(import_module(f".{file}", __package__), kind)(precision=precision, **arguments)
+        return named(strategy, precision)
     others = registered()
     if strategy in others:
         made = others[strategy].load()

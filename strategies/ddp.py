@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 #: Communication hooks that have a name.
 HOOKS = ("fp16", "bf16", "powersgd")
+#: Hooks that compress before another one.
+WRAPPERS = ("fp16", "bf16")
 
 
 class DDPStrategy(DistributedStrategy):
@@ -37,11 +40,12 @@ class DDPStrategy(DistributedStrategy):
             manual optimization, where a loss rarely reaches all networks.
         ddp_comm_hook: how a bucket is reduced: a function of torch.distributed.algorithms.ddp_comm_hooks, or
             ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank).
-        ddp_comm_state: the hook's state; one with default settings for a hook that needs one.
-        ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``.
+        ddp_comm_state: the hook's state; for PowerSGD also a dict of what ``PowerSGDState`` takes, or None.
+        ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``; or ``"fp16"`` or ``"bf16"``.
         model_averaging_period: with ``post_localSGD_hook``, average the parameters over all processes every so many
             steps (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
         process_group_backend: None: gloo for the CPU, NCCL for CUDA.
+        init_method: a URL by which the processes find each other; None: by what their launcher says.
         timeout: how long a collective waits for the other processes.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         numa: bind each process to the cores of its GPU's NUMA node.
@@ -58,9 +62,10 @@ class DDPStrategy(DistributedStrategy):
         find_unused_parameters: bool | None = None,
         ddp_comm_hook: str | Callable[..., Any] | None = None,
         ddp_comm_state: Any = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: str | Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
+        init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: StartMethod = "popen",
         numa: bool = False,
@@ -69,6 +74,7 @@ class DDPStrategy(DistributedStrategy):
         super().__init__(
             precision,
             process_group_backend=process_group_backend,
+            init_method=init_method,
             timeout=timeout,
             start_method=start_method,
             numa=numa,
@@ -79,16 +85,26 @@ class DDPStrategy(DistributedStrategy):
         self.ddp_options = _known_options(ddp_options)
         self._wrapped: DistributedDataParallel | None = None
         self._manual = False
+        self._synchronizes, self._local = True, False
+        #: Whether the next backward records which gradients come (static_graph). Torch can only do so if it reduces.
+        self._records = False
         self._averager: Any = None
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
             raise ValueError(messages.unknown("ddp_comm_hook", ddp_comm_hook, HOOKS, ", or pass a function"))
+        if isinstance(ddp_comm_wrapper, str) and ddp_comm_wrapper not in WRAPPERS:
+            raise ValueError(messages.unknown("ddp_comm_wrapper", ddp_comm_wrapper, WRAPPERS, ", or pass a function"))
+        if ddp_comm_hook is None and not (ddp_comm_state is None and ddp_comm_wrapper is None):
+            raise ValueError(
+                "DDPStrategy(ddp_comm_state=..., ddp_comm_wrapper=...) without ddp_comm_hook has no effect. Pass the "
+                f"hook too ({messages.names(HOOKS)}, or a function)."
+            )
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         super().place(devices, num_nodes)
-        if self.hook[0] == "bf16" and self.device.type != "cuda":
+        argument = "ddp_comm_hook" if self.hook[0] == "bf16" else "ddp_comm_wrapper"
+        if "bf16" in (self.hook[0], self.hook[2]) and self.device.type != "cuda":
             raise ValueError(
-                f"DDPStrategy(ddp_comm_hook='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16' "
-                "there."
+                f"DDPStrategy({argument}='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16' there."
             )
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
@@ -100,6 +116,7 @@ class DDPStrategy(DistributedStrategy):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # nothing to reduce
         self.same_model(module)
+        self._records = bool(self.ddp_options.get("static_graph"))
         on_gpu = self.device.type == "cuda"
         self._wrapped = DistributedDataParallel(
             _Step(module),
@@ -110,6 +127,7 @@ class DDPStrategy(DistributedStrategy):
         hook, state, wrapper = self.hook
         if hook is not None:
             hook, state = _named_hook(hook, state)
+            wrapper = _named_wrapper(wrapper)
             self._wrapped.register_comm_hook(state, wrapper(hook) if wrapper else hook)
         return self._wrapped
 
@@ -137,8 +155,32 @@ class DDPStrategy(DistributedStrategy):
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
+        self._synchronizes = enabled
         if self._wrapped is not None:
-            self._wrapped.require_backward_grad_sync = enabled
+            self._wrapped.require_backward_grad_sync = (enabled and not self._local) or self._records
+
+    def complete_gradients(self, optimizer: Optimizer) -> None:
+        if not self._local:
+            super().complete_gradients(optimizer)
+
+    @contextmanager
+    def keep_gradients_local(self) -> Iterator[None]:
+        before, self._local = self._local, True
+        self.sync_gradients(self._synchronizes)
+        try:
+            yield
+        finally:
+            self._local = before
+            self.sync_gradients(self._synchronizes)
+
+    def joinable(self) -> DistributedDataParallel | None:
+        return self._wrapped
+
+    def sync_next_backward(self) -> None:
+        wrapped = self._wrapped
+        if wrapped is not None and not wrapped.require_backward_grad_sync:
+            wrapped.require_backward_grad_sync = True
+            wrapped.reducer.prepare_for_backward([])
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         wrapped = self._wrapped
@@ -146,6 +188,9 @@ class DDPStrategy(DistributedStrategy):
             # Several backwards may follow one forward: each is announced with the loss that it starts from.
             wrapped.reducer.prepare_for_backward([loss] if wrapped.find_unused_parameters else [])
         super().backward(loss, how)
+        if self._records:
+            self._records = False
+            self.sync_gradients(self._synchronizes)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         stepped = super().optimizer_step(optimizer, closure)
@@ -170,8 +215,9 @@ class DDPStrategy(DistributedStrategy):
             listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""
             return RuntimeError(
                 f"Parameters took no part in the loss of the step before, so their gradients never came{listed}. "
-                "Write strategy='ddp_find_unused_parameters_true' if that is meant (it costs a walk over the graph "
-                "each step), freeze them (requires_grad_(False)), or use them in training_step."
+                "Write strategy='ddp_find_unused_parameters_true' if that is meant (in a loop of your own "
+                "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]); it costs a "
+                "walk over the graph each step), freeze them (requires_grad_(False)), or use them in the step."
             )
         return super().explain(error)
 
@@ -188,8 +234,8 @@ class _Step(nn.Module):
         self.module = module
         self.step: Callable[..., Any] = module.forward
 
-    def forward(self, *args: Any) -> Any:
-        return self.step(*args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step(*args, **kwargs)
 
 
 def _named_hook(hook: str | Callable[..., Any], state: Any) -> tuple[Callable[..., Any], Any]:
@@ -197,9 +243,19 @@ def _named_hook(hook: str | Callable[..., Any], state: Any) -> tuple[Callable[..
         return hook, state
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    if hook == "powersgd":
-        return powerSGD_hook.powerSGD_hook, state or powerSGD_hook.PowerSGDState(None)
-    return getattr(default_hooks, f"{hook}_compress_hook"), state
+    if hook in WRAPPERS:
+        return getattr(default_hooks, f"{hook}_compress_hook"), state
+    if state is None or isinstance(state, Mapping):
+        state = powerSGD_hook.PowerSGDState(None, **(state or {}))
+    return powerSGD_hook.powerSGD_hook, state
+
+
+def _named_wrapper(wrapper: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
+    if not isinstance(wrapper, str):
+        return wrapper
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    return getattr(default_hooks, f"{wrapper}_compress_wrapper")
 
 
 def _known_options(options: dict[str, Any]) -> dict[str, Any]:

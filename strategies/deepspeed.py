@@ -56,6 +56,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         config: a DeepSpeed configuration, a dict or the path of a JSON file. It wins over these arguments; what the
             Trainer decides (batch size, accumulation, clipping, precision) it can only repeat.
         process_group_backend: None: gloo for the CPU, NCCL for CUDA.
+        init_method: a URL by which the processes find each other; None: by what their launcher says.
         timeout: how long a collective waits for the other processes.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         numa: bind each process to the cores of its GPU's NUMA node.
@@ -82,6 +83,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_parameters: bool = False,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         process_group_backend: str | None = None,
+        init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: StartMethod = "popen",
         numa: bool = False,
@@ -89,6 +91,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().__init__(
             precision,
             process_group_backend=process_group_backend,
+            init_method=init_method,
             timeout=timeout,
             start_method=start_method,
             numa=numa,
@@ -395,8 +398,8 @@ class _Root(nn.Module):
     def bind(self, step: Callable[..., T], engine: Callable[[], Any]) -> Callable[..., T]:
         """The training step, run as the engine's forward."""
 
-        def through_engine(*args: Any) -> T:
-            self._calls.append(lambda: step(*args))
+        def through_engine(*args: Any, **kwargs: Any) -> T:
+            self._calls.append(lambda: step(*args, **kwargs))
             return engine()
 
         return through_engine
@@ -404,9 +407,9 @@ class _Root(nn.Module):
     def bind_evaluation(self, step: Callable[..., T]) -> Callable[..., T]:
         """A step of evaluation, run as a forward whose result DeepSpeed does not see."""
 
-        def through_root(*args: Any) -> T:
+        def through_root(*args: Any, **kwargs: Any) -> T:
             results: list[T] = []
-            self._calls.append(lambda: results.append(step(*args)))
+            self._calls.append(lambda: results.append(step(*args, **kwargs)))
             enabled = torch.is_grad_enabled()
             # Weights put together in inference mode could not be trained on afterwards.
             with torch.inference_mode(False), torch.set_grad_enabled(enabled):

@@ -30,8 +30,9 @@ class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, tensor.detach().contiguous(), group=group)
+        own = tensor.detach().contiguous()
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, own, group=group)
         return torch.stack(found)
 
     @staticmethod

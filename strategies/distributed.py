@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,18 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from ..loggers import messages
-from . import batch_norm, launch
-from .base import ReduceOp, Strategy
+from ..loggers.timings import timed
+from . import batch_norm, gloo, launch
+from .base import ReduceOp, Strategy, UnlikeTensorsError
 from .cluster import Cluster, find_cluster
 from .differentiable import all_gather
 from .meeting import shared_store
 from .precision.base import Precision
 from .stopping import Stop
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -45,6 +49,8 @@ class DistributedStrategy(Strategy):
     Args:
         precision: dtypes and loss scaling; the Trainer's if None.
         process_group_backend: None: gloo for the CPU, NCCL for CUDA with gloo for what is on the CPU.
+        init_method: a URL by which the processes find each other, as ``init_process_group`` takes it; None: by what
+            their launcher says. One process alone has nobody to find.
         timeout: how long a collective waits for the other processes.
         start_method: how other processes are started when no launcher did: ``"popen"`` runs the command again,
             ``"spawn"``, ``"fork"`` and ``"forkserver"`` run this function in new processes.
@@ -58,6 +64,7 @@ class DistributedStrategy(Strategy):
         precision: Precision | None = None,
         *,
         process_group_backend: str | None = None,
+        init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: StartMethod = "popen",
         numa: bool = False,
@@ -66,6 +73,7 @@ class DistributedStrategy(Strategy):
         if start_method not in START_METHODS:
             raise ValueError(messages.unknown(f"start_method for {type(self).__name__}", start_method, START_METHODS))
         self.process_group_backend = process_group_backend
+        self.init_method = init_method
         self.timeout = timeout
         self.start_method: StartMethod = start_method
         self.numa = numa
@@ -89,6 +97,11 @@ class DistributedStrategy(Strategy):
         """
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(find_cluster())
+        if self.process_group_backend == "nccl" and self.device.type != "cuda":
+            raise ValueError(
+                f"{type(self).__name__}(process_group_backend='nccl'): NCCL joins CUDA devices, but this run is on "
+                f"{self.device.type!r}. Leave it out: gloo is taken there, and NCCL on GPUs."
+            )
 
     def _stand(self, cluster: Cluster | None) -> None:
         """Take the place a launcher gave this process; the first one while there is no launcher."""
@@ -114,10 +127,11 @@ class DistributedStrategy(Strategy):
             launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
         return launch.start(function, args, count, self.start_method, kind, self.numa)
 
+    @timed("joining the group")
     def setup_environment(self) -> None:
         self._stand(find_cluster())
         super().setup_environment()
-        join(self._cluster, self.backend, self.timeout, self.device)
+        join(self._cluster, self.backend, self.timeout, self.device, self.init_method)
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(
                 f"A process group of {dist.get_world_size()} processes exists already, but this run has "
@@ -156,6 +170,11 @@ class DistributedStrategy(Strategy):
         return self._cluster.num_nodes if self._cluster else self._nodes
 
     # ---- module ----------------------------------------------------------------------------------------------------
+
+    def for_another_module(self) -> Self:
+        other = super().for_another_module()
+        other._synchronized = []
+        return other
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
         layers = batch_norm.trained(module)
@@ -224,13 +243,20 @@ class DistributedStrategy(Strategy):
     def _same_shapes(self, data: Any, group: Any) -> None:
         """Raise on every rank if the ranks' tensors differ: the collective itself would mix them up (or hang)."""
         mine = [(tuple(t.shape), str(t.dtype)) for t in pytree.tree_leaves(data) if isinstance(t, Tensor)]
-        found = self.gather_objects(mine, group)
-        if any(other != found[0] for other in found):
+        found = self.unlike(mine, group)
+        if found:
             listed = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(found))
-            raise ValueError(
+            raise UnlikeTensorsError(
                 f"all_gather needs tensors of the same shapes and dtypes on every rank, but got {listed}. Pad them to "
-                "one shape, or gather a number that each rank computes."
+                "one shape, or gather a number that each rank computes.",
+                found,
             )
+
+    def unlike(self, description: T, group: Any = None) -> list[T]:
+        if not self.talks or (group is None and self._same(repr(description), self.timeout)):
+            return []
+        found = self.gather_objects(description, group)
+        return found if any(other != found[0] for other in found) else []
 
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:
         """Every rank's object, in rank order, on every rank. Pickled over the host: for small things."""
@@ -241,6 +267,15 @@ class DistributedStrategy(Strategy):
             dist.all_gather_object(found, obj, group=group or self._host)
         return found
 
+    def scatter_objects(self, objects: Sequence[T] | None) -> T:
+        if not self.talks:
+            return super().scatter_objects(objects)
+        box: list[Any] = [None]
+        with self._at("scatter_objects"):
+            given: Any = list(objects) if objects is not None and self.global_rank == 0 else None
+            dist.scatter_object_list(box, given, src=0, group=self._host)
+        return box[0]
+
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not self.talks:
             return obj
@@ -248,6 +283,14 @@ class DistributedStrategy(Strategy):
         with self._at("broadcast"):
             dist.broadcast_object_list(box, src, group=self._host, device=torch.device("cpu"))
         return box[0]
+
+    def broadcast_tensor(self, tensor: Tensor, src: int = 0) -> Tensor:
+        if not self.talks:
+            return tensor
+        sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+        with self._at("broadcast_tensor"):
+            dist.broadcast(sent, src)
+        return sent
 
     def barrier(self, name: str = "", timeout: timedelta | None = None) -> None:
         if not self.talks:
@@ -259,7 +302,7 @@ class DistributedStrategy(Strategy):
             listed = ", ".join(f"rank {rank} at {name!r}" for rank, name in enumerate(names))
             raise RuntimeError(
                 f"The ranks met at different barriers: {listed}. Every rank must make the same calls: look for one of "
-                "them inside `if trainer.is_global_zero`."
+                "them inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
 
     def agree(self, flag: bool, all: bool = False) -> bool:
@@ -365,7 +408,9 @@ def same_buffers(module: nn.Module, group: Any) -> None:
                 buffer.copy_(values.view_as(buffer))
 
 
-def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device) -> None:
+def join(
+    cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device, init_method: str | None = None
+) -> None:
     """Join the process group of this process's cluster, or make one of its own; nothing if there is one."""
     if dist.is_initialized():
         return
@@ -374,8 +419,11 @@ def join(cluster: Cluster | None, backend: str, timeout: timedelta, device: torc
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
-        rank, world_size, store = cluster.rank, cluster.world_size, shared_store(cluster, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **with_device)
+        where: dict[str, Any] = (
+            {"init_method": init_method} if init_method else {"store": shared_store(cluster, timeout)}
+        )
+        rank, world_size = cluster.rank, cluster.world_size
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **where, **with_device)
     atexit.register(leave)
 
 
@@ -423,7 +471,13 @@ def host_room(timeout: timedelta) -> tuple[Any, Watch]:
         if _room is not None:
             _room.watch.close()
         _room = _Room(Watch(dist.get_rank(), dist.get_world_size()))
-        atexit.register(_room.watch.close)  # a thread inside torch while Python ends aborts the process
+        atexit.register(_end_threads, _room.watch)
     if timeout not in _room.groups:
         _room.groups[timeout] = dist.new_group(backend="gloo", timeout=timeout)
     return _room.groups[timeout], _room.watch
+
+
+def _end_threads(watch: Watch) -> None:
+    """Called when the process ends: a thread inside torch that needs Python then aborts it."""
+    watch.close()
+    gloo.let_go()

@@ -6,6 +6,7 @@ its exception with the time into a file instead of printing it, and whoever star
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -24,6 +25,7 @@ LAUNCHED = "PACELINE_LAUNCHED"
 #: Where a started process writes its failure. Torch elastic sets it.
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _STAMP = "_paceline_failed_at"
+_WORKER = os.path.join(os.path.dirname(__file__), "worker.py")
 
 #: What the libraries say in a process whose peer is gone.
 _PEER_LOST = re.compile(
@@ -66,7 +68,7 @@ def note_failure(error: BaseException) -> None:
 def write_failure(error: BaseException, file: Path) -> None:
     """Write an exception, its traceback and the moment it was first seen. The layout is torch elastic's."""
     moment = _moment(error)
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    lines = traceback.format_exception(type(error), error, _users(error.__traceback__))
     details = {"py_callstack": "".join(lines), "timestamp": str(moment // 10**9), "time_ns": moment}
     summary = traceback.format_exception_only(type(error), error)[-1].strip()
     interrupted = isinstance(error, KeyboardInterrupt)
@@ -74,6 +76,19 @@ def write_failure(error: BaseException, file: Path) -> None:
     part = file.with_suffix(".part")
     part.write_text(json.dumps(data), encoding="utf-8")
     part.replace(file)
+
+
+def _users(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of whatever ran the script for ``paceline launch``."""
+    frame, last = trace, None
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == _WORKER:
+            last = frame
+        frame = frame.tb_next
+    first = trace if last is None else last.tb_next
+    while last is not None and first is not None and "runpy" in first.tb_frame.f_code.co_filename:
+        first = first.tb_next
+    return first
 
 
 def _write_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -127,28 +142,33 @@ def end_with(agent: int, ask: bool = True, child: bool = True) -> None:
 
 
 def _watch(agent: int, ask: bool, child: bool, ready: threading.Event) -> None:
-    import torch.distributed as dist
-    import torch.multiprocessing as multiprocessing
-
     def is_there() -> bool:
         return os.getppid() == agent if child else _is_alive(agent)
 
-    # The setting is this thread's own: the main thread's, by torch.multiprocessing, stays.
-    when_parent_dies = getattr(multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)
-    when_parent_dies(int(getattr(signal, "SIGKILL", signal.SIGTERM)))
+    def has_joined() -> bool:
+        return getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)()
+
+    _when_parent_dies(int(getattr(signal, "SIGKILL", signal.SIGTERM)))
     if not is_there():
         os._exit(1)
     ready.set()
     joined = False
     while is_there():
-        if not joined and dist.is_initialized():
+        if not joined and has_joined():
             joined = True
-            when_parent_dies(0)
+            _when_parent_dies(0)
         time.sleep(1)
     if ask:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")))
     os._exit(1)
+
+
+def _when_parent_dies(number: int) -> None:
+    """Let Linux send this process a signal then; 0: none. The setting is this thread's own: the main thread's stays."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 # ---- the side that waits -------------------------------------------------------------------------------------------
@@ -199,8 +219,8 @@ class Failure:
         return int(_PEER_LOST.search(self.summary) is not None), self.moment
 
 
-def first_failure(exits: dict[int, Any], files: list[Path]) -> Failure | None:
-    """The failure that the others followed from; None when there is none.
+def failures(exits: dict[int, Any], files: list[Path]) -> list[Failure]:
+    """How the processes that failed did so; first the one that the others followed from.
 
     Args:
         exits: torch elastic's ``ProcessFailure`` by rank, of the processes whose end it saw.
@@ -218,7 +238,7 @@ def first_failure(exits: dict[int, Any], files: list[Path]) -> Failure | None:
         found[rank] = Failure(
             rank, code, details["time_ns"], details["py_callstack"], message["message"], message["interrupted"]
         )
-    return min(found.values(), key=Failure.order, default=None)
+    return sorted(found.values(), key=Failure.order)
 
 
 def _signal_name(number: int) -> str:

@@ -20,13 +20,14 @@ from ..loggers import messages
 from . import fsdp_window, shards
 from .distributed import DistributedStrategy, StartMethod
 from .fsdp_materialize import Materializer
-from .fsdp_wrapping import Policy, bottom_up, checkpoint_activations, choose_blocks
+from .fsdp_wrapping import Policy, bottom_up, check_shapes, checkpoint_activations, choose_blocks
 from .precision.base import Precision, gradients
 from .precision.mixed import MixedPrecision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -74,6 +75,7 @@ class FSDPStrategy(DistributedStrategy):
         state_dict_type: ``"full"``: checkpoints are one file, gathered on rank 0; ``"sharded"``: a folder to which each
             process writes its part. Both load under every strategy and number of processes.
         process_group_backend: None: gloo for the CPU, NCCL for CUDA.
+        init_method: a URL by which the processes find each other; None: by what their launcher says.
         timeout: how long a collective waits for the other processes.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         numa: bind each process to the cores of its GPU's NUMA node.
@@ -98,6 +100,7 @@ class FSDPStrategy(DistributedStrategy):
         find_unused_parameters: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
         process_group_backend: str | None = None,
+        init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: StartMethod = "popen",
         numa: bool = False,
@@ -105,6 +108,7 @@ class FSDPStrategy(DistributedStrategy):
         super().__init__(
             precision,
             process_group_backend=process_group_backend,
+            init_method=init_method,
             timeout=timeout,
             start_method=start_method,
             numa=numa,
@@ -187,6 +191,10 @@ class FSDPStrategy(DistributedStrategy):
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
+    def for_another_module(self) -> Self:
+        self._mesh()  # one for all of them
+        return super().for_another_module()
+
     def empty_init_context(self) -> AbstractContextManager[Any]:
         return self.precision.init_context(torch.device("meta"))
 
@@ -226,7 +234,7 @@ class FSDPStrategy(DistributedStrategy):
         return module
 
     def _shard(self, module: nn.Module) -> None:
-        _check_shapes(module)
+        check_shapes(module)
         self.same_model(module)
         blocks = self._blocks(module)
         checkpoint_activations(module, self.activation_checkpointing, blocks)
@@ -299,10 +307,10 @@ class FSDPStrategy(DistributedStrategy):
         return partial(self._by_hand, self._holder, step) if self._manual else partial(self._holder, step)
 
     @staticmethod
-    def _evaluate(holder: Any, step: Callable[..., T], *args: Any) -> T:
+    def _evaluate(holder: Any, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Gathered weights outlive the step, so they must not be made in inference mode; here they are freed again."""
         with torch.inference_mode(False), torch.no_grad():
-            result = holder(step, *args)
+            result = holder(step, *args, **kwargs)
         holder.reshard()
         return result
 
@@ -418,7 +426,7 @@ class FSDPStrategy(DistributedStrategy):
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
         self._reshard(module)
         own = module.state_dict(keep_vars=True)
-        parts = {name: _cut_if_fits(value, own.get(name)) for name, value in state.items()}
+        parts = {name: shards.cut_if_fits(value, own.get(name)) for name, value in state.items()}
         result = module.load_state_dict(parts, strict=strict)
         self._unfilled = [name for name in self._unfilled if name not in state]
         return result
@@ -436,7 +444,7 @@ class FSDPStrategy(DistributedStrategy):
         saved = [index for group in state["param_groups"] for index in group["params"]]
         of = dict(zip(saved, parameters, strict=False))
         parts = {
-            index: {key: _cut_like_parameter(value, of.get(index)) for key, value in values.items()}
+            index: {key: shards.cut_like_parameter(value, of.get(index)) for key, value in values.items()}
             for index, values in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": parts})
@@ -496,23 +504,14 @@ class _Holder(nn.Module):
 
     def unshard(self) -> None: ...
 
-    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        return step(*args)
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
 
 
 def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:
     if isinstance(asked, OffloadPolicy):
         return asked
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if asked else OffloadPolicy()
-
-
-def _check_shapes(module: nn.Module) -> None:
-    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise ValueError(
-            f"{type(module).__name__} has parameters of shape () ({messages.names(scalars[:5], 'and')}), which cannot "
-            "be sharded. Give them the shape (1,): nn.Parameter(torch.tensor([1.0])); or use strategy='ddp'."
-        )
 
 
 def _broadcast(tensors: list[Tensor]) -> None:
@@ -526,17 +525,3 @@ def _broadcast(tensors: list[Tensor]) -> None:
         work.wait()  # type: ignore[union-attr]
         if data.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(data)
-
-
-def _cut_if_fits(value: Any, own: Any) -> Any:
-    """This process's part of a whole tensor; what does not fit stays, for ``load_state_dict`` to complain."""
-    fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
-    return shards.cut(value, own) if fits else value
-
-
-def _cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
-    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
-        return value
-    if value.shape == parameter.shape:
-        return shards.cut(value, parameter)
-    return value if value.dim() == 0 else shards.replicate(value, parameter)

@@ -1,40 +1,32 @@
-"""Starts the other processes, through torch elastic: run the command again, or call a function in new processes.
+"""Starts the other processes, through torch elastic: run a command, or call a function in new processes.
 
-:func:`rerun` does what typing ``torchrun`` would have done, from inside a plain ``python train.py``. :func:`start` is
-for notebooks and for whoever wants the function's result back. Torch elastic starts, watches and stops the processes;
-this file chooses the port, the number of threads and the words.
+:func:`run` starts a command several times; :func:`rerun` the one of this process, as typing ``torchrun`` would have
+done, from inside a plain ``python train.py``. :func:`start` is for notebooks and for whoever wants the function's
+result back. This file chooses the number of threads and has the words; :mod:`.elastic` starts the processes.
 """
 
 from __future__ import annotations
 
 import builtins
-import errno
-import logging
 import os
 import pickle
-import re
 import shlex
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from ..loggers import messages
-from .failure import LAUNCHED, end_with, first_failure, write_failure
+from .elastic import SIGNALS, Options, Place, StartMethod, environment, is_ignored, launch, numa_of
+from .failure import LAUNCHED, end_with, failures, write_failure
 from .failure import note_failure as note_failure
 from .failure import register_failure_hook as register_failure_hook
-
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
-
-StartMethod = Literal["spawn", "fork", "forkserver"]
 
 #: Where this process was started: a relative path on the command line is meant from here.
 _DIRECTORY = os.getcwd()
@@ -42,19 +34,6 @@ _PICKLE_FIX = (
     "Define it at the top level of a file rather than inside a function or as a lambda, or create it in a hook; or use "
     "strategy='ddp_fork', which copies this process, or 'ddp', which runs the script again."
 )
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-_ATTEMPTS = 10
-_NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where the machines meet, and which of them this is."""
-
-    num_nodes: int = 1
-    node_rank: int = 0
-    address: str = "127.0.0.1"
-    port: int = 0
 
 
 def rerun(
@@ -86,24 +65,51 @@ def rerun(
         OSError: the address or the port cannot be used.
     """
     command = _command()
-    place = _place(num_nodes, node_rank, address, port)
+    place = find_place(num_nodes, node_rank, address, port)
     os.chdir(_DIRECTORY)
+    sys.exit(run(command, num_processes, place, devices_kind, numa))
+
+
+def run(
+    command: list[str],
+    num_processes: int,
+    place: Place,
+    devices_kind: str = "cpu",
+    numa: bool = False,
+    options: Options | None = None,
+) -> int:
+    """Run a command ``num_processes`` times on this machine, wait, and return the status of what failed first.
+
+    What failed is printed once, from the process that it began in; with ``options.quiet`` off from all. The processes
+    find what to do with their failures in the environment, of which this changes its own process's.
+
+    Args:
+        command: as typed; each process has torchrun's variables.
+        num_processes: how many.
+        place: where the machines meet; see :func:`find_place`.
+        devices_kind: what the processes compute on.
+        numa: bind each process to the NUMA node of its GPU, by torch elastic.
+        options: what else torch elastic is told.
+    """
+    options = options or Options()
     os.environ[LAUNCHED] = str(os.getpid())
     os.environ[messages.SAID] = messages.spoken()
-    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(num_processes)))
-    world_size = num_processes * num_nodes
-    with TemporaryDirectory(prefix="paceline_") as folder:
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(num_processes)))
+    with TemporaryDirectory(prefix="paceline_") as temporary:
+        folder = options.log_dir or temporary
         # Torch elastic reads its arguments as templates.
         arguments = [argument.replace("$", "$$") for argument in command[1:]]
-        exits, number = _launch(command[0], arguments, num_processes, place, folder, "spawn", devices_kind, numa)
+        options_for_numa = numa_of(devices_kind, numa)
+        exits, number = launch(command[0], arguments, num_processes, place, folder, "spawn", options_for_numa, options)
         # Who is not among the exits of a failed run ended well, whatever it wrote on the way.
-        written = [Path(seen.error_file) for seen in exits.values()] if exits else Path(folder).rglob("error.json")
-        failure = first_failure(exits, [file for file in written if file.exists()])
+        files = [Path(seen.error_file) for seen in exits.values()] if exits else Path(temporary).rglob("error.json")
+        failed = failures(exits, [file for file in files if file.exists()])
     status = 128 + number if number else 0
-    if failure is not None and (number is None or failure.order()[0] == 0):
-        status = status or failure.status
-        messages.error(failure.describe(world_size))
-    sys.exit(status)
+    if failed and (number is None or failed[0].order()[0] == 0):
+        status = status or failed[0].status
+        for failure in failed[: 1 if options.quiet else None]:
+            messages.error(failure.describe(num_processes * place.num_nodes))
+    return status
 
 
 def start(
@@ -113,6 +119,7 @@ def start(
     start_method: StartMethod,
     devices_kind: str = "cpu",
     numa: bool = False,
+    port: int = 0,
 ) -> Any:
     """Call ``function(*args)`` in ``num_processes`` new processes and return what rank 0 returned, tensors on the CPU.
 
@@ -125,6 +132,7 @@ def start(
         start_method: ``"fork"`` copies this process; the others start fresh ones and send the arguments by pickling.
         devices_kind: what the processes compute on.
         numa: bind each process to the NUMA node of its GPU, by torch elastic.
+        port: where they meet; 0: a free one.
 
     Raises:
         RuntimeError: a process failed, with the traceback of the first; or CUDA was used before a fork.
@@ -134,178 +142,26 @@ def start(
     if start_method == "fork":
         _refuse_used_cuda(devices_kind)
     with TemporaryDirectory(prefix="paceline_") as folder:
-        threads = None if "OMP_NUM_THREADS" in os.environ else _threads(num_processes)
+        threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(num_processes)
         work = _Work(function, args)
         if start_method == "fork":
             job = _Job(folder, start_method, work)
         else:
             _save(work, Path(folder) / "work.pt", "The work for new processes", _PICKLE_FIX)
             job = _Job(folder, start_method)
-        with _environment(threads):
-            exits, number = _launch(_run, [job], num_processes, _Place(), folder, start_method, devices_kind, numa)
-        failure = first_failure(exits, list(Path(folder).glob("rank*.json")))
+        with environment(threads):
+            options_for_numa = numa_of(devices_kind, numa)
+            exits, number = launch(_run, [job], num_processes, Place(port=port), folder, start_method, options_for_numa)
+        failed = failures(exits, list(Path(folder).glob("rank*.json")))
         if number is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        if failure is not None:
-            raise RuntimeError(failure.describe(num_processes))
+        if failed:
+            raise RuntimeError(failed[0].describe(num_processes))
         result = Path(folder) / "result.pt"
         return _load(result, "cpu") if result.exists() else None
 
 
-# ---- torch elastic -------------------------------------------------------------------------------------------------
-
-
-def _launch(
-    entrypoint: Any,
-    arguments: list[Any],
-    num_processes: int,
-    place: _Place,
-    folder: str,
-    start_method: StartMethod,
-    devices_kind: str,
-    numa: bool,
-) -> tuple[dict[int, Any], int | None]:
-    """Start the processes and wait; returns the failed ones by rank, and the signal that ended the wait, if any."""
-    from torch.distributed import (
-        DistError,
-        TCPStore,  # type: ignore[reportPrivateImportUsage]
-    )
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    port = place.port
-    try:
-        with _quiet(), _signals():
-            if place.num_nodes == 1:
-                # Torch elastic meets on this very server, found by its port: no moment in which another can take it.
-                server = _serve(TCPStore, place.address, port)
-                port = server.port
-            config = _config(num_processes, place, port, folder, start_method, _numa_options(devices_kind, numa))
-            elastic_launch(config, entrypoint)(*arguments)
-    except ChildFailedError as error:
-        return error.failures, None
-    except SignalException as error:
-        return {}, int(error.sigval)
-    except KeyboardInterrupt:
-        return {}, int(signal.SIGINT)
-    except DistError as error:
-        raise _cannot_meet(error, place) from error
-    return {}, None
-
-
-def _serve(store: Any, address: str, port: int) -> Any:
-    """A store that serves at ``port``, or where it is free for 0.
-
-    Two things make a free port unusable: the system gave it to two programs at one moment, or an earlier server of
-    this process had it, under whose entry torch no longer finds the new one. Then the next free port is taken.
-    """
-    for _ in range(0 if port else _ATTEMPTS):
-        try:
-            server = store(address, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
-            return store(address, server.port, is_master=True, multi_tenant=True, wait_for_workers=False)
-        except Exception as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-    return store(address, port, is_master=True, multi_tenant=True, wait_for_workers=False)
-
-
-def _config(
-    num_processes: int, place: _Place, port: int, folder: str, start_method: StartMethod, numa_options: Any
-) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    # A program under nohup ignores SIGHUP, and should go on doing so. SIGUSR1 is SLURM's word before it ends a job.
-    handled = [name for name in _SIGNALS if hasattr(signal, name) and not _is_ignored(getattr(signal, name))]
-    if "SLURM_JOB_ID" not in os.environ:
-        handled = [name for name in handled if name != "SIGUSR1"]
-    with _environment(None, PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # or the check for CUDA makes a later fork unusable
-        return LaunchConfig(
-            min_nodes=place.num_nodes,
-            max_nodes=place.num_nodes,
-            nproc_per_node=num_processes,
-            run_id="paceline",
-            rdzv_backend="static",
-            rdzv_endpoint=f"{place.address}:{port}",
-            rdzv_configs={"rank": place.node_rank},
-            max_restarts=0,
-            start_method=start_method,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle=",".join(handled),
-            numa_options=numa_options,
-        )
-
-
-def _is_ignored(number: int) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN
-
-
-def _numa_options(devices_kind: str, numa: bool) -> Any:
-    if not numa:
-        return None
-    nodes = Path("/sys/devices/system/node")
-    count = sum(re.fullmatch(r"node\d+", path.name) is not None for path in nodes.iterdir()) if nodes.is_dir() else 1
-    if devices_kind != "cuda" or count < 2:
-        why = (
-            f"the processes compute on {devices_kind!r}" if devices_kind != "cuda" else "this machine has one NUMA node"
-        )
-        messages.info_once(f"numa=True binds nothing: {why}.")
-        return None
-    from torch.numa.binding import AffinityMode, NumaOptions
-
-    return NumaOptions(affinity_mode=AffinityMode.NODE)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch elastic's log to itself: what a person needs is said once, by us."""
-    loggers = [logging.getLogger(name) for name in _NOISY]
-    before = [logger.propagate for logger in loggers]
-    handler = logging.NullHandler()
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.propagate = propagate
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Put back the signal handlers that torch elastic replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
-
-
-@contextmanager
-def _environment(threads: int | None, **more: str) -> Iterator[None]:
-    """Variables for the processes to come; those of this one are as before afterwards."""
-    before = dict(os.environ)
-    os.environ.update(more)
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
-
-
-def _threads(num_processes: int) -> int:
+def threads_of(num_processes: int) -> int:
     """CPU threads for each of the processes that share this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // num_processes)
@@ -334,33 +190,56 @@ def _command() -> list[str]:
     )
 
 
-def _place(num_nodes: int, node_rank: int | None, address: str | None, port: int | None) -> _Place:
+def find_place(
+    num_nodes: int,
+    node_rank: int | None = None,
+    address: str | None = None,
+    port: int | None = None,
+    names: tuple[str, str, str] = Place.names,
+    line: str = "",
+) -> Place:
+    """Where the machines meet, from what was given and the environment.
+
+    Args:
+        num_nodes: machines.
+        node_rank: this machine; NODE_RANK if None. Only for several machines.
+        address: of machine 0; MASTER_ADDR if None. Only for several machines.
+        port: there; MASTER_PORT if None, and without that a free one when there is one machine.
+        names: what address, port and node_rank are called where a person sets them.
+        line: what to type on each machine, with ``{address}``, ``{port}`` and ``{node}`` in it.
+
+    Raises:
+        RuntimeError: something of that is not set.
+        ValueError: a number is out of range.
+        OSError: the address is not that of a machine.
+    """
+    address_name, port_name, node_name = names
     port_text = str(port) if port is not None else os.environ.get("MASTER_PORT")
     if num_nodes == 1:
-        return _Place(port=_whole("MASTER_PORT", port_text or "0", 65536))
+        return Place(port=_whole(port_name, port_text or "0", 65536), names=names)
     address = address or os.environ.get("MASTER_ADDR")
     node_text = str(node_rank) if node_rank is not None else os.environ.get("NODE_RANK")
-    given = {"MASTER_ADDR": address, "MASTER_PORT": port_text, "NODE_RANK": node_text}
+    given = {address_name: address, port_name: port_text, node_name: node_text}
     missing = [name for name, value in given.items() if not value]
     if missing or not (address and port_text and node_text):
-        line = (
-            f"MASTER_ADDR={address or '<host of machine 0>'} MASTER_PORT={port_text or 29500} NODE_RANK={{}} "
-            f"{shlex.join(['python', *sys.orig_argv[1:]])}"
-        )
+        typed = shlex.join(["python", *sys.orig_argv[1:]]).replace("{", "{{").replace("}", "}}")
+        line = line or f"MASTER_ADDR={{address}} MASTER_PORT={{port}} NODE_RANK={{node}} {typed}"
+        values = {"address": address or "<host of machine 0>", "port": port_text or 29500}
         raise RuntimeError(
-            f"num_nodes={num_nodes}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so "
-            f"the machines cannot find each other. Type on the first:\n  {line.format(0)}\nand so on to the last:\n"
-            f"  {line.format(num_nodes - 1)}\nor start the script with torchrun, srun or mpirun."
+            f"There are {num_nodes} machines, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+            f"set, so they cannot find each other. Type on the first:\n  {line.format(**values, node=0)}\nand so on "
+            f"to the last:\n  {line.format(**values, node=num_nodes - 1)}\n"
+            "or start the script with torchrun, srun or mpirun."
         )
     try:
         socket.getaddrinfo(address, None)
     except OSError as error:
         raise OSError(
-            f"MASTER_ADDR={address} is not the name or address of a machine ({error.strerror or error}). Set it to "
+            f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set it to "
             "one of machine 0 that the others reach."
         ) from error
-    return _Place(
-        num_nodes, _whole("NODE_RANK", node_text, num_nodes), address, _whole("MASTER_PORT", port_text, 65536)
+    return Place(
+        num_nodes, _whole(node_name, node_text, num_nodes), address, _whole(port_name, port_text, 65536), names
     )
 
 
@@ -368,22 +247,6 @@ def _whole(name: str, text: str, below: int) -> int:
     if not text.isdecimal() or int(text) >= below:
         raise ValueError(f"{name}={text} is not a whole number from 0 to {below - 1}. Set it to one.")
     return int(text)
-
-
-def _cannot_meet(error: Exception, place: _Place) -> OSError:
-    where = f"{place.address}:{place.port}"
-    if "EADDRINUSE" in str(error):
-        others = "" if place.num_nodes > 1 else ", or unset it and a free one is chosen"
-        return OSError(
-            errno.EADDRINUSE,
-            f"Port {place.port} (MASTER_PORT) is in use by another program on this machine, so the processes cannot "
-            f"meet there. Set MASTER_PORT to a free port{others}",
-        )
-    return OSError(
-        f"The machines could not meet at {where} (MASTER_ADDR:MASTER_PORT): this is NODE_RANK={place.node_rank} of "
-        f"{place.num_nodes}. Start the same command on all of them within 15 minutes, with an address of machine 0 "
-        f"that the others reach and a port that no firewall closes. ({str(error).splitlines()[0]})"
-    )
 
 
 # ---- a function in new processes -----------------------------------------------------------------------------------
@@ -449,8 +312,8 @@ def _wait_for_all(folder: Path, rank: int) -> None:
 
 def _forget_handlers() -> None:
     """A fork copies torch elastic's signal handlers, which are for the process that waits."""
-    for name in _SIGNALS:
-        if hasattr(signal, name) and not _is_ignored(getattr(signal, name)):
+    for name in SIGNALS:
+        if hasattr(signal, name) and not is_ignored(getattr(signal, name)):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

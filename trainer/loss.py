@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..loggers import messages
+from .items import ItemWindow
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
@@ -21,8 +21,7 @@ class LossReader:
 
     Attributes:
         together: a batch is skipped on all ranks or on none (``LossGuard`` sees to that).
-        by_items: ``training_step`` returns ``num_items``: losses are weighed by them.
-        items: items in the window so far, on this rank; a number or a scalar tensor.
+        by_items: ``training_step`` returns ``num_items``: losses are weighed by them, in ``window``.
     """
 
     def __init__(self, module: TrainingModule, strategy: Strategy, together: bool = False) -> None:
@@ -30,9 +29,7 @@ class LossReader:
         self.strategy = strategy
         self.together = together
         self.by_items = False
-        self.items: Any = 0
-        self._unit = 1.0
-        self._resumed_unit: float | None = None
+        self.window = ItemWindow(strategy, f"{self.owner} returned")
         self._form_known = False
 
     def read(self, output: Any) -> Tensor | None:
@@ -45,48 +42,26 @@ class LossReader:
         items = output.get("num_items") if isinstance(output, Mapping) else None
         if not self._form_known:
             self._form_known, self.by_items = True, items is not None
-            self._unit = self._unit_of(items) if self.by_items else 1.0
         if (items is not None) != self.by_items:
             raise ValueError(
                 f"{self.owner} returned 'num_items' on some batches only, so the window's losses cannot be weighed. "
                 "Return it on every batch, or on none."
             )
-        if items is None:
-            return loss
-        self.items = self.items + items
-        return loss * (items / self._unit)
+        return loss if items is None else self.window.weigh(loss, items)
 
     def finish_window(self) -> Tensor:
         """The factor that turns the window's summed gradients into the mean over all items of all ranks; shape ()."""
-        device = self.strategy.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        total = self.strategy.reduce(torch.as_tensor(self.items, device=device, dtype=dtype), "mean")
-        self.items = 0
-        return self._unit / total.clamp(min=torch.finfo(torch.float32).tiny)
+        return self.window.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """The items of the window under way and the unit they are weighed in, as plain data."""
-        items = self.items.detach().cpu() if isinstance(self.items, Tensor) else self.items
-        return {"items": items, "unit": self._unit if self.by_items else None}
+        return self.window.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
         """Take back :meth:`state_dict`; without a window, only the unit."""
-        self._resumed_unit = state["unit"]
+        self.window.load_state_dict(state, in_window)
         if in_window and state["unit"] is not None:
-            items = state["items"]
-            self.items = items.to(self.strategy.device) if isinstance(items, Tensor) else items
-            self._form_known, self.by_items, self._unit = True, True, state["unit"]
-
-    def _unit_of(self, items: Any) -> float:
-        """A power of two near the first batch's items: keeps the weighed loss in fp16's range and costs no rounding."""
-        first = float(items)
-        if not 0 <= first < math.inf:
-            raise ValueError(
-                f"{self.owner} returned num_items={first}. Return how many items the mean is over, 0 or more."
-            )
-        if self._resumed_unit is not None:
-            return self._resumed_unit
-        return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))
+            self._form_known = self.by_items = True
 
     def _skip(self) -> None:
         if self.strategy.world_size > 1:

@@ -145,12 +145,13 @@ def find_executable_batch_size(
                     ) from error
                 messages.info(f"Out of memory with a batch of {size} samples: trying {smaller}.")
                 size = smaller
-            _free()
+            release_memory()
 
     return attempts
 
 
-def _free() -> None:
+def release_memory() -> None:
+    """Give back what nothing refers to any more, also what torch keeps of a GPU's memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -195,12 +195,12 @@ class ClosureStep(TrainStep):
         first = [self.forward(batch, batch_idx)] if self.losses.together else []
         if first and first[0] is None:  # no loss, no step
             return self.skip()
-        earlier = (state.window, self.losses.items)
+        earlier = (state.window, self.losses.window.items)
 
         def closure() -> Tensor | None:
             if evaluated:
                 self.clear(self.optimizer)
-                state.window, self.losses.items = earlier
+                state.window, self.losses.window.items = earlier
             with torch.enable_grad():
                 output = first.pop() if first else self.forward(batch, batch_idx)
             evaluated[:] = [output]

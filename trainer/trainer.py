@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks.base import Callback
 from ..callbacks.loss_guard import Rollback
-from ..loggers import messages
+from ..loggers import messages, timings
 from ..loggers.base import Logger
 from ..strategies.base import Strategy
 from ..strategies.choose import choose_strategy
@@ -428,7 +428,7 @@ class Trainer(TrainerStatus):
             result, failed, back, wanted = None, True, None, actions(self._signals)
             with watch(self.state, wanted), Stops(self, wanted) as self._stops:
                 try:
-                    with numerics(self):
+                    with timings.phase(request.fn), numerics(self):
                         resumed = attach(self, request)
                         loop = FitLoop(self, resumed) if request.fn == "fit" else self._evaluation(request)
                         result = loop.run()

@@ -32,9 +32,19 @@ class MixedPrecision(Precision):
         name: which of the two.
         device: kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``; None: that of the strategy.
         scaler: a ``GradScaler`` of your own, for fp16 only.
+        autocast: False: the forward computes in the dtype of weights and inputs.
+        cache: whether a weight is converted once a forward rather than at each use; None: as torch does.
     """
 
-    def __init__(self, name: str = "bf16-mixed", device: str | None = None, scaler: GradScaler | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "bf16-mixed",
+        device: str | None = None,
+        scaler: GradScaler | None = None,
+        *,
+        autocast: bool = True,
+        cache: bool | None = None,
+    ) -> None:
         if name not in DTYPES:
             raise ValueError(f"MixedPrecision({name!r}): choose one of {', '.join(map(repr, DTYPES))}.")
         if scaler is not None and name != "16-mixed":
@@ -43,6 +53,7 @@ class MixedPrecision(Precision):
         self.dtype = DTYPES[name]
         self.device = device
         self.scaler: Any = scaler
+        self.autocast, self.cache = autocast, cache
         self.skipped_steps = 0
         self._several = self._update_due = False
         if device is not None:
@@ -63,15 +74,16 @@ class MixedPrecision(Precision):
         return self.scaler is not None and self.scaler.is_enabled()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device or "cpu", dtype=self.dtype)
+        kind = self.device or "cpu"
+        return torch.autocast(kind, dtype=self.dtype, enabled=self.autocast, cache_enabled=self.cache)
 
     def bind_forward(self, step: Callable[..., T]) -> Callable[..., T]:
         context = self.forward_context()
 
         @functools.wraps(step)
-        def in_autocast(*args: Any) -> T:
+        def in_autocast(*args: Any, **kwargs: Any) -> T:
             with context:
-                return step(*args)
+                return step(*args, **kwargs)
 
         return in_autocast
 

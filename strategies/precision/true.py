@@ -43,11 +43,11 @@ class TruePrecision(Precision):
         dtype = self.input_dtype or torch.get_default_dtype()
 
         @functools.wraps(step)
-        def in_dtype(*args: Any) -> T:
+        def in_dtype(*args: Any, **kwargs: Any) -> T:
             before = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
             try:
-                return step(*args)
+                return step(*args, **kwargs)
             finally:
                 torch.set_default_dtype(before)
 

@@ -39,12 +39,17 @@ def test_collectives_give_every_rank_the_same() -> None:
             "objects": strategy.gather_objects(rank * 10),
             "any": strategy.agree(rank == 1),
             "all": strategy.agree(rank == 1, all=True),
+            "tensor": strategy.broadcast_tensor(mine.reshape(2, 1).T, src=1),
+            "scattered": strategy.scatter_objects(["a", "b"] if rank == 0 else None),
+            "alike": strategy.unlike([1, 2]),
+            "unlike": strategy.unlike(f"at {rank}"),
         }
         strategy.barrier("here")
         assert mine.tolist() == [1.0 + rank, 4.0]
         return found
 
-    for found in ranks(2, talk):
+    everywhere = ranks(2, talk)
+    for found in everywhere:
         assert found["mean"].tolist() == [1.5, 4.0]
         assert found["sum"].tolist() == [3.0, 8.0]
         assert found["min"].tolist() == [1.0, 4.0]
@@ -56,6 +61,10 @@ def test_collectives_give_every_rank_the_same() -> None:
         assert found["objects"] == [0, 10]
         assert found["any"]
         assert not found["all"]
+        assert found["tensor"].tolist() == [[2.0, 4.0]]
+        assert found["alike"] == []
+        assert found["unlike"] == ["at 0", "at 1"]
+    assert [found["scattered"] for found in everywhere] == ["a", "b"]
 
 
 def test_gradients_flow_through_a_gather_that_keeps_them() -> None:

@@ -14,7 +14,7 @@ import pytest
 from paceline.strategies.failure import (
     LAUNCHED,
     Failure,
-    first_failure,
+    failures,
     note_failure,
     register_failure_hook,
     write_failure,
@@ -34,13 +34,13 @@ def written(folder: Path, rank: int, summary: str, second: float = 100, interrup
 
 
 def blamed(exits: dict[int, Any], files: list[Path]) -> Failure:
-    failure = first_failure(exits, files)
+    failure = failures(exits, files)[0]
     assert failure is not None
     return failure
 
 
 def test_nothing_failed() -> None:
-    assert first_failure({}, []) is None
+    assert failures({}, []) == []
 
 
 def test_of_two_exceptions_the_earlier_is_to_blame(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.strategies import launch
+from paceline.strategies import elastic, launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their environment, in /proc")
 
@@ -244,7 +244,7 @@ def test_a_free_port_under_which_torch_does_not_find_the_server_is_given_up_for_
         ports.append(made.port)
         return made
 
-    server = launch._serve(store, "127.0.0.1", 0)
+    server = elastic.serve(store, "127.0.0.1", 0)
     assert len(ports) == 3
     assert ports[0] != ports[1] == ports[2] == server.port
     assert dist.TCPStore("127.0.0.1", server.port, is_master=True, multi_tenant=True, wait_for_workers=False)
@@ -256,7 +256,7 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is in use.*or unset it"):
+        with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is in use.*or leave MASTER_PORT out"):
             launch.rerun(2)
         with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is in use.*to a free port$"):
             launch.rerun(1, num_nodes=2, node_rank=0, address="127.0.0.1")
@@ -269,7 +269,7 @@ def test_machines_that_cannot_find_each_other_are_told_what_to_type(monkeypatch:
     with pytest.raises(RuntimeError) as raised:
         launch.rerun(2, num_nodes=3, port=4000)
     text = str(raised.value)
-    assert text.startswith("num_nodes=3, but MASTER_ADDR and NODE_RANK are not set")
+    assert text.startswith("There are 3 machines, but MASTER_ADDR and NODE_RANK are not set")
     for node in (0, 2):
         line = f"MASTER_ADDR=<host of machine 0> MASTER_PORT=4000 NODE_RANK={node} python train.py --name 'a b'"
         assert f"\n  {line}\n" in text
@@ -394,9 +394,9 @@ def test_what_cannot_be_pickled_is_named(start_method: Any) -> None:
 
 def test_numa_on_one_node_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert launch._numa_options("cuda", False) is None
+    assert elastic.numa_of("cuda", False) is None
     one_node = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2
-    assert [launch._numa_options("cuda", True) is None for _ in range(2)] == [one_node] * 2
+    assert [elastic.numa_of("cuda", True) is None for _ in range(2)] == [one_node] * 2
     assert caplog.messages == ["numa=True binds nothing: this machine has one NUMA node."] * one_node
 
 

@@ -60,19 +60,32 @@ def gather(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
 def _section(trainer: Trainer, counters: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "versions": {
-            "paceline": sys.modules[__name__.partition(".")[0]].__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "fn": trainer.state.fn,
         "stage": trainer.state.stage,
         "world_size": trainer.world_size,
         "data_ranks": trainer.strategy.num_data_ranks,
-        "batch_samples": samples_in_batch(trainer.train_dataloader, trainer.strategy.num_data_ranks),
+        "batch_samples": _batch_samples(trainer),
         "progress": counters,
         "manifest": {"sequence": trainer._count_save()},
     }
+
+
+def versions() -> dict[str, str]:
+    """Of what a checkpoint is written with."""
+    return {
+        "paceline": sys.modules[__name__.partition(".")[0]].__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def _batch_samples(trainer: Trainer) -> int | None:
+    """Samples in a full batch of all ranks; before the loader of a resumed fit is there, those of its checkpoint."""
+    resumed = trainer._fit.resumed if trainer._fit is not None else None
+    if trainer.train_dataloader is None and resumed is not None:
+        return resumed.batch_samples
+    return samples_in_batch(trainer.train_dataloader, trainer.strategy.num_data_ranks)
 
 
 def _add_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -171,8 +184,17 @@ def _restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         )
 
 
-def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, load: Any) -> None:
+def load_weights(
+    module: nn.Module, state: Mapping[str, Any], strict: bool, load: Any, advice: str | None = None
+) -> None:
     """Load weights through ``load(module, state, strict)``; say in full what does not fit.
+
+    Args:
+        module: takes them.
+        state: a ``state_dict``.
+        strict: whether the names have to match.
+        load: how.
+        advice: a sentence that says what to do if they do not; None: the one for a ``TrainingModule``.
 
     Raises:
         RuntimeError: what is missing, unexpected, or of another shape, and what to do.
@@ -184,15 +206,21 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, load
         if not found:
             raise
         raise RuntimeError(
-            f"The checkpoint does not fit {type(module).__name__}: {'; '.join(found)}.{_prefix_hint(module, state)} "
-            f"Build the module with the arguments it had when it was saved ({type(module).__name__}."
-            f"load_from_checkpoint takes them from the file){_or_in_part(module, state)}."
+            f"The checkpoint does not fit {type(module).__name__}: {'; '.join(found)}. "
+            f"{_advice(module, state) if advice is None else advice}"
         ) from error
     if result is not None and (result.missing_keys or result.unexpected_keys):
         messages.warn(
             f"The checkpoint was loaded into {type(module).__name__} in part (strict_loading is off): "
             f"{'; '.join(_differences(module, state))}. What is missing keeps the values it had."
         )
+
+
+def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
+    return (
+        f"{_prefix_hint(module, state)}Build the module with the arguments it had when it was saved "
+        f"({type(module).__name__}.load_from_checkpoint takes them from the file){_or_in_part(module, state)}."
+    )
 
 
 def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
@@ -227,7 +255,7 @@ def _prefix_hint(module: nn.Module, state: Mapping[str, Any]) -> str:
     for n in range(1, len(parts)):
         prefix = ".".join(parts[:n]) + "."
         if all(key.startswith(prefix) for key in state) and {key.removeprefix(prefix) for key in state} == own:
-            return f" The names would match without the prefix {prefix!r}: take it off in on_load_checkpoint."
+            return f"The names would match without the prefix {prefix!r}: take it off in on_load_checkpoint. "
     return ""
 
 
@@ -249,7 +277,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[
         )
     if "optimizer" in parts:
         _restore_optimizers(trainer, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
-        _restore_precision(trainer.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
+        restore_precision(trainer.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
     if "schedulers" in parts:
         _restore_schedulers(trainer, checkpoint.get("lr_schedulers", []))
     resumed = Resumed(trainer, checkpoint, parts)
@@ -287,7 +315,7 @@ def _restore_optimizers(
 ) -> None:
     _same_count("optimizers", len(states), len(trainer.optimizers))
     for index, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
-        problem = _optimizer_problem(optimizer, state, names[index] if names else "another optimizer")
+        problem = optimizer_problem(optimizer, state, names[index] if names else "another optimizer")
         if problem:
             raise ValueError(
                 f"The checkpoint does not fit optimizer {index} ({type(optimizer).__name__}): {problem}. Make the "
@@ -301,7 +329,8 @@ def _restore_optimizers(
                 group.update(before)
 
 
-def _optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: str) -> str:
+def optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: str) -> str:
+    """Why a saved state is not one of this optimizer; empty if it may be."""
     saved, groups = state["param_groups"], optimizer.param_groups
     if len(saved) != len(groups):
         return f"{len(saved)} parameter groups were saved, it has {len(groups)}"
@@ -314,7 +343,8 @@ def _optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: 
     return ""
 
 
-def _restore_precision(precision: Any, state: dict[str, Any] | None) -> None:
+def restore_precision(precision: Any, state: dict[str, Any] | None) -> None:
+    """Take back the loss scale; says so if there is nothing that would use it."""
     if state and state.keys() == precision.state_dict().keys():
         precision.load_state_dict(state)
     elif state:

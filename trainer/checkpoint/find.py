@@ -60,14 +60,7 @@ def _newest(trainer: Trainer, word: str, fn: str) -> Location | None:
     """The newest valid checkpoint in the folders this run saves to; for a fit one that can be resumed from."""
     own, earlier = _folders(trainer)
     folders = own + earlier
-    order, passed_over = _newest_first(_checkpoints(trainer, folders))
-    chosen = None
-    for path, known in order:
-        why = _why_not(path, known, fn)
-        if why is None:
-            chosen = path
-            break
-        passed_over[path] = why
+    chosen, passed_over = newest_valid(_checkpoints(trainer, folders), fn)
     listed = ", ".join(f"{path} ({why})" for path, why in passed_over.items())
     harmless = all(why == _WEIGHTS_ONLY for why in passed_over.values())
     if chosen is None:
@@ -82,6 +75,17 @@ def _newest(trainer: Trainer, word: str, fn: str) -> Location | None:
 
 
 _WEIGHTS_ONLY = "weights only"
+
+
+def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location | None, dict[Location, str]]:
+    """The newest of some checkpoints that a run can begin with, and those that were passed over for it, with why."""
+    order, passed_over = _newest_first(paths)
+    for path, known in order:
+        why = _why_not(path, known, fn)
+        if why is None:
+            return path, passed_over
+        passed_over[path] = why
+    return None, passed_over
 
 
 def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:

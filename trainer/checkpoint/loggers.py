@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 def gather(trainer: Trainer) -> dict[str, Any]:
     """The state of each logger by its class and its number among those of the class; empty on other ranks than 0."""
-    named = _named(trainer.loggers if trainer.is_global_zero else [])
-    return {name: state for name, logger in named if (state := logger.state_dict())}
+    pairs = named(trainer.loggers if trainer.is_global_zero else [])
+    return {name: state for name, logger in pairs if (state := logger.state_dict())}
 
 
 def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
@@ -36,7 +36,7 @@ def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
     """
 
     def look() -> dict[str, Any]:
-        found = _recognized(trainer, _section(path)) if trainer.is_global_zero else {}
+        found = _recognized(trainer, section_of(path)) if trainer.is_global_zero else {}
         newer = newer_of_its_run(location(path)) if found else None
         if newer is not None:
             messages.info(
@@ -49,10 +49,10 @@ def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
         return found
 
     found = trainer.strategy.broadcast(together(trainer.strategy, "taken over", look))
-    for name, logger in _named(trainer.loggers):
+    for name, logger in named(trainer.loggers):
         if name in found:
             logger.take_over(found[name])
-    folders = [logger.log_dir for name, logger in _named(trainer.loggers) if name in found and logger.log_dir]
+    folders = [logger.log_dir for name, logger in named(trainer.loggers) if name in found and logger.log_dir]
     if folders:
         messages.info(f"The run is logged on where it was: {messages.names(folders, last='and')}.")
 
@@ -61,12 +61,13 @@ def restore(trainer: Trainer, section: Mapping[str, Any]) -> None:
     """Let the loggers that are the run's go on where they stood."""
     if trainer.is_global_zero:
         found = _recognized(trainer, section)
-        for name, logger in _named(trainer.loggers):
+        for name, logger in named(trainer.loggers):
             if name in found:
                 logger.load_state_dict(found[name])
 
 
-def _named(loggers: list[Logger]) -> Iterator[tuple[str, Logger]]:
+def named(loggers: Iterable[Logger]) -> Iterator[tuple[str, Logger]]:
+    """Each logger with its name in a checkpoint: its class and its number among those of the class."""
     seen: Counter[str] = Counter()
     for logger in loggers:
         kind = type(logger).__qualname__
@@ -76,11 +77,11 @@ def _named(loggers: list[Logger]) -> Iterator[tuple[str, Logger]]:
 
 def _recognized(trainer: Trainer, section: Mapping[str, Any]) -> dict[str, Any]:
     states = section.get("loggers") or {}
-    pairs = [(name, logger) for name, logger in _named(trainer.loggers) if name in states]
+    pairs = [(name, logger) for name, logger in named(trainer.loggers) if name in states]
     return {name: states[name] for name, logger in pairs if logger.recognizes(states[name])}
 
 
-def _section(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:
+def section_of(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:
     """What a checkpoint says about the run, its tensors not read; nothing if it cannot be read, which is said later."""
     where = location(path)
     try:

@@ -6,19 +6,17 @@ another number of ranks some of it is derived from what there is, and one messag
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor, nn
 
 from ...loggers import messages
 from .. import running, seed
 from ..data.loaders import load_loader_state, loader_state, samples_in_batch
 from ..state import without_window
+from .ranks import buffers_apart, entry_of, put_back_buffers, tell_derived, without_entry
 
 if TYPE_CHECKING:
+    from ..loop import FitLoop
     from ..trainer import Trainer
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
@@ -40,21 +38,27 @@ def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
         "metrics": [] if state.epoch_done and state.pending != "values" else running.logged(metrics, module),
         "torchmetrics": running.measured(metrics, module),
         "gradients": _gradients(trainer),
-        "buffers": _buffers_apart(trainer),
+        "buffers": buffers_apart(trainer.training_module, strategy),
         "losses": None,
     }
     if fit is not None:
-        ahead = fit.fetched_ahead()
         kept["losses"] = fit.losses.state_dict()
-        kept["random_at_epoch_start"] = fit.at_epoch_start
-        kept["ended"] = ahead.get("ended", False)
-        kept["random_before_fetch"] = ahead.get("random")
-        kept["loader"] = ahead.get("loader")
+        kept |= _place_in_data(fit) if fit.resumed is None else fit.resumed.place_in_data()
         if state.pending == "validation" and fit.validation.random is not None:
             kept["random"] = fit.validation.random  # the validation is repeated
     if trainer.train_dataloader is not None and not kept.get("loader"):
         kept["loader"] = loader_state(trainer.train_dataloader)
     return kept
+
+
+def _place_in_data(fit: FitLoop) -> dict[str, Any]:
+    ahead = fit.fetched_ahead()
+    return {
+        "random_at_epoch_start": fit.at_epoch_start,
+        "ended": ahead.get("ended", False),
+        "random_before_fetch": ahead.get("random"),
+        "loader": ahead.get("loader"),
+    }
 
 
 def _gradients(trainer: Trainer) -> dict[str, Any] | None:
@@ -76,32 +80,6 @@ def _gradients(trainer: Trainer) -> dict[str, Any] | None:
     found = {name for name, p in module.named_parameters() if p.grad is not None and id(p) not in used}
     kept = trainer.strategy.window_gradients(module) if found else None
     return None if kept is None else {name: grad for name, grad in kept.items() if name in found}
-
-
-def _buffers_apart(trainer: Trainer) -> dict[str, Tensor]:
-    """The module's buffers that differ from rank 0's, such as the running statistics of a batch norm, on the CPU."""
-    strategy = trainer.strategy
-    if strategy.world_size == 1:
-        return {}
-    buffers = _buffers(trainer.training_module)
-    own = {name: buffer.detach().cpu() for name, buffer in buffers.items()}
-    sums = {name: _digest(buffer.contiguous()) for name, buffer in own.items()}
-    first = strategy.gather_objects(sums)[0]
-    return {name: buffer for name, buffer in own.items() if sums[name] != first.get(name)}
-
-
-def _digest(tensor: Tensor) -> bytes:
-    return hashlib.blake2b(ctypes.string_at(tensor.data_ptr(), tensor.nbytes), digest_size=8).digest()
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state_dict has, by name, as far as they are whole on each process."""
-    return {
-        f"{place}.{name}" if place else name: buffer
-        for place, part in module.named_modules()
-        for name, buffer in part.named_buffers(recurse=False)
-        if name not in part._non_persistent_buffers_set and type(buffer) is Tensor and buffer.numel()
-    }
 
 
 def progress(trainer: Trainer, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -138,22 +116,16 @@ class Resumed:
         self._parts = parts
         self.derived: list[str] = []
         self._saved = section.get("data_ranks") or 1
-        self._batch_samples: int | None = section.get("batch_samples")
+        self.batch_samples: int | None = section.get("batch_samples")
         self.ranks: list[dict[str, Any]] = section.get("ranks", [])
         strategy = trainer.strategy
         self._world = section.get("world_size", self._saved)
         self._alike = (self._world, self._saved) == (strategy.world_size, strategy.num_data_ranks)
-        self.own = self._own_entry()
+        self.own: dict[str, Any] | None = entry_of(self.ranks, strategy, self._alike)
         self._seed = seed.mixed(
             section.get("progress", {}).get("shuffle_seed", 0), strategy.data_rank, trainer.state.global_step
         )
         self._random = "rng" in parts and bool(self.ranks)
-
-    def _own_entry(self) -> dict[str, Any] | None:
-        key, mine = (
-            ("rank", self.trainer.global_rank) if self._alike else ("data_rank", self.trainer.strategy.data_rank)
-        )
-        return next((kept for kept in self.ranks if kept[key] == mine), None)
 
     def _stood_for(self) -> list[dict[str, Any]]:
         """The ranks of then whose running values this one goes on with."""
@@ -186,7 +158,7 @@ class Resumed:
         trainer, state = self.trainer, self.trainer.state
         batch, ranks_now = state.next_batch, trainer.strategy.num_data_ranks
         now = samples_in_batch(trainer._source.train_loader, ranks_now)
-        saved = self._batch_samples
+        saved = self.batch_samples
         if saved is None or now is None:  # then a rank's batch is taken to be as large as it was
             saved, now = self._saved, ranks_now
         if self.in_loops and batch and not state.epoch_done and saved != now:
@@ -198,26 +170,17 @@ class Resumed:
 
     def _tell(self) -> None:
         """Say in one message what was derived rather than restored."""
-        strategy = self.trainer.strategy
-        world = strategy.world_size
-        lacking = [rank for rank in range(world) if not any(kept["rank"] == rank for kept in self.ranks)]
+        world = self.trainer.strategy.world_size
+        lacking = without_entry(self.ranks, world)
         if self.ranks and lacking and self._random:
-            listed = ", ".join(str(rank) for rank in lacking[:8])
-            what = "rank" if len(lacking) == 1 else "ranks"
             self.derived.append(
-                f"the random states of {what} {listed}{' ...' if len(lacking) > 8 else ''} (seeded from the "
-                "shuffling's seed, the rank and the step)"
+                f"the random states of {lacking} (seeded from the shuffling's seed, the rank and the step)"
             )
         if not self._alike and any(kept["metrics"] or kept["torchmetrics"] for kept in self.ranks):
             self.derived.append(
                 "the epoch's running metric values (those of all ranks of then, dealt out to the ranks)"
             )
-        if self.derived:
-            other = f" was written on {_count(self._world)}, and this run has {_count(world)}: it"
-            messages.info(
-                f"The checkpoint{'' if self._alike else other} does not say everything of where this run goes on. "
-                f"Derived rather than restored: {'; '.join(self.derived)}."
-            )
+        tell_derived(self.derived, self._alike, self._world, world)
 
     # ---- the moments -----------------------------------------------------------------------------------------------
 
@@ -238,9 +201,11 @@ class Resumed:
         """The loader had come to its end before the last batch of the epoch was trained on."""
         return self.in_loops and self._alike and (self.own or {}).get("ended", False)
 
-    def at_epoch_start(self) -> dict[str, Any] | None:
-        """What :meth:`enter_epoch` puts in force, if it was restored."""
-        return (self.own or {}).get("random_at_epoch_start")
+    def place_in_data(self) -> dict[str, Any]:
+        """What this rank had of its place in the data, for a checkpoint that is written before a batch is fetched."""
+        names = ("random_at_epoch_start", "ended", "random_before_fetch", "loader")
+        own = self.own if self.in_loops and self._alike else None
+        return {name: own[name] for name in names if name in own} if own else {}
 
     def go_on(self) -> None:
         """What is to be in force when the next batch is trained on."""
@@ -251,9 +216,7 @@ class Resumed:
             running.put_back_measured(module, [kept["torchmetrics"] for kept in entries])
             self._put_back_gradients()
         if self._alike and self.own is not None and "model" in self._parts:
-            buffers = _buffers(trainer.training_module)
-            for name in self.own["buffers"].keys() & buffers.keys():
-                buffers[name].copy_(self.own["buffers"][name])
+            put_back_buffers(trainer.training_module, self.own["buffers"])
         if self._random:
             self._set((self.own or {}).get("random"), self._seed)
 
@@ -280,7 +243,3 @@ class Resumed:
             return False
         kept = (self.own or self.ranks[0])["loader"]
         return load_loader_state(loader, kept, mid_epoch, same_ranks=self._alike)
-
-
-def _count(ranks: int) -> str:
-    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"

@@ -14,7 +14,10 @@ from ...loggers import messages
 #: which returns the exit status.
 COMMANDS = {
     "config": "write the file of settings, asking or not",
+    "launch": "run a script as one process or several, on this machine and others",
+    "test": "check that this machine trains as it is configured to",
     "env": "versions, devices, and the settings in force with their origin",
+    "merge-weights": "write the weights of a checkpoint in parts as one file of safetensors",
     "checkpoint ls": "list the checkpoints in a folder",
     "checkpoint show": "what a checkpoint is, and what it holds",
     "checkpoint verify": "hold every byte against its checksum",
@@ -22,6 +25,13 @@ COMMANDS = {
     "checkpoint export": "write a checkpoint in another format",
 }
 _GROUPS = {"checkpoint": "look at, check, thin out and convert checkpoints"}
+#: Commands of Accelerate that Paceline has no use for.
+_NOT_HERE = {
+    "to-fsdp2": "FSDP is version 2 here, and a file of Accelerate's for version 1 is read as it is: paceline launch "
+    "--config_file FILE train.py",
+    "tpu-config": "there is nothing to configure: Paceline runs on what torch itself drives (CPU, CUDA and ROCm GPUs, "
+    "Apple MPS), not on TPUs. Run on one of those",
+}
 
 #: The exit status of a command that could not do its work.
 FAILED = 2
@@ -36,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line; ``sys.argv``'s if None.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in _NOT_HERE:
+        messages.error(f"paceline {words[0]}: {_sentence(_NOT_HERE[words[0]])}.")
+        return FAILED
     parsed = _parser(next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None))
     found = parsed.parse_args(words)
     try:
@@ -70,7 +83,7 @@ def _parser(command: str | None) -> ArgumentParser:
             allow_abbrev=False,
         )
         if name == command:
-            module = import_module(f".{name.replace(' ', '.')}", __package__)
+            module = import_module(f".{name.replace(' ', '.').replace('-', '_')}", __package__)
             module.add_arguments(parser)
             _accept_both_spellings(parser)
             parser.set_defaults(run=module.run, command=name)

@@ -40,6 +40,7 @@ class Division:
         drop_last: every part has exactly ``size`` items. Training leaves out a last round that is not full, evaluation
             what does not fill one process's part.
         evaluation: which of the two rules holds.
+        repeats: False: in training too, a rank that gets nothing of the last round has a batch less than the others.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Division:
     size: int
     drop_last: bool = False
     evaluation: bool = False
+    repeats: bool = True
 
     @property
     def round_size(self) -> int:
@@ -108,7 +110,7 @@ class Division:
             return None
         part = self._spread(rest)
         if not part:
-            return Part(rest[-1:], 0.0)
+            return Part(rest[-1:], 0.0) if self.repeats else None
         return Part(part, 1.0 if self.evaluation else len(part) * self.world / len(rest))
 
     def _spread(self, items: Sequence[Any]) -> Sequence[Any]:

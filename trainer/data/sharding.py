@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -66,7 +67,7 @@ def shard_training(loader: Any, rank: int, world: int) -> Any:
         rank: of this process.
         world: number of processes. With 1 the loader itself is returned.
     """
-    return _shard(loader, rank, world, evaluation=False)
+    return shard(loader, world, partial(Division, rank, world))
 
 
 def shard_evaluation(loader: Any, rank: int, world: int) -> Any:
@@ -81,7 +82,7 @@ def shard_evaluation(loader: Any, rank: int, world: int) -> Any:
         rank: of this process.
         world: number of processes. With 1 the loader itself is returned.
     """
-    return _shard(loader, rank, world, evaluation=True)
+    return shard(loader, world, partial(Division, rank, world, evaluation=True))
 
 
 def last_share(loader: Any) -> float:
@@ -97,6 +98,20 @@ def last_share(loader: Any) -> float:
         return shares.pop() if len(shares) == 1 else 1.0
     shard = shard_of(loader)
     return 1.0 if shard is None or shard.division.evaluation else shard.share
+
+
+def repeats(loader: Any, number: int, last: bool) -> bool:
+    """Whether a batch of the pass under way only repeats a sample that another process has.
+
+    Args:
+        loader: what :func:`shard_training` returned for a DataLoader.
+        number: of the batch that was handed out last, 0-based.
+        last: it is the last of the pass.
+    """
+    shard = shard_of(loader)
+    if isinstance(shard, RankStream) and loader.num_workers > 1:
+        return shard.share_of(number) == 0.0
+    return last and last_share(loader) == 0.0
 
 
 def surplus(loader: Any) -> bool:
@@ -227,6 +242,15 @@ class RankStream(Shard, IterableDataset[Any]):
         ends = list(enumerate(self._ends.tolist()))  # workers take turns: of those with most batches the last ends last
         return max(ends, key=lambda entry: (entry[1][0], entry[0]))[1][1]
 
+    def share_of(self, number: int) -> float:
+        """The share of batch ``number`` of the pass: that of a worker's last, if it is one, otherwise 1.0."""
+        ends = self._ends.tolist()
+        for worker, (count, share) in enumerate(ends):
+            turns = [min(made, count - (other >= worker)) for other, (made, _) in enumerate(ends)]
+            if count and sum(turns) == number:
+                return share
+        return 1.0
+
 
 class SizedRankStream(RankStream):
     """A :class:`RankStream` of a data set that knows its length: samples of this rank."""
@@ -264,15 +288,16 @@ class RankIterable(Shard):
         return self._share if total is None else self.division.share(total)
 
 
-def _shard(loader: Any, rank: int, world: int, evaluation: bool) -> Any:
+def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
+    """Return a copy of a loader that yields one process's part, as ``divide(size=, drop_last=)`` says."""
     if world == 1:
         return loader
     if isinstance(loader, CombinedLoader):
         clone = copy.copy(loader)
-        clone.flattened = [_shard(leaf, rank, world, evaluation) for leaf in loader.flattened]
+        clone.flattened = [shard(leaf, world, divide) for leaf in loader.flattened]
         return clone
     loader = whole_of(loader)  # what was sharded for training may have to be evaluated
-    if _is_split(loader):
+    if is_split(loader):
         return loader
     if not isinstance(loader, (DataLoader, Sequence)):
         messages.info_once(
@@ -282,17 +307,17 @@ def _shard(loader: Any, rank: int, world: int, evaluation: bool) -> Any:
         )
         return loader
     if not isinstance(loader, DataLoader):
-        return RankIterable(loader, Division(rank, world, 1, evaluation=evaluation))
+        return RankIterable(loader, divide(size=1))
     if isinstance(loader.dataset, IterableDataset):
         _say_all_read(loader.dataset, world)
-        division = Division(rank, world, loader.batch_size or 1, loader.drop_last, evaluation)
+        division = divide(size=loader.batch_size or 1, drop_last=loader.drop_last)
         kind = RankStream if length_of(loader.dataset) is None else SizedRankStream
         # The data set yields the samples of a batch together, so that it decides where a batch ends.
         return replaced(loader, dataset=kind(loader, division), batch_sampler=None, paceline_whole=loader)
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     batches: Any = getattr(loader, place)
     size, drop_last = (batches.batch_size, batches.drop_last) if cuts(batches) else (1, False)
-    sampler = RankSampler(loader, Division(rank, world, size, drop_last, evaluation))
+    sampler = RankSampler(loader, divide(size=size, drop_last=drop_last))
     return replaced(loader, **{place: sampler}, paceline_whole=loader)
 
 
@@ -332,7 +357,7 @@ def _close(items: Iterator[Any], source: Any) -> None:
         close_iterator(items)
 
 
-def _is_split(loader: Any) -> bool:
+def is_split(loader: Any) -> bool:
     """Whether each process has its own part already, by a sampler or a data set that knows of the processes."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterDataPipe):
@@ -357,7 +382,8 @@ def _say_all_read(source: Any, world: int) -> None:
     messages.info_once(
         f"Each of the {world} processes reads everything that {type(source).__name__} yields and keeps its own part, "
         "because something that can only be iterated over cannot be asked for a part. To read less, split it by rank "
-        "yourself and pass Trainer(use_distributed_sampler=False).",
+        "yourself and pass Trainer(use_distributed_sampler=False), or let one process read for all with "
+        "DataLoaderConfiguration(dispatch_batches=True).",
         key="each process reads everything",
     )
 

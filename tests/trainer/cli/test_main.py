@@ -12,6 +12,16 @@ import pytest
 from paceline.trainer.cli import main as module
 from paceline.trainer.cli.main import COMMANDS, FAILED, main
 
+HELP = [
+    ["--help"],
+    ["checkpoint", "--help"],
+    ["checkpoint", "ls", "-h"],
+    ["launch", "-h"],
+    ["test", "-h"],
+    ["merge-weights", "-h"],
+    ["--version"],
+]
+
 PROGRAM = """
 import json, sys
 from paceline.trainer.cli.main import main
@@ -30,7 +40,7 @@ def ended(*arguments: str) -> tuple[int, list[str], str]:
     return *json.loads(last), "\n".join(said)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["checkpoint", "--help"], ["checkpoint", "ls", "-h"], ["--version"]])
+@pytest.mark.parametrize("arguments", HELP)
 def test_help_imports_neither_torch_nor_another_package(arguments: list[str]) -> None:
     status, modules, said = ended(*arguments)
     assert status == 0
@@ -54,7 +64,7 @@ def test_every_command_explains_its_arguments(name: str, capsys: pytest.CaptureF
     assert end.value.code == 0
     said = capsys.readouterr().out
     assert f"paceline {name}" in said
-    assert "positional arguments" in said or "\n  --" in said
+    assert "options:" in said
 
 
 def test_a_flag_may_be_spelled_with_dashes_or_underscores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

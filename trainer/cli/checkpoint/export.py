@@ -7,6 +7,7 @@ from typing import Any
 
 from ....callbacks.locations import Location, location
 from ....loggers import messages
+from .found import the_one
 
 #: What only a fit needs that goes on; and what of the section "paceline" says what the checkpoint is.
 _TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", "current_model_state")
@@ -37,7 +38,7 @@ def run(arguments: Namespace) -> int:
         raise ValueError(f"{arguments.out!r} does not tell the format. Pass --format {', '.join(_FORMATS)}.")
     if out.exists():
         raise FileExistsError(f"There is something at {arguments.out!r} already. Choose another name, or delete it.")
-    checkpoint = read(arguments.file)
+    checkpoint = read(the_one(arguments.file))
     if kind == "safetensors":
         _write_safetensors(checkpoint["state_dict"], out)
     else:
@@ -58,25 +59,13 @@ def _write_safetensors(state: dict[str, Any], out: Location) -> None:
 
     ``safetensors.torch.load_model`` understands that.
     """
-    from torch import Tensor
-
-    try:
-        from safetensors.torch import save_file
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(messages.missing("checkpoint export --format safetensors", "safetensors")) from error
     from ...checkpoint import replace
+    from ...checkpoint.bare import bare, write_safetensors
 
-    tensors: dict[str, Tensor] = {}
-    metadata, seen = {"format": "pt"}, dict[Any, str]()
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            messages.answer(f"Left out {name}: it is a {type(value).__name__}, and the format holds tensors only.")
-            continue
-        place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
-        if value.numel() and (first := seen.setdefault(place, name)) != name:
-            metadata[name] = first
-            messages.answer(f"{name} is the same tensor as {first}, under which it is written.")
-            continue
-        tensors[name] = value.clone().contiguous()  # the format refuses views of one memory
+    found = bare(state)
     with replace.written_aside(out) as temporary:
-        save_file(tensors, temporary, metadata)
+        write_safetensors(found.tensors, temporary, found.twins, "checkpoint export --format safetensors")
+    for name, kind in found.others.items():
+        messages.answer(f"Left out {name}: it is a {kind}, and the format holds tensors only.")
+    for name, first in found.twins.items():
+        messages.answer(f"{name} is the same tensor as {first}, under which it is written.")

@@ -69,6 +69,13 @@ def checkpoints(path: str, depth: int = DEPTH) -> Iterator[Found]:
     yield from found
 
 
+def the_one(path: str) -> Location:
+    """The checkpoint that a path means; of a folder that ``Accelerator.save_state`` wrote, the state in it."""
+    where = location(path)
+    inside = where / manifest.STATE
+    return inside if inside.exists() else where
+
+
 def _look_at(path: Location) -> Found:
     try:
         known = manifest.read(path)

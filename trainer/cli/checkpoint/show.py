@@ -6,9 +6,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from ....callbacks.locations import location
 from ....loggers import messages
-from .found import Found, checkpoints
+from .found import Found, checkpoints, the_one
 from .ls import size, table
 
 
@@ -20,8 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print what the checkpoint says about itself."""
-    found = next(checkpoints(arguments.file))
-    if found.path != location(arguments.file):
+    path = the_one(arguments.file)
+    found = next(checkpoints(str(path)))
+    if found.path != path:
         raise ValueError(f"{arguments.file!r} is a folder of checkpoints. Pass one, such as {str(found.path)!r}.")
     messages.answer(table([("path", str(found.path)), *_facts(found)]))
     if arguments.keys:

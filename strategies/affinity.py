@@ -1,0 +1,52 @@
+"""Which cores are near each other, and a process that keeps to those of its part of the machine.
+
+Memory is fastest from the cores of the node that it belongs to. A process that starts on any core spreads its memory
+over the nodes; one that is bound before it allocates anything does not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+#: Where Linux lists the nodes of this machine.
+NODES = Path("/sys/devices/system/node")
+#: Set for processes that are to bind themselves: the folder that lists the nodes.
+BIND = "PACELINE_BIND"
+
+
+def nodes(folder: Path = NODES) -> list[set[int]]:
+    """The cores of each NUMA node that this process may use; one set of all where nothing is known of nodes."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [set(range(os.cpu_count() or 1))]
+    usable = os.sched_getaffinity(0)
+    listed = sorted(folder.glob("node*"), key=lambda path: int("0" + re.sub(r"\D", "", path.name)))
+    files = [path / "cpulist" for path in listed if re.fullmatch(r"node\d+", path.name)]
+    found = [parse(file.read_text()) & usable for file in files if file.exists()]
+    return [cores for cores in found if cores] or [set(usable)]
+
+
+def parse(text: str) -> set[int]:
+    """``"0-2,8"`` -> ``{0, 1, 2, 8}``."""
+    cores = set[int]()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def share(local_rank: int, local_world_size: int, found: list[set[int]]) -> set[int]:
+    """The cores of one of the processes: its node's, in the order of the nodes; of several if there are more nodes."""
+    first = local_rank * len(found) // local_world_size
+    last = (local_rank + 1) * len(found) // local_world_size
+    return set().union(*found[first : max(last, first + 1)])
+
+
+def bind() -> None:
+    """Keep this process to its share of the cores, if whoever started it asked for that."""
+    folder = os.environ.get(BIND)
+    if folder and hasattr(os, "sched_setaffinity"):
+        place = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        os.sched_setaffinity(0, share(*place, nodes(Path(folder))))

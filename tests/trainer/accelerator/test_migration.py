@@ -1,0 +1,133 @@
+"""Scripts that are moved over step by step: what is left over is harmless, or is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from own_loop import data, loss_of, network, weights
+from processes import RanksError, ranks
+from torch.amp.grad_scaler import GradScaler
+
+from paceline.trainer.accelerator.accelerator import Accelerator
+
+
+def test_an_optimizer_that_was_not_prepared_is_named_where_it_would_step_too_early() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    with pytest.raises(RuntimeError, match=r"SGD has parameters of the prepared Sequential .* every micro-batch of 4"):
+        accelerator.backward(loss_of(model, data(4)[:]))
+    assert optimizer.param_groups
+
+
+def test_an_optimizer_that_was_not_prepared_is_harmless_where_every_batch_steps() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    before = weights(model)
+    accelerator.backward(loss_of(model, data(4)[:]))
+    optimizer.step()
+    assert not torch.equal(weights(model), before)
+
+
+def _optimizer_of_unsharded_parameters() -> None:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    accelerator.backward(loss_of(model, data(4)[:]))
+    optimizer.step()
+
+
+def test_an_optimizer_of_a_sharded_models_old_parameters_is_named() -> None:
+    with pytest.raises(RanksError, match="would train tensors that nobody uses"):
+        ranks(2, _optimizer_of_unsharded_parameters)
+
+
+def _prepared_one_after_the_other() -> Any:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer)
+    before = accelerator._placements[id(model)].strategy.model_state(model)
+    accelerator.backward(loss_of(model, data(4)[:]))
+    optimizer.step()
+    after = accelerator._placements[id(model)].strategy.model_state(model)
+    return not accelerator.is_main_process or any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_sharded_model_and_its_optimizer_may_be_prepared_one_after_the_other() -> None:
+    assert ranks(2, _prepared_one_after_the_other) == [True, True]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_scaler_of_the_scripts_own_changes_nothing_where_none_is_needed(precision: str) -> None:
+    def loop(scaled: bool) -> torch.Tensor:
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        model = network(torch.float32)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler = GradScaler("cpu", init_scale=4.0)
+        for _ in range(3):
+            loss = loss_of(model, [t.float() for t in data(4)[:]])
+            if scaled:
+                accelerator.backward(scaler.scale(loss))
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                accelerator.backward(loss)
+                optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    assert torch.equal(loop(True), loop(False))
+
+
+@pytest.mark.parametrize("settings", [{"mixed_precision": "fp16"}, {"gradient_accumulation_steps": 2}])
+def test_a_scaler_of_the_scripts_own_is_named_where_it_would_spoil_gradients(settings: dict[str, Any]) -> None:
+    accelerator = Accelerator(cpu=True, **settings)
+    model = network(torch.float32)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = GradScaler("cpu")
+    accelerator.backward(scaler.scale(loss_of(model, [t.float() for t in data(4)[:]])))
+    with pytest.raises(RuntimeError, match="delete the scaler and its lines"):
+        scaler.step(optimizer)
+
+
+def test_a_scaler_in_prepare_is_refused() -> None:
+    with pytest.raises(ValueError, match="delete the scaler and its lines"):
+        Accelerator(cpu=True).prepare(GradScaler("cpu"))
+
+
+def test_a_model_that_was_not_prepared_is_named_by_accumulate() -> None:
+    with pytest.raises(ValueError, match="got a Sequential that was not prepared"):
+        Accelerator(cpu=True).accumulate(network())
+
+
+def test_moving_by_hand_is_harmless() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = network().to(accelerator.device)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.to(accelerator.device)
+    accelerator.backward(loss_of(model, [t.to(accelerator.device) for t in data(4)[:]]))
+    optimizer.step()
+
+
+def _unused_parameters() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.ModuleDict({"used": network(), "idle": network()})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(loss_of(model, data(4)[:]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_parameters_without_gradients_are_named_on_several_processes() -> None:
+    with pytest.raises(RanksError, match=r"idle.*DistributedDataParallelKwargs\(find_unused_parameters=True\)"):
+        ranks(2, _unused_parameters)

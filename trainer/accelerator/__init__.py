@@ -1,0 +1,1 @@
+"""Door two: what serves people who keep their own training loop."""

@@ -1,0 +1,635 @@
+"""Door two: three changed lines turn a plain PyTorch loop into one that runs anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from ...loggers.timings import timed
+from ...strategies.base import Strategy
+from ...strategies.precision.base import Precision
+from .accumulation import GradientState, Window
+from .arguments import read_arguments
+from .folders import Saves
+from .models import PreparedModel, is_prepared, restore, unwrapped
+from .optimizers import AcceleratedOptimizer
+from .preparing import finish_model, prepare, prepare_loader, prepare_optimizer, prepare_scheduler, start_model
+from .process_state import AcceleratorState, PartialState
+from .processes import Processes
+from .schedulers import AcceleratedScheduler
+from .trackers import Trackers
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.profiler import profile as Profiler
+    from torch.utils.data import DataLoader
+
+    from .enums import DistributedType
+    from .handlers import ProfileKwargs
+    from .loaders import PreparedLoader
+
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+T4 = TypeVar("T4")
+T5 = TypeVar("T5")
+
+
+class Accelerator(Processes):
+    """Runs a training loop of your own on one device or many: create it, ``prepare``, ``backward``.
+
+    Example::
+
+        accelerator = Accelerator()
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    An argument that is None was not set: the launch command, the environment and the config file may say it.
+
+    Args:
+        device_placement: ``prepare`` moves models, and loaders move batches, to the device.
+        split_batches: the loader's batch is that of all processes together; see ``DataLoaderConfiguration``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, or a name that ``Trainer(precision=...)`` takes.
+        gradient_accumulation_steps: micro-batches in a window, for ``accumulate``.
+        cpu: compute on the CPU, whatever else there is.
+        dataloader_config: how loaders are split.
+        deepspeed_plugin: DeepSpeed and its settings.
+        fsdp_plugin: FSDP2 and its settings.
+        rng_types: accepted; the order of samples is the same on all ranks without exchanging random states.
+        log_with: names, classes or objects of trackers, or a list of them; ``"all"``: what is installed.
+        project_dir: folder of logs and checkpoints.
+        project_config: a ``ProjectConfiguration``.
+        gradient_accumulation_plugin: ``gradient_accumulation_steps`` and more.
+        step_scheduler_with_optimizer: schedulers move when their optimizers have stepped; False: at each call.
+        kwargs_handlers: settings of DistributedDataParallel, autocast, loss scaler, process group and profiler.
+        dynamo_backend: compile models with this backend.
+        dynamo_plugin: the same, and more.
+        parallelism_config: sizes of tensor, sharded and replicated parallelism.
+        strategy: a name that ``Trainer(strategy=...)`` takes, or a Strategy.
+        scheduler_steps: ``"per_update"``: a call of ``scheduler.step()`` is one step of the schedule;
+            ``"per_sample"``: as many as there are processes, for a schedule whose length counts one process's batches.
+        output_dtype: ``"fp32"``: what a model returns in 16 bits becomes float32, so that a loss computed outside of
+            autocast keeps its accuracy; ``"keep"``: it stays.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[str] | None = None,
+        log_with: Any = None,
+        project_dir: Any = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
+        strategy: Any = None,
+        scheduler_steps: str | None = None,
+        output_dtype: str | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
+        arguments = read_arguments(given)
+        self.settings = arguments.settings
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scheduler_steps: str = arguments.settings["scheduler_steps"]
+        self.output_dtype: str = arguments.settings["output_dtype"]
+        self.dataloader_config = arguments.dataloader_config
+        self.project_configuration = arguments.project_configuration
+        self.trackers = Trackers(arguments.log_with, self.project_configuration.logging_dir)
+        self.rng_types = rng_types
+        self.handlers = arguments.handlers
+        self._compiler = arguments.dynamo.compile
+        self._clip_norm = arguments.clip_norm
+        self._shards = arguments.shards
+        self._strategy: Strategy = arguments.strategy
+        self._strategy.setup_environment()
+        choice = arguments.choice
+        self.state = AcceleratorState.of(
+            PartialState.of(self._strategy),
+            self.mixed_precision,
+            deepspeed_plugin=choice.deepspeed_plugin,
+            fsdp_plugin=choice.fsdp_plugin,
+            dynamo_plugin=arguments.dynamo,
+            parallelism_config=choice.parallelism_config,
+            device_mesh=getattr(self._strategy, "mesh", None),
+        )
+        self.gradient_state = GradientState(**arguments.accumulation)
+        self.gradient_state.window = Window(self.gradient_state, self._strategy)
+        self.gradient_state.on_pass = self._settle_buffers
+        self._windows: dict[tuple[int, ...], Window] = {}
+        self._models: list[nn.Module] = []
+        self._placements: dict[int, PreparedModel] = {}
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[PreparedLoader] = []
+        self._custom_objects: list[Any] = []
+        self._saves = Saves()
+        self.step = 0
+        self._seed: int | None = None
+        self._checked = False
+        self._backward: Callable[..., None] | None = None
+        self._norm: Tensor | None = None
+        self._trigger = False
+
+    # ---- what is in force ------------------------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
+        name = self._strategy.precision.name
+        return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes share the work."""
+        return self.state.distributed_type
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of logs and checkpoints."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of the trackers."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the window is complete with the micro-batch under way, so that optimizers step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a window."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.num_steps = value
+
+    @property
+    def scaler(self) -> Any:
+        """fp16's ``GradScaler``; None where losses are not scaled."""
+        return self._strategy.precision.scaler
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left out its last step because fp16's gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that were asked for: names, classes and objects."""
+        return self.trackers.wanted
+
+    # ---- prepare ---------------------------------------------------------------------------------------------------
+
+    @overload
+    def prepare(self, one: T1, /, *, device_placement: Sequence[bool] | None = None) -> T1: ...
+    @overload
+    def prepare(self, one: T1, two: T2, /, *, device_placement: Sequence[bool] | None = None) -> tuple[T1, T2]: ...
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, /, *, device_placement: Sequence[bool] | None = None
+    ) -> tuple[T1, T2, T3]: ...
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, four: T4, /, *, device_placement: Sequence[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4]: ...
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, four: T4, five: T5, /, *, device_placement: Sequence[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4, T5]: ...
+    @overload
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any: ...
+
+    @timed("prepare")
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Prepare models, optimizers, schedulers and loaders; anything else comes back as it is.
+
+        A model comes back as the same object, ready to train on this run's devices. Under FSDP and DeepSpeed a model
+        and its optimizer belong in one call.
+
+        Args:
+            *objects: in any order.
+            device_placement: for each object, whether it goes to the device.
+
+        Returns:
+            What stands for each object, in the order given; for a single object that alone.
+        """
+        if device_placement is not None and len(device_placement) != len(objects):
+            raise ValueError(
+                f"accelerator.prepare got {len(objects)} objects and device_placement for {len(device_placement)}. "
+                "Give one bool for each object, or leave it out."
+            )
+        found = prepare(self, objects, device_placement or [None] * len(objects))
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Prepare one model.
+
+        Args:
+            model: the model.
+            device_placement: whether it goes to the device; None: as the Accelerator says.
+            evaluation_mode: it is only evaluated: nothing is kept for its gradients.
+        """
+        if is_prepared(model) or id(model) in self._placements:
+            return model
+        from .models import compiler_of
+
+        prepared = start_model(self, model, device_placement, evaluation_mode)
+        finish_model(self, prepared, compiler_of(model))
+        return prepared.module
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare one loader."""
+        from .loaders import PreparedLoader
+
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
+        return prepare_loader(self, data_loader, device_placement)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Prepare one optimizer."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        wrapper = prepare_optimizer(self, optimizer)
+        self._strategy.precision.setup_optimizers([one.optimizer for one in self._optimizers])
+        return wrapper
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare one scheduler."""
+        return scheduler if isinstance(scheduler, AcceleratedScheduler) else prepare_scheduler(self, scheduler)
+
+    def _shuffle_seed(self) -> int:
+        """What shuffling is computed from: the same on all ranks, that of ``set_seed`` if it was called."""
+        if self._seed is None:
+            self._seed = self._strategy.broadcast(torch.initial_seed() % 2**63)
+        return self._seed
+
+    def _settle_buffers(self, loader: Any) -> None:
+        """A pass begins: models that are evaluated get rank 0's buffers, which are those that a checkpoint holds."""
+        for model in self._placements.values():
+            if not model.module.training and not model.frozen:
+                model.strategy.before_evaluation(model.module)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, num_items: Any = None, **kwargs: Any) -> None:
+        """Backward of a loss; takes the place of ``loss.backward()``.
+
+        Args:
+            loss: scalar, shape ().
+            num_items: how many items (tokens, boxes) the loss is the mean over. The gradient of a window is then the
+                mean over all its items on all ranks, whatever their split; without it micro-batches count alike.
+            **kwargs: for ``loss.backward``.
+        """
+        state = self.gradient_state
+        loader = state.active_dataloader
+        if loader is not None and loader.end_of_dataloader and loader.last_share != 1.0:
+            if num_items is None:
+                loss = loss * loader.last_share
+            elif loader.last_share == 0.0:
+                num_items = 0
+        loss = state.window.weigh(loss, num_items)
+        if not self._checked:
+            self._backward = self._choose_backward()
+        if self._backward is None:
+            loss.backward(**kwargs)
+        elif kwargs:
+            self._backward(loss, lambda scaled: scaled.backward(**kwargs))
+        else:
+            self._backward(loss)
+
+    def _choose_backward(self) -> Callable[..., None] | None:
+        """What runs backwards; None: the loss itself. What was forgotten in ``prepare`` is found here, once."""
+        from .migration import check_optimizers
+
+        check_optimizers(self)
+        self._checked = True
+        trained = [one.strategy for one in self._placements.values() if not one.frozen]
+        strategy = trained[0] if len(trained) == 1 else self._strategy
+        method = type(strategy).backward if len(trained) < 2 else Strategy.backward
+        if method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss:
+            return None
+        return partial(method, strategy)
+
+    def accumulate(self, *models: Any) -> Window:
+        """``with accelerator.accumulate(model):`` around one micro-batch of a window.
+
+        Inside, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` do something on the window's
+        last micro-batch alone: the ``gradient_accumulation_steps``-th, or the last of the loader. Models that are
+        trained in turn, such as those of a GAN, each have a window of their own.
+
+        Args:
+            *models: prepared models whose gradients gather; all of them if none is given.
+        """
+        key = tuple(map(id, models))
+        window = self._windows.get(key)
+        if window is None:
+            placements = [self._placement(model, "accumulate") for model in models] or self._placements.values()
+            window = self._windows[key] = Window(self.gradient_state, self._strategy, list(placements))
+        return window
+
+    def _placement(self, model: Any, asked: str) -> PreparedModel:
+        placement = self._placements.get(id(unwrapped(model)))
+        if placement is None:
+            raise ValueError(
+                f"accelerator.{asked} got a {type(model).__name__} that was not prepared. Prepare it first: "
+                "model = accelerator.prepare(model), and pass what that returns."
+            )
+        return placement
+
+    @contextmanager
+    def no_sync(self, model: Any = None) -> Iterator[None]:
+        """Within, backwards keep their gradients to this process.
+
+        Args:
+            model: a prepared model; None: all.
+        """
+        found = self._placements.values() if model is None else [self._placement(model, "no_sync")]
+        strategies = [one.strategy for one in found if one.strategy.communicates_gradients]
+        for strategy in strategies:
+            strategy.sync_gradients(False)
+        try:
+            yield
+        finally:
+            for strategy in strategies:
+                strategy.sync_gradients(True)
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
+        """Within, the next backward communicates, although its forward was run under ``no_sync``."""
+        strategy = self._placement(model, "trigger_sync_in_backward").strategy
+        if strategy.communicates_gradients:
+            strategy.sync_next_backward()
+        yield
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients' total norm when the window is complete; call it after every backward.
+
+        Args:
+            parameters: of prepared models.
+            max_norm: what the norm is brought down to.
+            norm_type: of the norm; ``inf`` for the largest element.
+
+        Returns:
+            The norm before, shape (); on a micro-batch that only accumulates that of the window before (nan at first).
+        """
+        if not self.gradient_state.sync_gradients:
+            return torch.tensor(float("nan")) if self._norm is None else self._norm
+        found, strategy = self._settled(parameters)
+        self._norm = strategy.clip_by_norm(found, max_norm, norm_type)
+        return self._norm
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clip each element of the gradients to ``[-clip_value, clip_value]`` when the window is complete."""
+        if self.gradient_state.sync_gradients:
+            found, strategy = self._settled(parameters)
+            strategy.clip_by_value(found, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Take fp16's loss scale out of complete gradients, once; clipping does it by itself.
+
+        Args:
+            optimizer: a prepared optimizer or several; None: all.
+        """
+        if self.gradient_state.sync_gradients:
+            given = self._optimizers if optimizer is None else optimizer
+            for one in given if isinstance(given, (list, tuple)) else [given]:
+                self.gradient_state.window.settle(one)
+
+    def _settled(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Strategy]:
+        """The parameters of now, whose gradients have their final size, and what clips them."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        found, strategy = [], self._strategy
+        owners: dict[int, PreparedModel] = {}
+        for parameter in given:
+            for placement in self._placements.values():
+                own = placement.current(parameter)
+                if own is not None:
+                    owners[id(placement)], strategy, parameter = placement, placement.strategy, own
+                    break
+            found.append(parameter)
+        for optimizer in self._optimizers:
+            if optimizer.placement is None or id(optimizer.placement) in owners:
+                self.gradient_state.window.settle(optimizer)
+        return found, strategy
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """Compute in the chosen precision inside, as a prepared model's forward does.
+
+        Args:
+            autocast_handler: ``AutocastKwargs``, to switch it off for one.
+        """
+        if autocast_handler is not None:
+            return autocast_handler.context(self._strategy)
+        return self._strategy.precision.forward_context()
+
+    # ---- between processes -----------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all processes joined along their first dimension, in nested lists, tuples and dicts."""
+        from .operations import gather
+
+        return gather(tensor, self._strategy)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What all processes computed for a batch, each sample of the data set once.
+
+        Rows that only repeat samples of other processes are left out of tensors whose first dimension is that of the
+        batch. Anything else comes back whole.
+
+        Args:
+            input_data: tensors, in nested lists, tuples and dicts; or any objects.
+            use_gather_object: gather objects that are no tensors.
+        """
+        from .operations import gather_for_metrics
+
+        return gather_for_metrics(input_data, self._strategy, self.gradient_state.active_dataloader, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors of all processes added up, or averaged (``"mean"``)."""
+        from .operations import reduce
+
+        return reduce(tensor, self._strategy, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors padded along a dimension to the longest of all processes."""
+        from .operations import pad_across_processes
+
+        return pad_across_processes(tensor, self._strategy, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process that :meth:`check_trigger` tells all processes of."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called :meth:`set_trigger` since the last time; every process must call."""
+        raised = self._strategy.agree(self._trigger)
+        self._trigger = False
+        return raised
+
+    # ---- models ----------------------------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model as it was given to ``prepare``, which a prepared model still is.
+
+        Args:
+            model: the model.
+            keep_fp32_wrapper: False: give it its own forward back, so that it is a plain module again.
+            keep_torch_compile: accepted; a prepared model is compiled inside.
+        """
+        found = unwrapped(model)
+        if not keep_fp32_wrapper and isinstance(found, nn.Module):
+            restore(found)
+        return found
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget everything that was prepared, and give memory back; set names of yours to what this returns: None."""
+        from ..memory import release_memory
+
+        for model in self._models:
+            restore(model)
+        for placement in self._placements.values():
+            placement.strategy.teardown()
+        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+            kept.clear()
+        self._placements.clear()
+        self._windows.clear()
+        self.gradient_state.window = Window(self.gradient_state, self._strategy)
+        self.step = 0
+        release_memory()
+        return [None] * len(objects)
+
+    clear = free_memory
+
+    # ---- files and trackers ----------------------------------------------------------------------------------------
+
+    @timed("save_state")
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """Save everything that this loop needs to go on, to the bit; see :func:`.checkpoint.save_state`."""
+        from . import checkpoint
+
+        return checkpoint.save_state(self, output_dir, safe_serialization, **kwargs)
+
+    @timed("load_state")
+    def load_state(self, input_dir: Any = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Go on from what :meth:`save_state` wrote; see :func:`.checkpoint.load_state`."""
+        from . import checkpoint
+
+        checkpoint.load_state(self, input_dir, load_kwargs, **kwargs)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects with the state; they need ``state_dict`` and ``load_state_dict``."""
+        from . import checkpoint
+
+        checkpoint.register_for_checkpointing(self, *objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Call ``hook(models, weights, output_dir)`` before a state is saved; returns a handle with ``remove()``."""
+        from . import checkpoint
+
+        return checkpoint.register_save_state_pre_hook(self, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Call ``hook(models, input_dir)`` before a state is loaded; returns a handle with ``remove()``."""
+        from . import checkpoint
+
+        return checkpoint.register_load_state_pre_hook(self, hook)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """A model's whole ``state_dict``; every process must call."""
+        from . import weights
+
+        return weights.get_state_dict(self, model, unwrap)
+
+    def save_model(
+        self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """Write a model's weights to a folder, in the ecosystem's layout; every process must call."""
+        from . import weights
+
+        weights.save_model(self, model, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object to a file, on the main process."""
+        from . import weights
+
+        weights.save(obj, f, self, safe_serialization=safe_serialization)
+
+    def init_trackers(
+        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start the trackers of ``log_with``; see :meth:`.trackers.Trackers.start`."""
+        self.trackers.start(project_name, config, init_kwargs, self.project_configuration.logging_dir)
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Send the values of one step to all trackers; see :meth:`.trackers.Trackers.log`."""
+        self.trackers.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name; ``unwrap`` for the object behind it."""
+        return self.trackers.get(name, unwrap)
+
+    def end_training(self) -> None:
+        """End the run in all trackers. The process group is left when the program ends."""
+        self.trackers.finish()
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
+        """Context that gives torch's profiler; see :func:`.profiling.profile`."""
+        from .profiling import profile
+
+        return profile(self, profile_handler)
+
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
+        """Within, processes may have different numbers of batches."""
+        from .joining import join_uneven_inputs
+
+        return join_uneven_inputs(self, joinables, even_batches)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader whose first pass begins after so many batches."""
+        from .loaders import skip_first_batches
+
+        return skip_first_batches(dataloader, num_batches)
+
+    def print_config(self) -> None:
+        """Print every setting in force, and where it comes from."""
+        if self.is_main_process:
+            self.settings.print()

@@ -1,0 +1,224 @@
+"""Windows of micro-batches in a loop of the user's own: when gradients are communicated, weighed and stepped with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..items import ItemWindow
+
+if TYPE_CHECKING:
+    from ...strategies.base import Strategy
+    from .loaders import PreparedLoader
+    from .models import PreparedModel
+    from .optimizers import AcceleratedOptimizer
+
+
+class GradientState:
+    """What one Accelerator knows of the batch under way: its loader, and whether gradients are complete after it.
+
+    Args:
+        num_steps: micro-batches in a window.
+        adjust_scheduler: schedulers stand still on micro-batches that do not step.
+        sync_with_dataloader: a window ends with the loader that it is filled from.
+        sync_each_batch: communicate gradients with every micro-batch: less memory under FSDP, more to send.
+
+    Attributes:
+        sync_gradients: the window is complete with this micro-batch, so optimizers step.
+        active_dataloader: the loader that handed out the batch under way; None outside of all passes.
+        window: the innermost ``accumulate`` group, or the last there was.
+        on_pass: called with a loader when a pass over it begins.
+        depth: ``accumulate`` blocks that are open.
+        dataloader_references: loaders whose passes are under way, the innermost last.
+    """
+
+    def __init__(
+        self,
+        num_steps: int = 1,
+        adjust_scheduler: bool = True,
+        sync_with_dataloader: bool = True,
+        sync_each_batch: bool = False,
+    ) -> None:
+        self.num_steps = num_steps
+        self.adjust_scheduler = adjust_scheduler
+        self.sync_with_dataloader = sync_with_dataloader
+        self.sync_each_batch = sync_each_batch
+        self.sync_gradients = True
+        self.window: Window
+        self.on_pass: Callable[[Any], None] | None = None
+        self.depth = 0
+        self.active_dataloader: PreparedLoader | None = None
+        self.dataloader_references: list[PreparedLoader] = []
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch under way is its loader's last."""
+        loader = self.active_dataloader
+        return loader is not None and loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """How many samples the last batch of all ranks together has; -1 if nobody knows."""
+        return -1 if self.active_dataloader is None else self.active_dataloader.remainder
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a pass over a prepared loader is under way."""
+        return self.active_dataloader is not None
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Always False: there are no XLA devices here."""
+        return False
+
+    def begin(self, loader: PreparedLoader) -> None:
+        """A pass over a loader begins."""
+        self.dataloader_references = [other for other in self.dataloader_references if other is not loader] + [loader]
+        self.active_dataloader = loader
+
+    def end(self, loader: PreparedLoader) -> None:
+        """A pass is over, or was left."""
+        self.dataloader_references = [other for other in self.dataloader_references if other is not loader]
+        self.active_dataloader = self.dataloader_references[-1] if self.dataloader_references else None
+
+
+class Window:
+    """The micro-batches that a group of models gathers gradients of; ``with window:`` around each one.
+
+    The one that an Accelerator starts with is for loops without ``accumulate``: there every backward counts, and
+    weighing is left to the loop, but for ``num_items``.
+
+    Args:
+        state: of the Accelerator; its ``window`` is the innermost that is open, or the last that was.
+        strategy: the ranks.
+        models: whose gradients are held back until the window is complete; None: no ``accumulate`` is meant.
+
+    Attributes:
+        count: micro-batches of the window whose backward has run, the one under way included.
+        counted: the backward of the one under way has run.
+        complete: the one under way is the window's last.
+        free: no ``accumulate`` is meant.
+        settled: ids of the optimizers whose gradients have their final size.
+        stepped: ids of those that have stepped with the window's gradients.
+    """
+
+    def __init__(self, state: GradientState, strategy: Strategy, models: Iterable[PreparedModel] | None = None) -> None:
+        self.state = state
+        self.items = ItemWindow(strategy, "accelerator.backward(loss, num_items=...) got")
+        self.by_items: bool | None = None
+        self.count = 0
+        self.counted = False
+        self.complete = True
+        self.free = models is None
+        self._strategies = [one.strategy for one in models or () if one.strategy.communicates_gradients]
+        self._communicates = True
+        self._outer: list[tuple[Window, bool]] = []
+        self._batch_items: Any = None
+        self.settled: set[int] = set()
+        self.stepped: set[int] = set()
+        self._factor: float | Tensor | None = None
+
+    def __enter__(self) -> None:
+        state, loader = self.state, self.state.active_dataloader
+        self._outer.append((state.window, state.sync_gradients))
+        state.depth += 1
+        state.window = self
+        if self.complete:
+            self.begin()
+        self.counted = False
+        ends = loader is not None and loader.end_of_dataloader and state.sync_with_dataloader
+        self.complete = state.sync_gradients = ends or self.count + 1 >= state.num_steps
+        if self._strategies:
+            self.communicate(self.complete or state.sync_each_batch)
+
+    def __exit__(self, *exception: object) -> None:
+        state = self.state
+        outer = self._outer.pop()
+        state.depth -= 1
+        if state.depth:  # an optimizer may step after the outermost block
+            state.window, state.sync_gradients = outer
+
+    def communicate(self, enabled: bool) -> None:
+        """Say whether backwards of the group's models communicate; nothing if that was said already."""
+        if enabled is not self._communicates:
+            self._communicates = enabled
+            for strategy in self._strategies:
+                strategy.sync_gradients(enabled)
+
+    def begin(self) -> None:
+        """Forget the window that was stepped with."""
+        self.count = 0
+        self._factor = None
+        self.settled.clear()
+        self.stepped.clear()
+
+    def weigh(self, loss: Tensor, num_items: Any) -> Tensor:
+        """Count a backward, of this loss; returns the loss to run it on, shape ().
+
+        Several backwards of one micro-batch count as one.
+
+        Args:
+            loss: scalar, shape ().
+            num_items: how many items it is the mean over; None: micro-batches count alike.
+
+        Raises:
+            ValueError: a number for some losses only, or two numbers for one micro-batch.
+        """
+        if self.free and self.stepped:
+            self.begin()
+        first = self.free or not self.counted
+        if first:
+            self.counted = True
+            self.count += 1
+        if self.by_items is not (num_items is not None):
+            if self.by_items is not None:
+                raise ValueError(
+                    "accelerator.backward got num_items for some losses only, so the window's losses cannot be "
+                    "weighed. Pass it with every loss, or with none."
+                )
+            self.by_items = num_items is not None
+        if num_items is None:
+            return loss / self.state.num_steps if self.state.num_steps > 1 else loss
+        return self._weigh_items(loss, num_items, first)
+
+    def _weigh_items(self, loss: Tensor, num_items: Any, first: bool) -> Tensor:
+        if first:
+            self._batch_items = num_items
+            return self.items.weigh(loss, num_items)
+        if num_items is not self._batch_items and bool(num_items != self._batch_items):
+            raise ValueError(
+                f"accelerator.backward got num_items={num_items} and {self._batch_items} for losses of one "
+                "micro-batch, but its items are counted once. Pass the same number with each of its losses."
+            )
+        return loss * (num_items / (self.items.unit or 1.0))
+
+    def settle(self, optimizer: AcceleratedOptimizer) -> None:
+        """Give an optimizer's gradients their final size, once: communicated, unscaled, weighed by what is in it."""
+        if id(optimizer) in self.settled or not self.count:
+            return
+        self.settled.add(id(optimizer))
+        strategy, inner, steps = optimizer.strategy, optimizer.optimizer, self.state.num_steps
+        if not self.counted and not self.free and steps > 1 and strategy.communicates_gradients:
+            strategy.complete_gradients(inner)  # the last micro-batch had no backward
+        if optimizer.scales:
+            strategy.unscale_gradients(inner)
+        factor = self._factor
+        if factor is None:
+            factor = self.items.finish() if self.by_items else 1.0 if self.free else steps / self.count
+            self._factor = factor
+        if self.by_items or factor != 1.0:
+            strategy.scale_gradients(inner, factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window under way, as plain data for a checkpoint."""
+        waiting = not self.complete or (self.count > 0 and not self.stepped)
+        return {"count": self.count if waiting else 0, "by_items": self.by_items, "items": self.items.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back :meth:`state_dict`; the gradients are in place by then, or the window is to begin anew."""
+        self.begin()
+        self.count, self.by_items = state["count"], state["by_items"]
+        self.complete = self.free or self.count == 0
+        self.items.load_state_dict(state["items"], in_window=self.count > 0)

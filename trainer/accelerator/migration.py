@@ -1,0 +1,56 @@
+"""What a half-migrated loop still does by itself, found once when the first backward runs."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from .optimizers import AcceleratedOptimizer
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+    from .models import PreparedModel
+
+
+def check_optimizers(accelerator: Accelerator) -> None:
+    """Raise if an optimizer that was not prepared would step with gradients that are not complete.
+
+    It matters where gradients are accumulated, scaled or sharded. Only models without a prepared optimizer are looked
+    for, so a complete script pays nothing.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    matters = accelerator.gradient_state.num_steps > 1 or accelerator.scaler is not None or accelerator._shards
+    served = {id(one.placement) for one in accelerator._optimizers}
+    lacking = [one for one in accelerator._placements.values() if not one.frozen and id(one) not in served]
+    if not matters or not any(parameter.requires_grad for one in lacking for parameter in one.parameters.values()):
+        return
+    known = {id(one.optimizer) for one in accelerator._optimizers}
+    for found in gc.get_objects():
+        if not isinstance(found, Optimizer) or isinstance(found, AcceleratedOptimizer) or id(found) in known:
+            continue
+        owner = _owner(found, lacking)
+        if owner is not None:
+            raise RuntimeError(_forgotten(accelerator, found, owner))
+
+
+def _owner(optimizer: Optimizer, models: list[PreparedModel]) -> PreparedModel | None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return next((model for model in models if any(model.current(one) is not None for one in parameters)), None)
+
+
+def _forgotten(accelerator: Accelerator, optimizer: Optimizer, model: PreparedModel) -> str:
+    steps = accelerator.gradient_state.num_steps
+    if accelerator._shards:
+        why = "whose parameters were replaced when the model was sharded, so it would train tensors that nobody uses"
+    elif accelerator.scaler is not None:
+        why = "so it would step with gradients that have fp16's loss scale in them"
+    else:
+        why = f"so it would step after every micro-batch of {steps}"
+    return (
+        f"{type(optimizer).__name__} has parameters of the prepared {type(model.module).__name__} but was not prepared "
+        f"itself, {why}. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
+    )

@@ -1,0 +1,184 @@
+"""What ``prepare`` does to a model: the same object comes back, and its forward goes through the strategy."""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from ...loggers import messages
+from ...strategies.base import Strategy
+
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+class PreparedModel:
+    """A model and the strategy that holds it.
+
+    Attributes:
+        module: the user's object.
+        strategy: one of its own; states, gradients and steps of this model go through it.
+        parameters: of the module, by name.
+        frozen: it was prepared for evaluation only.
+    """
+
+    def __init__(self, module: nn.Module, strategy: Strategy, frozen: bool) -> None:
+        self.module = module
+        self.strategy = strategy
+        self.frozen = frozen
+        self.parameters = dict(module.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._before = {id(parameter): (weakref.ref(parameter), name) for name, parameter in self.parameters.items()}
+
+    def set_up(self, place: bool) -> None:
+        """Bring the module to its device; shard or wrap it."""
+        if place:
+            self.module = self.strategy.setup_module(self.module)
+        self.parameters = dict(self.module.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
+
+    def current(self, parameter: Tensor) -> Tensor | None:
+        """The module's parameter that this one is, or was before the module was set up; None if it is none of its."""
+        if id(parameter) in self._names:
+            return parameter
+        reference, name = self._before.get(id(parameter), (None, ""))
+        return self.parameters[name] if reference is not None and reference() is parameter else None
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Let an optimizer that was made before have the module's parameters of now; whether it has any of them."""
+        found = False
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                own = self.current(parameter)
+                if own is not None:
+                    found = True
+                    group["params"][index] = own
+        return found
+
+    def route(self, output_dtype: str, compile_with: Callable[[Any], Any] | None) -> None:
+        """Let the module's forward go through wrapper, precision and compiler."""
+        module, strategy = self.module, self.strategy
+        plain = step = module.forward
+        if compile_with is not None:
+            step = compile_with(step)
+        if output_dtype == "fp32" and strategy.precision.name.endswith("mixed"):
+            step = partial(_in_float32, step)
+        evaluate = strategy.bind_step(step, self._wrapped)
+        train = evaluate if self.frozen else strategy.bind_step(step, self._wrapped, training=True)
+        if train is not plain or evaluate is not plain:
+            module.forward = Routed(module, strategy, train, evaluate)
+
+
+class Routed:
+    """Stands in a prepared module for its forward.
+
+    What copies or pickles the module gets one with its own plain forward: a copy is not a prepared model.
+    """
+
+    def __init__(
+        self, module: nn.Module, strategy: Strategy, train: Callable[..., Any], evaluate: Callable[..., Any]
+    ) -> None:
+        self.module = module
+        self.strategy = strategy
+        self.train = train
+        self.evaluate = evaluate
+        self.plain = module.forward
+        self.__wrapped__ = self.plain  # its signature is what inspect shows
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if torch.is_grad_enabled():
+                return self.train(*args, **kwargs)
+            return self.evaluate(*args, **kwargs)
+        except RuntimeError as error:
+            better = self.strategy.explain(error)
+            if better is None:
+                raise
+            raise better from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _plain_forward(memo[id(self.module)])
+
+    def __reduce__(self) -> Any:
+        return _plain_forward, (self.module,)
+
+
+def _plain_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+def is_prepared(module: Any) -> bool:
+    """Whether a module's forward goes through a strategy."""
+    return isinstance(vars(module).get("forward") if isinstance(module, nn.Module) else None, Routed)
+
+
+def restore(module: nn.Module) -> None:
+    """Give a module its own forward back."""
+    if is_prepared(module):
+        del module.forward
+
+
+def unwrapped(model: Any) -> Any:
+    """The module inside of what was put around it: by torch.compile, DataParallel or DistributedDataParallel."""
+    while True:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif compiler_of(model) is not None:
+            model = model._orig_mod
+        else:
+            return model
+
+
+def compiler_of(model: Any) -> Callable[[Any], Any] | None:
+    """What compiles a function as ``torch.compile(module)`` was told to; None if a module was not."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return model.dynamo_ctx if dynamo is not None and isinstance(model, dynamo.OptimizedModule) else None
+
+
+def migrated(model: nn.Module) -> nn.Module:
+    """The module to prepare; says which lines of the script are of no more use."""
+    if isinstance(model, DataParallel):
+        messages.warn_once(
+            "accelerator.prepare got a model in nn.DataParallel. It is taken out: one process a device "
+            "(DistributedDataParallel) is faster and is what `paceline launch` starts. Delete the DataParallel(...) "
+            "line."
+        )
+    elif isinstance(model, DistributedDataParallel):
+        messages.warn_once(
+            "accelerator.prepare got a model that is in DistributedDataParallel already. It is taken out, since "
+            "prepare wraps it; options such as find_unused_parameters go into "
+            "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)]). Delete the "
+            "DistributedDataParallel(...) line."
+        )
+    return unwrapped(model)
+
+
+def _in_float32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a forward; what it returns in 16 bits becomes float32, so that losses are computed in that."""
+    return to_float32(forward(*args, **kwargs))
+
+
+def to_float32(data: Any) -> Any:
+    """Tensors of 16 bits in nested lists, tuples, dicts and dataclass-like mappings, as float32."""
+    if isinstance(data, Tensor):
+        return data.float() if data.dtype in _SIXTEEN_BITS else data
+    if type(data) in (tuple, list):
+        return type(data)(to_float32(value) for value in data)
+    if isinstance(data, Mapping):
+        if type(data) is dict:
+            return {key: to_float32(value) for key, value in data.items()}
+        for key, value in list(data.items()):  # a model's output class: changed in place, so that it stays one
+            changed = to_float32(value)
+            if changed is not value:
+                data[key] = changed  # type: ignore[index]
+        return data
+    return pytree.tree_map_only(Tensor, to_float32, data)

@@ -1,0 +1,164 @@
+"""A prepared optimizer: it steps when the window of micro-batches is complete, and does nothing before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from ...strategies.base import Strategy
+from ...strategies.precision.base import Precision
+from .scaler import refuse_scaler
+
+if TYPE_CHECKING:
+    from .accumulation import GradientState
+    from .models import PreparedModel
+
+
+class AcceleratedOptimizer(Optimizer):
+    """Stands for the user's optimizer; whatever is read from it is that one's.
+
+    ``step()`` does nothing while gradients are accumulated. ``zero_grad()`` keeps gradients that no step has used yet,
+    so that it may be called at the beginning of a micro-batch as well as at its end.
+
+    Args:
+        optimizer: the user's.
+        strategy: what steps it: that of its model.
+        state: of the Accelerator.
+        placement: the prepared model whose parameters it has, if it has any of a prepared model.
+        clip_norm: what the norm of its gradients is clipped to before each step; None: they are not.
+
+    Attributes:
+        scales: its gradients have fp16's loss scale in them.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        state: GradientState,
+        placement: PreparedModel | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.strategy = strategy
+        self.placement = placement
+        self._state_of_gradients = state
+        self._is_overflow = False
+        self.scales = strategy.precision.scaler is not None
+        self._clip_norm = clip_norm
+        self._plain = (
+            clip_norm is None
+            and type(strategy).optimizer_step is Strategy.optimizer_step
+            and type(strategy.precision).optimizer_step is Precision.optimizer_step
+        )
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because fp16's gradients overflowed."""
+        return self._is_overflow
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step, if the window is complete.
+
+        Args:
+            closure: evaluates the loss and calls ``accelerator.backward``, for optimizers that need one.
+        """
+        state = self._state_of_gradients
+        if not state.sync_gradients:
+            return None
+        window = state.window
+        loss = None
+        if closure is None:
+            if self.scales or window.by_items or window.count != state.num_steps:  # or there is nothing to settle
+                window.settle(self)
+            if self._clip_norm is not None:
+                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+                self.strategy.clip_by_norm(parameters, self._clip_norm)
+        if self._plain and closure is None:
+            self.optimizer.step()
+        elif closure is None:
+            self._is_overflow = not self.strategy.optimizer_step(self.optimizer)
+        else:
+            loss, self._is_overflow = self._step_with(closure)
+        window.stepped.add(id(self))
+        return loss
+
+    def _step_with(self, closure: Callable[[], Any]) -> tuple[Any, bool]:
+        losses: list[Any] = []
+
+        def settled() -> Any:
+            losses[:] = [closure()]
+            window = self._state_of_gradients.window
+            window.settled.discard(id(self))
+            window.settle(self)
+            window.stepped.add(id(self))
+            return losses[0]
+
+        stepped = self.strategy.optimizer_step(self.optimizer, settled)
+        return (losses[0] if losses else None), not stepped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; nothing while they are accumulated, also at the beginning of a window's last micro-batch.
+
+        Args:
+            set_to_none: as for torch's optimizers.
+        """
+        state = self._state_of_gradients
+        window = state.window
+        if (state.sync_gradients and (window.counted or window.free)) or not window.count:
+            self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """For optimizers without schedules, which have a mode for training."""
+        _call(self.optimizer, "train")
+
+    def eval(self) -> None:
+        """For optimizers without schedules, which have a mode for evaluation."""
+        _call(self.optimizer, "eval")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The user's optimizer's."""
+        refuse_scaler(self.scales or self._state_of_gradients.num_steps > 1)
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The user's optimizer's."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The user's optimizer's."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _call(optimizer: Optimizer, name: str) -> None:
+    method = getattr(optimizer, name, None)
+    if callable(method):
+        method()

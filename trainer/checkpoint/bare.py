@@ -1,0 +1,108 @@
+"""Bare weights: the tensors of a ``state_dict`` in files that other tools read, each memory once."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...loggers import messages
+
+
+class Bare(NamedTuple):
+    """The tensors of a ``state_dict``.
+
+    Attributes:
+        tensors: one of each, by name.
+        twins: names of tensors that are the very same as one of these, whose name follows.
+        others: what is no tensor: its name and type.
+    """
+
+    tensors: dict[str, Tensor]
+    twins: dict[str, str]
+    others: dict[str, str]
+
+
+def bare(state: Mapping[str, Any], tied: Iterable[str] = ()) -> Bare:
+    """Take a ``state_dict`` apart.
+
+    Args:
+        state: of a module.
+        tied: regular expressions of names which, of several for one tensor, are not to be the one that stays.
+    """
+    patterns = [re.compile(pattern) for pattern in tied]
+    found = Bare({}, {}, {})
+    owners: dict[Any, str] = {}
+    names = sorted(state, key=lambda name: any(pattern.search(name) for pattern in patterns))
+    for name in names:
+        value = state[name]
+        if not isinstance(value, Tensor):
+            found.others[name] = type(value).__name__
+        elif value.numel() and (owner := owners.setdefault(_place(value), name)) != name:
+            found.twins[name] = owner
+    kept = [name for name in state if name not in found.twins and name not in found.others]
+    found.tensors.update((name, state[name]) for name in kept)
+    return found
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return (memory_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that share memory."""
+    return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str], who: str) -> None:
+    """Write a file of the safetensors format, synced to disk.
+
+    Args:
+        tensors: by name; views of one memory are copied, since the format refuses them.
+        path: on this machine.
+        metadata: goes into the head of the file, beside ``format``.
+        who: asks for it, for the error.
+
+    Raises:
+        ModuleNotFoundError: the package safetensors is not installed.
+    """
+    save_file = safetensors_writer(who)
+    seen: set[Any] = set()
+    apart: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        alone = whole and memory_of(tensor) not in seen
+        seen.add(memory_of(tensor))
+        apart[name] = tensor.detach().contiguous() if alone else tensor.detach().contiguous().clone()
+    save_file(apart, path, {"format": "pt", **metadata})
+    sync(path)
+
+
+def safetensors_writer(who: str) -> Any:
+    """The function that writes the format.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message has the line that installs it.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(messages.missing(who, "safetensors")) from error
+    return save_file
+
+
+def write_torch(value: Any, path: Path) -> None:
+    """Write what ``torch.save`` writes, synced to disk."""
+    torch.save(value, path)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Bring a file to the disk."""
+    with path.open("rb+") as stream:
+        os.fsync(stream.fileno())
