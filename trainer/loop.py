@@ -54,7 +54,7 @@ class FitLoop:
         if self.resumed is None:
             self.validation.sanity_check()
         owed = self.owed()
-        if state.epoch_done and not owed:
+        if state.epoch_done and owed != "values":
             self.enter_next_epoch()
         if trainer.limit_train_batches == 0 or (self.finished() and not owed):
             self.train_nothing()
@@ -66,14 +66,15 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
             hook()
-        if self.resumed is not None and (owed == "values" or state.next_batch == 0):
+        if self.resumed is not None and (owed in ("values", "end") or state.next_batch == 0):
             self.resumed.go_on()
         if owed == "values":
             self.finish_epoch()
-        elif owed:
+        elif owed and owed != "end":
             self.run_epoch(state.next_batch)
         while not self.finished():
             self.run_epoch(state.next_batch)
+        state.pending = ""
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
             hook()
@@ -81,10 +82,11 @@ class FitLoop:
     def owed(self) -> str:
         """What was still to be done where the checkpoint was written, which comes before any limit.
 
-        The end of an epoch that was cut short is not, where there is more to train now.
+        The end of the training, or of an epoch that was cut short, is not, where there is more to train now.
         """
         state = self.state
-        if self.resumed is None or (state.pending == "values" and not state.epoch_done and not self.at_limit()):
+        ends = state.pending == "end" or (state.pending == "values" and not state.epoch_done)
+        if self.resumed is None or (ends and not self.at_limit()):
             state.pending = ""
         return state.pending
 
@@ -252,10 +254,11 @@ class FitLoop:
         if schedules.epoch_plateaus:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
-        state.pending = ""
+        state.pending = "end"
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
+        state.pending = ""
         metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # what the monitors logged themselves
         if state.updates == 0 and not self.trainer.training_module.automatic_optimization:
             messages.warn_once(
@@ -309,7 +312,8 @@ class FitLoop:
     def at_limit(self) -> bool:
         """Whether all epochs or steps have been made."""
         trainer, state = self.trainer, self.state
-        return state.global_step >= limit(trainer.max_steps) or state.epoch >= limit(trainer.max_epochs)
+        epochs = state.epoch + state.epoch_done
+        return state.global_step >= limit(trainer.max_steps) or epochs >= limit(trainer.max_epochs)
 
     def why_finished(self) -> str:
         """The reason there is nothing to train, with the numbers."""

@@ -25,7 +25,8 @@ class RunState:
         settled: ``batches`` without those whose gradients wait in the window.
         pending: what a resume from here has to do before the next batch: ``"batch"``: what follows a trained batch
             (records to the loggers, validation, plateau schedulers); ``"validation"``: the same, from the validation
-            that is under way; ``"plateaus"``: what follows that; ``"values"``: what follows ``on_train_epoch_end``.
+            that is under way; ``"plateaus"``: what follows that; ``"values"``: what follows ``on_train_epoch_end``;
+            ``"end"``: the end of the training, if that was its last epoch.
         epoch_done: the epoch's last batch has been trained (true inside ``on_train_epoch_end``).
         is_last_batch: the batch under way is the last of its epoch.
         stepped: the batch under way ended in an optimizer step.
