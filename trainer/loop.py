@@ -128,11 +128,12 @@ class FitLoop:
                     break
                 outputs = step(batch, batch_idx)
                 state.batches += 1
-                if schedules.per_batch:
-                    schedules.after_batch()
-                state.next_batch, state.pending = batch_idx + 1, "batch"
+                state.next_batch, state.pending = batch_idx + 1, "schedulers"
                 if not state.window:
                     state.settled = state.batches
+                if schedules.per_batch:
+                    schedules.after_batch()
+                state.pending = "batch"
                 if ends:
                     outputs = detached(outputs)
                     for hook in ends:
@@ -221,7 +222,11 @@ class FitLoop:
 
     def finish_batch(self, schedules: Schedules) -> None:
         """Do what was still to be done after the batch at which a checkpoint was written."""
-        trainer, state, pending = self.trainer, self.state, self.state.pending
+        trainer, state = self.trainer, self.state
+        if state.pending == "schedulers":
+            schedules.after_batch()
+            state.pending = "batch"
+        pending = state.pending
         if pending == "batch" and state.stepped and state.updates % trainer.log_every_n_steps == 0:
             self.metrics.flush_step(state.updates, state.epoch)
         if pending in ("batch", "validation") and self.validation.every and self.validation.due(state.batch_idx, ""):
