@@ -4,6 +4,8 @@
     python examples/06_own_loop.py                                 # the same numbers, on the device there is
     paceline launch --num_processes 2 examples/06_own_loop.py      # on two devices, or two CPU processes
     tensorboard --logdir runs/own_loop                             # both curves
+
+Look for `accelerator` to see what changed.
 """
 
 from __future__ import annotations
