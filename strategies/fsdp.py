@@ -20,7 +20,7 @@ from ..loggers import messages
 from . import fsdp_window, shards
 from .distributed import DistributedStrategy, StartMethod
 from .fsdp_materialize import Materializer
-from .fsdp_wrapping import Policy, bottom_up, checkpoint_activations, choose_blocks
+from .fsdp_wrapping import Policy, bottom_up, check_shapes, checkpoint_activations, choose_blocks
 from .precision.base import Precision, gradients
 from .precision.mixed import MixedPrecision
 
@@ -234,7 +234,7 @@ class FSDPStrategy(DistributedStrategy):
         return module
 
     def _shard(self, module: nn.Module) -> None:
-        _check_shapes(module)
+        check_shapes(module)
         self.same_model(module)
         blocks = self._blocks(module)
         checkpoint_activations(module, self.activation_checkpointing, blocks)
@@ -512,15 +512,6 @@ def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:
     if isinstance(asked, OffloadPolicy):
         return asked
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if asked else OffloadPolicy()
-
-
-def _check_shapes(module: nn.Module) -> None:
-    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise ValueError(
-            f"{type(module).__name__} has parameters of shape () ({messages.names(scalars[:5], 'and')}), which cannot "
-            "be sharded. Give them the shape (1,): nn.Parameter(torch.tensor([1.0])); or use strategy='ddp'."
-        )
 
 
 def _broadcast(tensors: list[Tensor]) -> None:

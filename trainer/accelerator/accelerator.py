@@ -14,7 +14,7 @@ from ...loggers.timings import timed
 from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
 from .accumulation import GradientState, Window
-from .arguments import compiler_for, read_arguments
+from .arguments import read_arguments
 from .folders import Saves
 from .models import PreparedModel, is_prepared, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
@@ -122,7 +122,7 @@ class Accelerator(Processes):
         self.trackers = Trackers(arguments.log_with, self.project_configuration.logging_dir)
         self.rng_types = rng_types
         self.handlers = arguments.handlers
-        self._compiler = partial(compiler_for, arguments.dynamo)
+        self._compiler = arguments.dynamo.compile
         self._clip_norm = arguments.clip_norm
         self._shards = arguments.shards
         self._strategy: Strategy = arguments.strategy
@@ -167,11 +167,6 @@ class Accelerator(Processes):
     def distributed_type(self) -> DistributedType:
         """How the processes share the work."""
         return self.state.distributed_type
-
-    @property
-    def log_with(self) -> list[Any]:
-        """The trackers that were asked for."""
-        return self.trackers.wanted
 
     @property
     def project_dir(self) -> str | None:

@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
             )
             return REFUSED
         values = _defaults() | given if arguments.yes or arguments.what else ask(given)
-    write_file(path, values)
+    write_file(path, {name: values[name] for name in SETTINGS if name in values})
     messages.answer(str(path))
     return 0
 

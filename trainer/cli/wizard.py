@@ -79,6 +79,7 @@ class Dialog:
 
     def _read(self, prompt: str) -> str:
         if self._ended:
+            messages.answer(prompt)
             return ""
         try:
             word = input(prompt).strip()

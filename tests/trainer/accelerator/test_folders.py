@@ -14,10 +14,9 @@ from loops import Loop, same
 from processes import RanksError, ranks
 from torch import nn
 
+from paceline import Accelerator, ProjectConfiguration
 from paceline.loggers.messages import PacelineWarning
 from paceline.trainer.accelerator import checkpoint, folders
-from paceline.trainer.accelerator.accelerator import Accelerator
-from paceline.trainer.accelerator.plugins import ProjectConfiguration
 from paceline.trainer.checkpoint import replace
 
 

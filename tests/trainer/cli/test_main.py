@@ -67,6 +67,16 @@ def test_every_command_explains_its_arguments(name: str, capsys: pytest.CaptureF
     assert "options:" in said
 
 
+def test_a_flag_may_be_spelled_with_dashes_or_underscores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, spelled in enumerate(("--config-file", "--config_file")):
+        path = str(tmp_path / f"{number}.yaml")
+        assert main(["config", "--yes", spelled, path, f"{spelled[:-5]}_file={path}", "--set=mixed-precision=no"]) == 0
+        assert capsys.readouterr().out == f"{path}\n"
+    with pytest.raises(SystemExit):
+        main(["config", "--help"])
+    assert "--config-file" not in capsys.readouterr().out
+
+
 def test_an_unknown_command_is_an_error_that_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["checkpoint", "lss"])
