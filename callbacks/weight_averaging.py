@@ -324,8 +324,8 @@ class WeightAveraging(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         state = trainer.state
-        self._last_step = self._restored.get("latest_step", state.global_step)
-        self._last_epoch = self._restored.get("latest_epoch", state.epoch - 1)
+        if "latest_step" not in self._restored:
+            self._last_step, self._last_epoch = state.global_step, state.epoch - 1
         # Updates that were due when the checkpoint was written, by a callback that comes before this one.
         self._step_made(state.global_step, state.epoch)
         self._epoch_ended(state.epoch if state.epoch_done else state.epoch - 1)
@@ -395,6 +395,8 @@ class WeightAveraging(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
+        self._last_step = state_dict.get("latest_step", self._last_step)
+        self._last_epoch = state_dict.get("latest_epoch", self._last_epoch)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         average = self._average

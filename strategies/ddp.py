@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Communication hooks that have a name.
-HOOKS = ("fp16", "bf16", "powersgd", "batched_powersgd")
+HOOKS = ("fp16", "bf16", "powersgd")
 #: Hooks that compress before another one.
 WRAPPERS = ("fp16", "bf16")
 
@@ -39,7 +39,7 @@ class DDPStrategy(DistributedStrategy):
         find_unused_parameters: look in each step for parameters that the loss does not depend on. None: only under
             manual optimization, where a loss rarely reaches all networks.
         ddp_comm_hook: how a bucket is reduced: a function of torch.distributed.algorithms.ddp_comm_hooks, or
-            ``"fp16"``, ``"bf16"`` (half the bytes), ``"powersgd"`` or ``"batched_powersgd"`` (low rank).
+            ``"fp16"``, ``"bf16"`` (half the bytes) or ``"powersgd"`` (low rank).
         ddp_comm_state: the hook's state; for PowerSGD also a dict of what ``PowerSGDState`` takes, or None.
         ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``; or ``"fp16"`` or ``"bf16"``.
         model_averaging_period: with ``post_localSGD_hook``, average the parameters over all processes every so many
@@ -86,7 +86,7 @@ class DDPStrategy(DistributedStrategy):
         self._wrapped: DistributedDataParallel | None = None
         self._manual = False
         self._synchronizes, self._local = True, False
-        #: The next backward is the one that a static graph is learned in, so it communicates in any case.
+        #: Whether the next backward records which gradients come (static_graph). Torch can only do so if it reduces.
         self._records = False
         self._averager: Any = None
         if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in HOOKS:
@@ -116,6 +116,7 @@ class DDPStrategy(DistributedStrategy):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # nothing to reduce
         self.same_model(module)
+        self._records = bool(self.ddp_options.get("static_graph"))
         on_gpu = self.device.type == "cuda"
         self._wrapped = DistributedDataParallel(
             _Step(module),
@@ -123,7 +124,6 @@ class DDPStrategy(DistributedStrategy):
             find_unused_parameters=unused,
             **self.ddp_options,
         )
-        self._records = self._wrapped.static_graph
         hook, state, wrapper = self.hook
         if hook is not None:
             hook, state = _named_hook(hook, state)
@@ -157,7 +157,7 @@ class DDPStrategy(DistributedStrategy):
     def sync_gradients(self, enabled: bool) -> None:
         self._synchronizes = enabled
         if self._wrapped is not None:
-            self._wrapped.require_backward_grad_sync = (enabled or self._records) and not self._local
+            self._wrapped.require_backward_grad_sync = (enabled and not self._local) or self._records
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if not self._local:
@@ -252,7 +252,7 @@ def _named_hook(hook: str | Callable[..., Any], state: Any) -> tuple[Callable[..
         return getattr(default_hooks, f"{hook}_compress_hook"), state
     if state is None or isinstance(state, Mapping):
         state = powerSGD_hook.PowerSGDState(None, **(state or {}))
-    return powerSGD_hook.powerSGD_hook if hook == "powersgd" else powerSGD_hook.batched_powerSGD_hook, state
+    return powerSGD_hook.powerSGD_hook, state
 
 
 def _named_wrapper(wrapper: str | Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from ..loggers import messages
-from . import batch_norm, launch
+from ..loggers.timings import timed
+from . import batch_norm, gloo, launch
 from .base import ReduceOp, Strategy, UnlikeTensorsError
 from .cluster import Cluster, find_cluster
 from .differentiable import all_gather
@@ -126,6 +127,7 @@ class DistributedStrategy(Strategy):
             launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
         return launch.start(function, args, count, self.start_method, kind, self.numa)
 
+    @timed("joining the group")
     def setup_environment(self) -> None:
         self._stand(find_cluster())
         super().setup_environment()
@@ -469,7 +471,13 @@ def host_room(timeout: timedelta) -> tuple[Any, Watch]:
         if _room is not None:
             _room.watch.close()
         _room = _Room(Watch(dist.get_rank(), dist.get_world_size()))
-        atexit.register(_room.watch.close)  # a thread inside torch while Python ends aborts the process
+        atexit.register(_end_threads, _room.watch)
     if timeout not in _room.groups:
         _room.groups[timeout] = dist.new_group(backend="gloo", timeout=timeout)
     return _room.groups[timeout], _room.watch
+
+
+def _end_threads(watch: Watch) -> None:
+    """Called when the process ends: a thread inside torch that needs Python then aborts it."""
+    watch.close()
+    gloo.let_go()

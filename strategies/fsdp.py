@@ -20,7 +20,7 @@ from ..loggers import messages
 from . import fsdp_window, shards
 from .distributed import DistributedStrategy, StartMethod
 from .fsdp_materialize import Materializer
-from .fsdp_wrapping import Policy, bottom_up, checkpoint_activations, choose_blocks
+from .fsdp_wrapping import Policy, bottom_up, check_shapes, checkpoint_activations, choose_blocks
 from .precision.base import Precision, gradients
 from .precision.mixed import MixedPrecision
 
@@ -234,7 +234,7 @@ class FSDPStrategy(DistributedStrategy):
         return module
 
     def _shard(self, module: nn.Module) -> None:
-        _check_shapes(module)
+        check_shapes(module)
         self.same_model(module)
         blocks = self._blocks(module)
         checkpoint_activations(module, self.activation_checkpointing, blocks)
@@ -426,7 +426,7 @@ class FSDPStrategy(DistributedStrategy):
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
         self._reshard(module)
         own = module.state_dict(keep_vars=True)
-        parts = {name: _cut_if_fits(value, own.get(name)) for name, value in state.items()}
+        parts = {name: shards.cut_if_fits(value, own.get(name)) for name, value in state.items()}
         result = module.load_state_dict(parts, strict=strict)
         self._unfilled = [name for name in self._unfilled if name not in state]
         return result
@@ -444,7 +444,7 @@ class FSDPStrategy(DistributedStrategy):
         saved = [index for group in state["param_groups"] for index in group["params"]]
         of = dict(zip(saved, parameters, strict=False))
         parts = {
-            index: {key: _cut_like_parameter(value, of.get(index)) for key, value in values.items()}
+            index: {key: shards.cut_like_parameter(value, of.get(index)) for key, value in values.items()}
             for index, values in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": parts})
@@ -514,15 +514,6 @@ def _offload_policy(asked: bool | CPUOffloadPolicy) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if asked else OffloadPolicy()
 
 
-def _check_shapes(module: nn.Module) -> None:
-    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise ValueError(
-            f"{type(module).__name__} has parameters of shape () ({messages.names(scalars[:5], 'and')}), which cannot "
-            "be sharded. Give them the shape (1,): nn.Parameter(torch.tensor([1.0])); or use strategy='ddp'."
-        )
-
-
 def _broadcast(tensors: list[Tensor]) -> None:
     """Rank 0's values to all, as bytes: some backends do not know every dtype."""
     waiting = []
@@ -534,17 +525,3 @@ def _broadcast(tensors: list[Tensor]) -> None:
         work.wait()  # type: ignore[union-attr]
         if data.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(data)
-
-
-def _cut_if_fits(value: Any, own: Any) -> Any:
-    """This process's part of a whole tensor; what does not fit stays, for ``load_state_dict`` to complain."""
-    fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
-    return shards.cut(value, own) if fits else value
-
-
-def _cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
-    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
-        return value
-    if value.shape == parameter.shape:
-        return shards.cut(value, parameter)
-    return value if value.dim() == 0 else shards.replicate(value, parameter)

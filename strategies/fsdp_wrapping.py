@@ -162,6 +162,16 @@ def _tied_modules(root: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
     return tied
 
 
+def check_shapes(module: nn.Module) -> None:
+    """Raise a ValueError if a parameter has no dimension to shard along."""
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ValueError(
+            f"{type(module).__name__} has parameters of shape () ({messages.names(scalars[:5], 'and')}), which cannot "
+            "be sharded. Give them the shape (1,): nn.Parameter(torch.tensor([1.0])); or use strategy='ddp'."
+        )
+
+
 # ---- activation checkpointing ----------------------------------------------------------------------------------------
 
 

@@ -150,3 +150,18 @@ def multiply(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
     for device, parts in devices.items():
         here = factor.to(device) if isinstance(factor, Tensor) else factor
         torch._foreach_mul_(parts, here)  # type: ignore[reportPrivateImportUsage]
+
+
+def cut_if_fits(value: Any, own: Any) -> Any:
+    """This process's part of a whole tensor; what does not fit stays, for ``load_state_dict`` to complain."""
+    fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
+    return cut(value, own) if fits else value
+
+
+def cut_like_parameter(value: Any, parameter: Tensor | None) -> Any:
+    """This process's part of an optimizer's tensor for a parameter; what is no tensor of a split one stays."""
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor):
+        return value
+    if value.shape == parameter.shape:
+        return cut(value, parameter)
+    return value if value.dim() == 0 else replicate(value, parameter)

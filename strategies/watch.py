@@ -138,7 +138,7 @@ class Watch:
         """Stop to answer."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(self._answer_seconds)
+            self._thread.join(2 * self._answer_seconds)  # it may just wait for an answer, which takes that time once
 
     # ---- answering -------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ from paceline.callbacks import ModelCheckpoint
 from paceline.callbacks.base import FIT_PSEUDO_CODE
 from paceline.loggers.messages import PacelineWarning
 from paceline.strategies.precision.choose import ALIASES, NAMES
+from paceline.trainer.cli.main import main
+from paceline.trainer.settings import SETTINGS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
@@ -110,6 +112,31 @@ def test_links_lead_somewhere() -> None:
             if anchor:
                 headings = re.findall(r"^#+ (.*)$", prose(goal.stem), re.M)
                 assert anchor in [slug(heading) for heading in headings], f"{page}: {target}"
+
+
+def test_the_table_of_settings_is_the_one_in_the_code() -> None:
+    def shown(value: Any) -> str:
+        return "" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+    also = {one.name: ", ".join(f"`{text}`" for text in (*one.variables, *one.keys)) for one in SETTINGS.values()}
+    expected = [
+        [f"`{one.name}`", one.accepts, shown(one.default), one.help, also[name]] for name, one in SETTINGS.items()
+    ]
+    assert rows_after("settings") == expected
+
+
+def test_the_screen_of_config_is_a_real_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = PAGES["settings"].partition("<!-- screen: paceline config -->\n```text\n")[2].partition("```")[0]
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("PACELINE_CONFIG_FILE")
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n\nno\nno\nno\nall\nno\nbf16\n4\n"))
+    assert main(["config"]) == 0
+    printed = capsys.readouterr().out.replace(str(tmp_path), "~/.config")
+    assert [line.rstrip() for line in printed.splitlines()] == screen.splitlines()
+    (written,) = [block.text for block in blocks("settings") if block.info == "yaml"]
+    assert (tmp_path / "paceline" / "config.yaml").read_text() == written
 
 
 def slug(heading: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import shutil
 import subprocess
@@ -29,27 +30,52 @@ def test_every_public_name_can_be_used() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert set(paceline.__all__) == {
+        "Accelerator",
+        "AutocastKwargs",
         "Callback",
         "CombinedLoader",
+        "DDPCommunicationHookType",
+        "DataLoaderConfiguration",
         "DataModule",
+        "DeepSpeedPlugin",
+        "DistributedDataParallelKwargs",
+        "DistributedType",
+        "DynamoBackend",
+        "FullyShardedDataParallelPlugin",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "LocalSGD",
+        "ParallelismConfig",
+        "PartialState",
+        "ProfileKwargs",
+        "ProjectConfiguration",
+        "TorchDynamoPlugin",
         "Trainer",
         "TrainingModule",
         "__version__",
         "callbacks",
+        "debug_launcher",
         "find_executable_batch_size",
+        "get_logger",
         "loggers",
+        "notebook_launcher",
         "seed_everything",
+        "set_seed",
+        "skip_first_batches",
         "strategies",
+        "synchronize_rng_states",
         "verify",
     }
 
 
 def test_a_type_checker_sees_the_same_names_as_a_program() -> None:
     source = (ROOT / "__init__.py").read_text()
-    block = source.partition("if TYPE_CHECKING:\n")[2].partition("\n\n")[0]
-    for line in block.splitlines():
-        module, _, names = line.strip().removeprefix("from ").partition(" import ")
-        for name in names.split(", "):
+    block = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
+    for statement in block.body:
+        assert isinstance(statement, ast.ImportFrom)
+        module = "." + (statement.module or "")
+        for name in (alias.name for alias in statement.names):
             loaded = importlib.import_module(module if module != "." else f".{name}", "paceline")
             assert getattr(paceline, name) is (loaded if module == "." else getattr(loaded, name))
             assert name in paceline.__all__
@@ -137,7 +163,7 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
         for line in metadata.splitlines()
         if line.startswith("Requires-Dist: ") and "extra ==" not in line
     }
-    assert required == {"torch", "torchmetrics", "tensorboard", "wandb", "packaging", "rich"}
+    assert required == {"torch", "torchmetrics", "tensorboard", "wandb", "packaging", "PyYAML", "rich"}
 
 
 @pytest.mark.parametrize("form", ["wheel", "editable"])

@@ -28,6 +28,24 @@ def compile_in_place(module: nn.Module, settings: bool | Mapping[str, Any]) -> N
             target.compile(**arguments)
 
 
+def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
+    """Compile in place the blocks that a list holds several of, which share one compilation; False: there are none.
+
+    Args:
+        module: the model.
+        settings: arguments for ``torch.compile``.
+    """
+    found: list[str] = []
+    for name, holder in module.named_modules():
+        blocks = list(holder.children()) if isinstance(holder, (nn.ModuleList, nn.Sequential)) else []
+        inside = any(name == other or name.startswith(f"{other}.") for other in found)
+        if len(blocks) > 1 and len({type(block) for block in blocks}) == 1 and not inside:
+            found.append(name)
+            for block in blocks:
+                block.compile(**settings)
+    return bool(found)
+
+
 def _networks(module: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for child in module.children():

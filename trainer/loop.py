@@ -57,7 +57,7 @@ class FitLoop:
         if state.epoch_done and not owed:
             self.enter_next_epoch()
         if trainer.limit_train_batches == 0 or (self.finished() and not owed):
-            messages.info_once(f"Nothing to train: {self.why_finished()}.", key="nothing to train")
+            self.train_nothing()
             return
         state.stage = "train"
         self.load_data()
@@ -87,6 +87,12 @@ class FitLoop:
         if self.resumed is None or (state.pending == "values" and not state.epoch_done and not self.at_limit()):
             state.pending = ""
         return state.pending
+
+    def train_nothing(self) -> None:
+        """Say so. What is saved now is what was saved when the run came to its end."""
+        messages.info_once(f"Nothing to train: {self.why_finished()}.", key="nothing to train")
+        if self.resumed is not None:
+            self.resumed.go_on()
 
     def load_data(self) -> None:
         """Make the loaders, and find the place of the resume in theirs."""

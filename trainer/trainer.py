@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks.base import Callback
 from ..callbacks.loss_guard import Rollback
-from ..loggers import messages
+from ..loggers import messages, timings
 from ..loggers.base import Logger
 from ..strategies.base import Strategy
 from ..strategies.choose import choose_strategy
@@ -23,6 +23,7 @@ from .checkpoint.parts import PARTS, check_parts
 from .defaults import choose_callbacks, choose_loggers
 from .environment import numerics
 from .evaluation import EvalLoop
+from .left_open import fill_in
 from .loop import FitLoop
 from .memory import out_of_memory
 from .results import show_results
@@ -56,6 +57,9 @@ class Request:
 class Trainer(TrainerStatus):
     """Runs a :class:`TrainingModule`: ``fit``, ``validate``, ``test``, ``predict``.
 
+    Where ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile`` is left out, the
+    settings of ``paceline launch``, of the environment or of the file that ``paceline config`` writes count.
+
     Args:
         accelerator: ``"auto"`` (CUDA, then MPS, then CPU), ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"mps"``.
         strategy: ``"auto"``, a name such as ``"cpu"`` or ``"single_device"``, or a Strategy.
@@ -85,7 +89,7 @@ class Trainer(TrainerStatus):
         enable_checkpointing: add a ``ModelCheckpoint`` if none is given.
         enable_progress_bar: add a ``RichProgressBar`` if none is given.
         enable_model_summary: add a ``ModelSummary`` if none is given.
-        accumulate_grad_batches: micro-batches an update; a short last window counts what is in it.
+        accumulate_grad_batches: micro-batches an update, 1 by default; a short last window counts what is in it.
         gradient_clip_val: clip gradients to this norm (or value); None or 0 leaves them.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         deterministic: use deterministic algorithms; ``"warn"`` to warn where there is none.
@@ -101,7 +105,7 @@ class Trainer(TrainerStatus):
         default_root_dir: where logs and checkpoints go by default; the working directory if None. An address, such as
             ``s3://bucket/run``, is for checkpoints; logs then go to the working directory.
         enable_autolog_hparams: log ``save_hyperparameters`` at the start of a fit.
-        compile: compile the module in place; True, or a dict of ``torch.compile`` arguments.
+        compile: compile the module in place; True, or a dict of ``torch.compile`` arguments. Not by default.
         signals: what signals do, such as ``{"SIGUSR2": "stop"}``: ``"stop"`` saves at the next step and ends the run,
             ``"requeue"`` also gives the SLURM job back to the queue, None leaves the signal alone. SIGTERM and SIGINT
             stop, SLURM's SIGUSR1 requeues, unless said otherwise.
@@ -137,7 +141,7 @@ class Trainer(TrainerStatus):
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
-        accumulate_grad_batches: int = 1,
+        accumulate_grad_batches: int | None = None,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
         deterministic: bool | str | None = None,
@@ -152,15 +156,16 @@ class Trainer(TrainerStatus):
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | Path | None = None,
         enable_autolog_hparams: bool = True,
-        compile: bool | Mapping[str, Any] = False,
+        compile: bool | Mapping[str, Any] | None = None,
         signals: Mapping[str | int, str | None] | None = None,
     ) -> None:
-        given = dict(locals())
+        given = fill_in(dict(locals()))
         self.state = RunState()
         self._check_limits(given)
         self._check_steps(given)
         self._check_flags(given)
-        self.strategy = choose_strategy(strategy, accelerator, devices, num_nodes, precision, plugins)
+        where = (given[name] for name in ("strategy", "accelerator", "devices", "num_nodes", "precision", "plugins"))
+        self.strategy = choose_strategy(*where)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
         self.loggers = choose_loggers(logger, self)
         self.callbacks = choose_callbacks(callbacks, max_time, grace_seconds, self)
@@ -423,7 +428,7 @@ class Trainer(TrainerStatus):
             result, failed, back, wanted = None, True, None, actions(self._signals)
             with watch(self.state, wanted), Stops(self, wanted) as self._stops:
                 try:
-                    with numerics(self):
+                    with timings.phase(request.fn), numerics(self):
                         resumed = attach(self, request)
                         loop = FitLoop(self, resumed) if request.fn == "fit" else self._evaluation(request)
                         result = loop.run()

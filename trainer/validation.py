@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from ..loggers.timings import timed
 from . import phases
 from .evaluation import EvalLoop
 from .seed import isolate_rng, random_states
@@ -66,6 +67,7 @@ class Validation:
         done = state.batches if trainer.check_val_every_n_epoch is None else batch_idx + 1
         return done % self.every == 0
 
+    @timed("validation")
     def run(self) -> Reason:
         """A validation in the middle or at the end of an epoch, with a boundary behind it: why the run stops there."""
         state, metrics = self.trainer.state, self.trainer._metrics

@@ -109,7 +109,7 @@ def verify(
     Returns:
         A verdict for each strategy.
     """
-    batches = _same_batches(loader, steps * arguments.get("accumulate_grad_batches", 1))
+    batches = _same_batches(loader, steps * arguments.setdefault("accumulate_grad_batches", 1))
     report = Report(steps, tolerance)
     with TemporaryDirectory(prefix="paceline_verify_") as folder:
         exact = _Exact(Path(folder))

@@ -32,12 +32,15 @@ ROOT = HERE.parents[1]
 LIMIT_SECONDS = 240.0
 
 #: What may be struck: any moment of the training, or one of the points of train.py.
-POINTS = ("save", "written", "synced", "renamed", "deleted", "validation", "logger", "epoch", "start")
+POINTS = ("save", "written", "synced", "renamed", "deleted", "validation", "logger", "epoch", "start", "end")
 
-#: What may happen at any batch: a process is killed, or the command is told to end.
-MOMENTS = (*["moment"] * 8, *["told to end"] * 2)
+#: What may happen at any batch: a process is killed, or the command is told to end; or at any time from the start of
+#: the command on, while it reads what it goes on from, or when the training is done: a process is killed.
+MOMENTS = (*["moment"] * 8, *["told to end"] * 2, *["any time"] * 4)
+#: How a command that is told to end does: it has saved; or, before and after the training, the signal ends it at once.
+TOLD = (128 + signal.SIGTERM, -signal.SIGTERM)
 #: Those of the points that every rank comes by.
-SHARED_POINTS = ("start", "validation", "epoch")
+SHARED_POINTS = ("start", "validation", "epoch", "end")
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,30 @@ CELLS = [Cell(*one) for one in itertools.product(("cpu", "ddp", "fsdp"), (0, 2),
 
 @dataclass
 class Result:
-    """What came of one cell."""
+    """What came of one cell.
+
+    Attributes:
+        cell: what was examined.
+        struck: how many strikes landed at which point.
+        starts: how often the command was started under strikes.
+        problems: what was lost or differed.
+        seconds: how long the run took that was left alone.
+    """
 
     cell: Cell
     struck: Counter[str] = field(default_factory=Counter)
     starts: int = 0
     problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 def examine(cell: Cell, kills: int, seed: int, folder: Path) -> Result:
     """Train once left alone, then again and again under strikes, until ``kills`` of them have landed."""
     result, chance = Result(cell), random.Random(seed)
     alone = folder / "alone"
+    began = time.monotonic()
     status, _, text = train(cell, alone)
+    result.seconds = time.monotonic() - began
     if status != 0:
         result.problems.append(f"the run that was left alone failed with status {status}:\n{text}")
         return result
@@ -93,21 +107,38 @@ def examine(cell: Cell, kills: int, seed: int, folder: Path) -> Result:
 
 def survive(cell: Cell, folder: Path, kills: int, chance: random.Random, result: Result) -> None:
     """One training under at most ``kills`` strikes, started again after each; the last start is left alone."""
+    told: list[int] = []
     while True:
         result.starts += 1
         point = "" if kills <= 0 else chance.choice((*POINTS, *MOMENTS))
-        status, landed, text = train(cell, folder, point, chance)
+        status, landed, text = train(cell, folder, point, chance, result.seconds)
         if status == 0:
+            result.problems += _repeated(folder / "seen-0.txt", told)
             return
-        if not landed:
-            result.problems.append(f"a start after {dict(result.struck)} ended with status {status}:\n{text[-3000:]}")
+        if not landed or (point == "told to end" and status not in TOLD):
+            what = f"{point or 'a start'} after {dict(result.struck)} ended with status {status}"
+            result.problems.append(f"{what}:\n{text[-3000:]}")
             return
+        if point == "told to end" and status == TOLD[0]:
+            told.append(len((folder / "seen-0.txt").read_text().splitlines()))
         result.struck[point] += 1
         kills -= 1
 
 
-def train(cell: Cell, folder: Path, point: str = "", chance: random.Random | None = None) -> tuple[int, bool, str]:
+def _repeated(seen: Path, told: list[int]) -> Iterator[str]:
+    """The batches that were trained on again, although the command was told to end and saved after them."""
+    numbers = [int(line.split()[0]) for line in seen.read_text().splitlines()]
+    for index in told:
+        if index < len(numbers) and numbers[index] != numbers[index - 1] + 1:
+            yield f"told to end after batch {numbers[index - 1]}, the run went on with {numbers[index]}"
+
+
+def train(
+    cell: Cell, folder: Path, point: str = "", chance: random.Random | None = None, seconds: float = 0.0
+) -> tuple[int, bool, str]:
     """Run the command once; at ``point``, if there is one, it or one of its processes is killed.
+
+    ``seconds`` is how long it takes when left alone.
 
     Returns:
         The exit status, whether a process was killed, and what was said.
@@ -123,25 +154,33 @@ def train(cell: Cell, folder: Path, point: str = "", chance: random.Random | Non
     with (folder / "said.txt").open("w+") as said:
         process = subprocess.Popen(cell.command(folder), stdout=said, stderr=subprocess.STDOUT, env=environment)
         if chance is not None and point in MOMENTS:
-            _strike_at_a_batch(process, folder, chance, note, point)
+            if point == "any time":
+                _wait(process, chance.random() * seconds)
+            else:
+                _wait_for_batches(process, folder / "seen-0.txt", chance)
+            _strike(process, folder, chance, note, point)
         status = _end(process, folder)
         said.seek(0)
         return status, note.exists(), said.read()
 
 
-def _strike_at_a_batch(
-    process: subprocess.Popen[Any], folder: Path, chance: random.Random, note: Path, point: str
-) -> None:
-    """Kill the command or one of its processes, a random while after it has trained some more batches.
+def _wait(process: subprocess.Popen[Any], seconds: float) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
 
-    Or, where it is only told to end, by SIGTERM, let it save first.
-    """
-    seen, batches, wait = folder / "seen-0.txt", chance.randint(0, 14), chance.random() * 0.012
+
+def _wait_for_batches(process: subprocess.Popen[Any], seen: Path, chance: random.Random) -> None:
+    """Wait until some more batches have been trained on, and a random while."""
+    batches, wait = chance.randint(0, 14), chance.random() * 0.012
     enough = _size(seen) + batches * 20
     deadline = time.monotonic() + LIMIT_SECONDS
     while process.poll() is None and _size(seen) <= enough and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(wait)
+
+
+def _strike(process: subprocess.Popen[Any], folder: Path, chance: random.Random, note: Path, point: str) -> None:
+    """Kill the command or one of its processes; or, where it is told to end, let it save first."""
     victim = chance.choice([process.pid, *(pid for pid in processes_of(folder) if pid != process.pid)])
     if process.poll() is None:
         with suppress(ProcessLookupError):
@@ -190,6 +229,9 @@ def differences(alone: Path, struck: Path) -> list[str]:
     rows = [_rows(_versions(folder)[-1] / "metrics.csv") for folder in (alone, struck)]
     if rows[0] != rows[1]:
         found.append("metrics.csv differs:\n" + "\n".join(_lines(*rows)))
+    kept = [sorted(os.listdir(_versions(folder)[-1] / "checkpoints")) for folder in (alone, struck)]
+    if kept[0] != kept[1]:
+        found.append(f"other checkpoints are kept: {kept[1]}, not {kept[0]}")
     for version in _versions(struck)[:-1]:  # of starts that were struck before they had saved anything
         saved = [path.name for path in (version / "checkpoints").glob("[!.]*")]
         if saved:
@@ -214,7 +256,7 @@ def _lines(one: list[str], other: list[str]) -> list[str]:
 
 
 def _state(file: Path) -> Any:
-    """A checkpoint without what tells one start from another: versions, marks, numbers of saves, paths."""
+    """A checkpoint without what tells one start from another: marks, numbers of saves, the loggers' places."""
     if file.is_dir():
         from paceline.trainer.checkpoint.read import read
 
@@ -223,8 +265,10 @@ def _state(file: Path) -> Any:
         checkpoint = torch.load(file, weights_only=True)
     section = checkpoint.pop("paceline")
     wanted = {key: section[key] for key in ("progress", "ranks", "precision", "metrics") if key in section}
-    callbacks = {key: state for key, state in checkpoint.pop("callbacks").items() if "ModelCheckpoint" not in key}
-    return {**checkpoint, "paceline": wanted, "callbacks": callbacks}
+    for state in checkpoint["callbacks"].values():
+        for mark in ("run", "line", "leftovers"):
+            state.pop(mark, None)
+    return {**checkpoint, "paceline": wanted}
 
 
 def _unequal(one: Any, other: Any, place: str) -> Iterator[str]:
@@ -235,7 +279,7 @@ def _unequal(one: Any, other: Any, place: str) -> Iterator[str]:
     elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for key in one:
             yield from _unequal(one[key], other[key], f"{place}.{key}")
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+    elif all(isinstance(value, (list, tuple)) for value in (one, other)) and len(one) == len(other) < 100:
         for index, (a, b) in enumerate(zip(one, other, strict=True)):
             yield from _unequal(a, b, f"{place}[{index}]")
     elif one != other and not (one != one and other != other):

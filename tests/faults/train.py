@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -105,7 +106,7 @@ def struck_before(owner: Any, name: str, point: str) -> None:
 
 
 class Half:
-    """A stream whose second write comes by a point, so that a part of the file is there."""
+    """A stream whose fourth write comes by a point, so that a part of the file is there."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -129,7 +130,8 @@ def set_traps() -> None:
     struck_before(torch, "save", "save")
     struck_before(os, "fsync", "synced")
     struck_before(replace, "take_place", "renamed")
-    struck_before(os, "remove", "deleted")
+    struck_before(os, "remove", "deleted")  # a file
+    struck_before(shutil, "rmtree", "deleted")  # a folder, which is hidden by now
     struck_before(CSVLogger, "save", "logger")
 
 
@@ -182,6 +184,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(Net(args.folder / "seen"), loader, DataLoader(Noisy(12), 4), ckpt_path="auto")
+    strike("end")
     trainer.save_checkpoint(args.folder / "final.ckpt")
 
 

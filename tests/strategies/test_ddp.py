@@ -300,12 +300,20 @@ def test_a_window_that_a_hook_ends_early_is_reduced_too() -> None:
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
-def test_communication_hooks_by_name_train(hook: str) -> None:
+@pytest.mark.parametrize(
+    ("hook", "state", "wrapper"),
+    [
+        ("fp16", None, None),
+        ("powersgd", None, "fp16"),
+        ("powersgd", {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}, None),
+    ],
+)
+def test_communication_hooks_by_name_train(hook: str, state: Any, wrapper: Any) -> None:
     alone, _ = fit("cpu", 16, 4)
 
     def compressed() -> Any:
-        return fit(DDPStrategy(ddp_comm_hook=hook), 16, 2, module=Single)[0]
+        strategy = DDPStrategy(ddp_comm_hook=hook, ddp_comm_state=state, ddp_comm_wrapper=wrapper)
+        return fit(strategy, 16, 2, module=Single)[0]
 
     class Single(Net):
         def __init__(self) -> None:
@@ -320,8 +328,16 @@ def test_communication_hooks_by_name_train(hook: str) -> None:
     for a, b, exact in zip(mine, theirs, alone, strict=True):
         assert torch.equal(a, b)
         assert torch.isfinite(a).all()
-        if hook != "powersgd":
-            torch.testing.assert_close(a.double(), exact, rtol=0.05, atol=0.02)
+        rounded = torch.allclose(a.double(), exact, rtol=0.05, atol=0.02)
+        assert rounded if state is None else not torch.allclose(a.double(), exact, rtol=1e-4)
+        assert not torch.equal(a, exact.float())
+
+
+def test_a_static_graph_accumulates_from_the_first_window_on() -> None:
+    alone, _ = fit("cpu", 18, 4, 2)
+    for together, _ in ranks(2, fit, DDPStrategy(static_graph=True), 18, 2, 2):
+        for mine, expected in zip(together, alone, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_options_reach_distributed_data_parallel() -> None:
@@ -496,6 +512,14 @@ def test_unknown_and_own_arguments_are_refused() -> None:
         DDPStrategy(ddp_comm_hook="fp61")
     with pytest.raises(ValueError, match=r"ddp_comm_hook='bf16'.*needs NCCL.*'fp16'"):
         Trainer(**QUIET, strategy=DDPStrategy(ddp_comm_hook="bf16"))
+    with pytest.raises(ValueError, match=r"ddp_comm_wrapper='bf16'.*needs NCCL.*'fp16'"):
+        Trainer(**QUIET, strategy=DDPStrategy(ddp_comm_hook="powersgd", ddp_comm_wrapper="bf16"))
+    with pytest.raises(ValueError, match=r"Unknown ddp_comm_wrapper 'fp61'\. Did you mean 'fp16'"):
+        DDPStrategy(ddp_comm_hook="fp16", ddp_comm_wrapper="fp61")
+    with pytest.raises(ValueError, match="without ddp_comm_hook has no effect"):
+        DDPStrategy(ddp_comm_state={"matrix_approximation_rank": 1})
+    with pytest.raises(ValueError, match=r"process_group_backend='nccl'\): NCCL joins CUDA devices"):
+        Trainer(**QUIET, strategy=DDPStrategy(process_group_backend="nccl"))
 
 
 def test_a_module_inside_data_parallel_is_taken_out() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from paceline import Callback, Trainer, TrainingModule
-from paceline.callbacks import EarlyStopping, ModelCheckpoint
+from paceline.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LossGuard,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from paceline.callbacks.checkpoint_keeper import Checkpoint
 from paceline.loggers import Logger
 from paceline.trainer.seed import seed_all
@@ -700,3 +708,30 @@ def test_what_the_modules_own_hooks_do_is_in_the_checkpoint(tmp_path: Path, quie
     for file in ("files/epoch=0-step=3.ckpt", "checked/epoch=0-step=4.ckpt"):
         resumed = run(ckpt_path=tmp_path / file)
         assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("ends", [{"max_epochs": 2}, {"max_epochs": 2, "max_steps": 6}], ids=str)
+@pytest.mark.parametrize("average", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1), None])
+def test_a_run_that_is_done_saves_the_same_again_when_it_is_started_again(
+    tmp_path: Path, quiet: dict[str, Any], average: Any, ends: dict[str, int]
+) -> None:
+    def run(file: str, seed: int, **more: Any) -> dict[str, Any]:
+        seed_all(seed)
+        averages = [average()] if average else []
+        stop, guard, clock = EarlyStopping("val_loss", patience=9), LossGuard(warmup=1), Timer("00:01:00:00")
+        keep = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", save_last=True)
+        waits = ModelCheckpoint(tmp_path / "waits", train_time_interval="01:00:00:00")
+        trainer = Trainer(
+            **{**quiet, "enable_checkpointing": True}, **ends, callbacks=[*averages, stop, guard, clock, keep, waits]
+        )
+        trainer.fit(TinyModule(), tiny_loader(4, shuffle=True), tiny_loader(2), **more)
+        trainer.save_checkpoint(tmp_path / file)
+        return torch.load(tmp_path / file, weights_only=True)
+
+    one, other = run("one.ckpt", 1), run("other.ckpt", 2, ckpt_path=tmp_path / "one.ckpt")
+    for found in (one, other):
+        del found["paceline"]["manifest"], found["paceline"]["runs"]
+        for state in found["callbacks"].values():
+            for name in ("run", "line", "time_elapsed", "seconds_left"):
+                state.pop(name, None)
+    same(one, other)

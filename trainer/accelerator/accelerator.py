@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from ...loggers.timings import timed
 from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
 from .accumulation import GradientState, Window
-from .arguments import compiler_for, read_arguments
+from .arguments import read_arguments
 from .folders import Saves
 from .models import PreparedModel, is_prepared, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
@@ -25,9 +26,11 @@ from .trackers import Trackers
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from torch.profiler import profile as Profiler
     from torch.utils.data import DataLoader
 
     from .enums import DistributedType
+    from .handlers import ProfileKwargs
     from .loaders import PreparedLoader
 
 T1 = TypeVar("T1")
@@ -116,9 +119,10 @@ class Accelerator(Processes):
         self.output_dtype: str = arguments.settings["output_dtype"]
         self.dataloader_config = arguments.dataloader_config
         self.project_configuration = arguments.project_configuration
+        self.trackers = Trackers(arguments.log_with, self.project_configuration.logging_dir)
         self.rng_types = rng_types
         self.handlers = arguments.handlers
-        self._compiler = partial(compiler_for, arguments.dynamo)
+        self._compiler = arguments.dynamo.compile
         self._clip_norm = arguments.clip_norm
         self._shards = arguments.shards
         self._strategy: Strategy = arguments.strategy
@@ -144,7 +148,6 @@ class Accelerator(Processes):
         self._dataloaders: list[PreparedLoader] = []
         self._custom_objects: list[Any] = []
         self._saves = Saves()
-        self.trackers = Trackers(arguments.log_with, self.logging_dir)
         self.step = 0
         self._seed: int | None = None
         self._checked = False
@@ -164,11 +167,6 @@ class Accelerator(Processes):
     def distributed_type(self) -> DistributedType:
         """How the processes share the work."""
         return self.state.distributed_type
-
-    @property
-    def log_with(self) -> list[Any]:
-        """The trackers that were asked for."""
-        return self.trackers.wanted
 
     @property
     def project_dir(self) -> str | None:
@@ -208,6 +206,11 @@ class Accelerator(Processes):
         """Whether an optimizer left out its last step because fp16's gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that were asked for: names, classes and objects."""
+        return self.trackers.wanted
+
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
     @overload
@@ -229,6 +232,7 @@ class Accelerator(Processes):
     @overload
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any: ...
 
+    @timed("prepare")
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders; anything else comes back as it is.
 
@@ -535,12 +539,14 @@ class Accelerator(Processes):
 
     # ---- files and trackers ----------------------------------------------------------------------------------------
 
+    @timed("save_state")
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save everything that this loop needs to go on, to the bit; see :func:`.checkpoint.save_state`."""
         from . import checkpoint
 
         return checkpoint.save_state(self, output_dir, safe_serialization, **kwargs)
 
+    @timed("load_state")
     def load_state(self, input_dir: Any = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Go on from what :meth:`save_state` wrote; see :func:`.checkpoint.load_state`."""
         from . import checkpoint
@@ -588,13 +594,13 @@ class Accelerator(Processes):
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Start the trackers of ``log_with``, on the main process."""
-        self.trackers.start(project_name, config, init_kwargs, self.logging_dir)
+        """Start the trackers of ``log_with``; see :meth:`.trackers.Trackers.start`."""
+        self.trackers.start(project_name, config, init_kwargs, self.project_configuration.logging_dir)
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Send numbers to all trackers."""
+        """Send the values of one step to all trackers; see :meth:`.trackers.Trackers.log`."""
         self.trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -602,12 +608,11 @@ class Accelerator(Processes):
         return self.trackers.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Finish the trackers."""
+        """End the run in all trackers. The process group is left when the program ends."""
         self.trackers.finish()
-        self.wait_for_everyone()
 
-    def profile(self, profile_handler: Any = None) -> AbstractContextManager[Any]:
-        """Torch's profiler around a part of the loop; one trace for each process."""
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
+        """Context that gives torch's profiler; see :func:`.profiling.profile`."""
         from .profiling import profile
 
         return profile(self, profile_handler)

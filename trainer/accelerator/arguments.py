@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...loggers import messages
 from ...strategies.base import Strategy
-from ...strategies.fsdp_wrapping import choose_blocks
 from ...strategies.precision.base import Precision
 from ..settings import Settings, resolve
 from .choose import Choice, choose
@@ -16,9 +14,9 @@ from .handlers import Handlers, sort_handlers
 from .loaders import DataLoaderConfiguration
 from .plugins import (
     DeepSpeedPlugin,
-    GradientAccumulationPlugin,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    choose_accumulation,
     choose_dynamo,
     given,
 )
@@ -113,7 +111,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> Arguments:
         choice=choice,
         strategy=strategy,
         shards=_shards(strategy),
-        accumulation=_accumulation(arguments, settings, plugin),
+        accumulation=choose_accumulation(arguments["gradient_accumulation_plugin"], settings, plugin),
         clip_norm=None if plugin is None else plugin.decided("gradient_clipping"),
         dynamo=choose_dynamo(arguments["dynamo_plugin"], settings),
         dataloader_config=_loaders(arguments["dataloader_config"], settings),
@@ -165,30 +163,6 @@ def _shards(strategy: Strategy) -> bool:
     return bool(strategy.communicates_forward)
 
 
-def _accumulation(
-    arguments: Mapping[str, Any], settings: Settings, deepspeed: DeepSpeedPlugin | None
-) -> dict[str, Any]:
-    """The arguments of ``GradientState``."""
-    plugin = arguments["gradient_accumulation_plugin"]
-    steps = settings["gradient_accumulation_steps"]
-    said = None if deepspeed is None else deepspeed.decided("gradient_accumulation_steps")
-    if said not in (None, "auto") and not settings.is_set("gradient_accumulation_steps"):
-        steps = said
-    if plugin is None:
-        return {"num_steps": steps}
-    if not isinstance(plugin, GradientAccumulationPlugin):
-        raise TypeError(
-            f"Accelerator(gradient_accumulation_plugin={plugin!r}) is a {type(plugin).__name__}. Pass a "
-            "GradientAccumulationPlugin, or gradient_accumulation_steps=..."
-        )
-    if plugin.num_steps is not None and arguments["gradient_accumulation_steps"] not in (None, 1, plugin.num_steps):
-        raise ValueError(
-            f"Accelerator(gradient_accumulation_steps={arguments['gradient_accumulation_steps']}) contradicts its "
-            f"gradient_accumulation_plugin, which says {plugin.num_steps}. Leave one out."
-        )
-    return {**plugin.to_dict(), "num_steps": steps if plugin.num_steps is None else plugin.num_steps}
-
-
 def _loaders(config: Any, settings: Settings) -> DataLoaderConfiguration:
     if config is not None and not isinstance(config, DataLoaderConfiguration):
         raise TypeError(
@@ -198,19 +172,3 @@ def _loaders(config: Any, settings: Settings) -> DataLoaderConfiguration:
         return config
     found = {name: given(settings, name) for name in (*_LOADERS, "use_stateful_dataloader")}
     return DataLoaderConfiguration(**{name: value for name, value in found.items() if value is not None})
-
-
-def compiler_for(dynamo: TorchDynamoPlugin, module: Any) -> Callable[[Any], Any] | None:
-    """What compiles a model's forward; None if nothing does. Its repeated blocks are compiled here if that is asked."""
-    compiler = dynamo.compiler()
-    if compiler is None or not dynamo.use_regional_compilation:
-        return compiler
-    blocks = choose_blocks(module, "auto")
-    if not blocks:
-        messages.info_once(
-            f"use_regional_compilation: {type(module).__name__} has no repeated blocks, so it is compiled as a whole."
-        )
-        return compiler
-    for block in blocks.values():
-        block.compile(**dynamo.to_kwargs())
-    return None

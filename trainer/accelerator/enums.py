@@ -24,7 +24,9 @@ class Word(str, Enum):
         for word in cls:
             if wanted in (word.name, word.value.upper()):
                 return word
-        raise ValueError(messages.unknown(cls.__name__, value, cls.list()))
+        known = {word.value.upper(): word.value for word in cls}
+        hint = messages.did_you_mean(wanted, known)
+        raise ValueError(f"Unknown {cls.__name__} {value!r}.{hint} Choose {messages.names(known.values())}.")
 
     @classmethod
     def list(cls) -> builtins.list[str]:

@@ -235,7 +235,10 @@ def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
     if text.isdecimal() and 1 <= int(text) <= len(words):
         return words[int(text) - 1]
     if text not in words:
-        raise ValueError(messages.unknown(f"{field} for FullyShardedDataParallelPlugin", value, words))
+        hint = messages.did_you_mean(text, words)
+        raise ValueError(
+            f"Unknown {field} for FullyShardedDataParallelPlugin {value!r}.{hint} Choose {messages.names(words)}."
+        )
     return text
 
 

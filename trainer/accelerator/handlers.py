@@ -85,6 +85,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_hook = DDPCommunicationHookType(self.comm_hook)
         self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
         named = DDPCommunicationHookType
+        if self.comm_hook is named.BATCHED_POWER_SGD:
+            raise NotImplementedError(
+                "DistributedDataParallelKwargs(comm_hook='batched_power_sgd'): torch's batched PowerSGD raises an "
+                "AssertionError with the first step that it compresses. Write comm_hook='power_sgd'."
+            )
         if self.comm_wrapper not in (named.NO, named.FP16, named.BF16):
             raise ValueError(
                 f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}) is no wrapper. Choose 'no', "
@@ -94,9 +99,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise ValueError(
                 f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}, "
                 f"comm_state_option={self.comm_state_option}) has no effect without comm_hook. Choose one "
-                f"({messages.names(named.list()[1:])}), or leave them out."
+                f"({messages.names(named.list()[1:-1])}), or leave them out."
             )
-        if self.comm_state_option and self.comm_hook not in (named.POWER_SGD, named.BATCHED_POWER_SGD):
+        if self.comm_state_option and self.comm_hook is not named.POWER_SGD:
             raise ValueError(
                 f"DistributedDataParallelKwargs(comm_state_option={self.comm_state_option}) is for PowerSGD, but "
                 f"comm_hook is {self.comm_hook.value!r}. Leave it out, or write comm_hook='power_sgd'."
@@ -116,7 +121,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         )
         found = self.to_kwargs()
         if hook != "no":
-            found |= {"ddp_comm_hook": hook.replace("power_sgd", "powersgd")}
+            found |= {"ddp_comm_hook": "powersgd" if hook == "power_sgd" else hook}
             found |= {"ddp_comm_state": dict(self.comm_state_option)} if self.comm_state_option else {}
             found |= {"ddp_comm_wrapper": wrapper} if wrapper != "no" else {}
         return found

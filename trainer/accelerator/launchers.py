@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...loggers import messages
 from ...strategies import launch
 from ...strategies.devices import find_kind
+from ..settings import resolve
 from .enums import PrecisionType
 from .handlers import NO_EIGHT_BITS
-from .process_state import FORKED, AcceleratorState
+from .process_state import FORKED, forgotten, is_initialized
 
 
 def notebook_launcher(
@@ -45,12 +47,17 @@ def notebook_launcher(
     """
     _refuse_more(more)
     variables = {"PACELINE_MIXED_PRECISION": _precision(mixed_precision), FORKED: "1"}
-    kind = "cpu" if os.environ.get("PACELINE_CPU", "").lower() in ("1", "true") else find_kind("auto")
+    kind = "cpu" if resolve()["cpu"] else find_kind("auto")
     count = num_processes or (torch.cuda.device_count() if kind == "cuda" else 1)
     if count == 1:
         with _environment({**variables, FORKED: None}):
             return function(*args)
     _refuse_used(kind, count)
+    if is_initialized():
+        messages.warn_once(
+            "An Accelerator was made before notebook_launcher. It knows one process only: let the function that is "
+            "launched make its own, and use nothing that the other one prepared."
+        )
     return _start(function, args, count, kind, variables, int(use_port or 0))
 
 
@@ -84,20 +91,8 @@ def _start(
             "PartialState().destroy_process_group() first."
         )
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with _environment(variables):
-        return launch.start(_Fresh(function), tuple(args), count, method, kind, port=port)
-
-
-class _Fresh:
-    """A function whose process finds its place anew: a copied process has copied the place of the other one too."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
-
-    def __call__(self, *args: Any) -> Any:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        return self.function(*args)
+    with _environment(variables), forgotten():  # a copied process stands somewhere else than this one
+        return launch.start(function, tuple(args), count, method, kind, port=port)
 
 
 @contextmanager

@@ -32,22 +32,13 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """More for context parallelism.
+    """For context parallelism, which a loop of one's own does not have.
 
     Args:
-        cp_comm_strategy: ``"allgather"``: keys and values of all parts are gathered before an attention.
-        sequence_dims: which dimension of a batch's tensors is the sequence: a number for all, or by key of the batch.
+        cp_comm_strategy: how keys and values travel.
     """
 
     cp_comm_strategy: str | None = None
-    sequence_dims: int | Mapping[Any, int] | None = None
-
-    def __post_init__(self) -> None:
-        if self.cp_comm_strategy not in (None, "allgather"):
-            raise ValueError(
-                f"TorchContextParallelConfig(cp_comm_strategy={self.cp_comm_strategy!r}): keys and values are gathered "
-                "before an attention. Choose 'allgather'."
-            )
 
 
 @dataclass
@@ -67,12 +58,12 @@ class ParallelismConfig:
         dp_replicate_size: copies of the (sharded) model.
         dp_shard_size: processes over which each parameter is sharded.
         tp_size: processes over which each layer is split.
-        cp_size: processes over which a sequence is split.
+        cp_size: processes over which a sequence is split; not supported above 1.
         cp_backend: ``"torch"``.
         sp_size: not supported above 1.
         sp_backend: ``"deepspeed"``.
         tp_handler: more for tensor parallelism.
-        cp_handler: more for context parallelism; ``cp_size`` above 1 needs its ``sequence_dims``.
+        cp_handler: accepted.
         sp_handler: accepted.
 
     Raises:
@@ -110,11 +101,6 @@ class ParallelismConfig:
         names = {f"{dim}_size": f"parallelism_config_{dim}_size" for dim in DIMS}
         found = fill(self, settings, names)
         found = replace(found, **{name: getattr(found, name) or 1 for name in names})
-        if found.cp_handler is None and settings is not None:
-            strategy = fill(
-                TorchContextParallelConfig(), settings, {"cp_comm_strategy": "parallelism_config_cp_comm_strategy"}
-            )
-            found.cp_handler = strategy if strategy.cp_comm_strategy is not None else None
         return found
 
     # ---- sizes -----------------------------------------------------------------------------------------------------
@@ -253,14 +239,16 @@ class ParallelismConfig:
         """The arguments of ModelParallelStrategy.
 
         Raises:
-            NotImplementedError: DeepSpeed's sequence parallelism, or asynchronous tensor parallelism.
-            ValueError: it is not said where in a batch the sequences are.
+            NotImplementedError: split sequences, or asynchronous tensor parallelism.
         """
-        if self.sp_enabled:
-            raise NotImplementedError(
-                f"ParallelismConfig(sp_size={self.sp_size}): DeepSpeed's sequence parallelism is not supported. Write "
-                f"cp_size={self.sp_size}, which splits sequences by torch."
-            )
+        for name in ("cp", "sp"):
+            if self.size(name) > 1:
+                raise NotImplementedError(
+                    f"ParallelismConfig({name}_size={self.size(name)}) splits sequences, so that a model returns a "
+                    "part of each, while the loss is computed outside of it, on whole ones. Write "
+                    "Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step has both inside, or "
+                    f"leave {name}_size out."
+                )
         if self.tp_handler is not None and self.tp_handler.enable_async_tp:
             raise NotImplementedError(
                 "TorchTensorParallelConfig(enable_async_tp=True) is not supported. Leave it out: layers are split "
@@ -270,17 +258,7 @@ class ParallelismConfig:
             "data_parallel_replicate": self.size("dp_replicate"),
             "data_parallel_shard": self.size("dp_shard"),
             "tensor_parallel": self.size("tp"),
-            "context_parallel": self.size("cp"),
         }
         if self.tp_enabled and self.tp_handler is not None:
             found["plan"] = self.tp_handler.plan
-        if self.cp_enabled:
-            dims = self.cp_handler.sequence_dims if self.cp_handler is not None else None
-            if dims is None:
-                raise ValueError(
-                    f"ParallelismConfig(cp_size={self.cp_size}) splits sequences, but does not know where in a batch "
-                    "they are. Pass cp_handler=TorchContextParallelConfig(sequence_dims=1) if it is dimension 1 of all "
-                    "tensors, or sequence_dims={'input_ids': 1, 'labels': 1, 'position_ids': 1}."
-                )
-            found["context_parallel_dims"] = dims
         return found

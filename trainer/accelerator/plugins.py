@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from ...loggers import messages
+from ..compiling import compile_repeated
 from .enums import DynamoBackend
 from .handlers import KwargsHandler
 
@@ -155,13 +157,28 @@ class TorchDynamoPlugin(KwargsHandler):
         if not self.compiles:
             return None
         arguments = self.to_kwargs()
-        known = torch.compiler.list_backends(exclude_tags=())
-        if arguments["backend"] not in known:
+        present = torch.compiler.list_backends(exclude_tags=())
+        if arguments["backend"] not in present:
+            known = [word for word in DynamoBackend.list() if word.lower() in present]
             raise ValueError(
                 f"TorchDynamoPlugin(backend={str(self.backend)!r}): torch {torch.__version__} has no such backend "
-                f"here. It has {messages.names(known, 'and')}; others come with a package of their own."
+                f"here. It has {messages.names(known, 'and')}; others come with packages of their own, which have to "
+                "be installed."
             )
         return partial(torch.compile, **arguments)
+
+    def compile(self, module: nn.Module) -> Callable[[Any], Any] | None:
+        """What compiles the module's forward; None if nothing does, or its repeated blocks were compiled in place."""
+        compiler = self.compiler()
+        if compiler is None or not self.use_regional_compilation:
+            return compiler
+        if compile_repeated(module, self.to_kwargs()):
+            return None
+        messages.info_once(
+            f"use_regional_compilation found no list of blocks of one class in {type(module).__name__}, so all of it "
+            "is compiled at once."
+        )
+        return compiler
 
 
 _DYNAMO = {
@@ -303,3 +320,42 @@ class DeepSpeedPlugin:
             if device == "cpu":
                 found[argument] = True
         return found
+
+
+def choose_accumulation(
+    plugin: GradientAccumulationPlugin | None,
+    settings: Mapping[str, Any] | None,
+    deepspeed: DeepSpeedPlugin | None = None,
+) -> dict[str, Any]:
+    """The arguments of ``GradientState``: what the plugin says, else the settings, else DeepSpeed's configuration.
+
+    Args:
+        plugin: ``Accelerator(gradient_accumulation_plugin=...)``.
+        settings: with ``gradient_accumulation_steps``.
+        deepspeed: the plugin in force.
+
+    Raises:
+        TypeError: the plugin is none.
+        ValueError: two of them say different numbers.
+    """
+    if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
+        raise TypeError(
+            f"Accelerator(gradient_accumulation_plugin={plugin!r}) is a {type(plugin).__name__}. Pass a "
+            "GradientAccumulationPlugin, or write gradient_accumulation_steps=4."
+        )
+    found = (plugin or GradientAccumulationPlugin()).to_dict()
+    origin = getattr(settings, "origin", None)
+    in_code = origin is None or origin("gradient_accumulation_steps").place == "code"
+    asked = given(settings, "gradient_accumulation_steps")
+    if None not in (found["num_steps"], asked) and in_code and asked not in (1, found["num_steps"]):
+        raise ValueError(
+            f"Accelerator(gradient_accumulation_steps={asked}) contradicts GradientAccumulationPlugin(num_steps="
+            f"{found['num_steps']}). Leave one out."
+        )
+    steps = found["num_steps"] if found["num_steps"] is not None else asked
+    theirs = deepspeed.decided("gradient_accumulation_steps") if deepspeed is not None else None
+    if None not in (steps, theirs) and steps != theirs:
+        raise ValueError(
+            f"DeepSpeed is told gradient_accumulation_steps={theirs}, but the Accelerator has {steps}. Leave one out."
+        )
+    return {**found, "num_steps": steps or theirs or 1}

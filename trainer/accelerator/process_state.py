@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,17 @@ class _Process:
 
 
 _process = _Process()
+
+
+@contextmanager
+def forgotten() -> Iterator[None]:
+    """Context in which the process stands nowhere, as processes that are copied from it in there."""
+    before = vars(_process).copy()
+    _process.forget()
+    try:
+        yield
+    finally:
+        vars(_process).update(before)
 
 
 class PartialState(Processes):

@@ -65,7 +65,7 @@ def _section(trainer: Trainer, counters: dict[str, Any]) -> dict[str, Any]:
         "stage": trainer.state.stage,
         "world_size": trainer.world_size,
         "data_ranks": trainer.strategy.num_data_ranks,
-        "batch_samples": samples_in_batch(trainer.train_dataloader, trainer.strategy.num_data_ranks),
+        "batch_samples": _batch_samples(trainer),
         "progress": counters,
         "manifest": {"sequence": trainer._count_save()},
     }
@@ -78,6 +78,14 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
+
+
+def _batch_samples(trainer: Trainer) -> int | None:
+    """Samples in a full batch of all ranks; before the loader of a resumed fit is there, those of its checkpoint."""
+    resumed = trainer._fit.resumed if trainer._fit is not None else None
+    if trainer.train_dataloader is None and resumed is not None:
+        return resumed.batch_samples
+    return samples_in_batch(trainer.train_dataloader, trainer.strategy.num_data_ranks)
 
 
 def _add_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

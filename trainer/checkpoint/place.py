@@ -16,6 +16,7 @@ from ..state import without_window
 from .ranks import buffers_apart, entry_of, put_back_buffers, tell_derived, without_entry
 
 if TYPE_CHECKING:
+    from ..loop import FitLoop
     from ..trainer import Trainer
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
@@ -41,17 +42,23 @@ def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
         "losses": None,
     }
     if fit is not None:
-        ahead = fit.fetched_ahead()
         kept["losses"] = fit.losses.state_dict()
-        kept["random_at_epoch_start"] = fit.at_epoch_start
-        kept["ended"] = ahead.get("ended", False)
-        kept["random_before_fetch"] = ahead.get("random")
-        kept["loader"] = ahead.get("loader")
+        kept |= _place_in_data(fit) if fit.resumed is None else fit.resumed.place_in_data()
         if state.pending == "validation" and fit.validation.random is not None:
             kept["random"] = fit.validation.random  # the validation is repeated
     if trainer.train_dataloader is not None and not kept.get("loader"):
         kept["loader"] = loader_state(trainer.train_dataloader)
     return kept
+
+
+def _place_in_data(fit: FitLoop) -> dict[str, Any]:
+    ahead = fit.fetched_ahead()
+    return {
+        "random_at_epoch_start": fit.at_epoch_start,
+        "ended": ahead.get("ended", False),
+        "random_before_fetch": ahead.get("random"),
+        "loader": ahead.get("loader"),
+    }
 
 
 def _gradients(trainer: Trainer) -> dict[str, Any] | None:
@@ -109,7 +116,7 @@ class Resumed:
         self._parts = parts
         self.derived: list[str] = []
         self._saved = section.get("data_ranks") or 1
-        self._batch_samples: int | None = section.get("batch_samples")
+        self.batch_samples: int | None = section.get("batch_samples")
         self.ranks: list[dict[str, Any]] = section.get("ranks", [])
         strategy = trainer.strategy
         self._world = section.get("world_size", self._saved)
@@ -151,7 +158,7 @@ class Resumed:
         trainer, state = self.trainer, self.trainer.state
         batch, ranks_now = state.next_batch, trainer.strategy.num_data_ranks
         now = samples_in_batch(trainer._source.train_loader, ranks_now)
-        saved = self._batch_samples
+        saved = self.batch_samples
         if saved is None or now is None:  # then a rank's batch is taken to be as large as it was
             saved, now = self._saved, ranks_now
         if self.in_loops and batch and not state.epoch_done and saved != now:
@@ -194,9 +201,11 @@ class Resumed:
         """The loader had come to its end before the last batch of the epoch was trained on."""
         return self.in_loops and self._alike and (self.own or {}).get("ended", False)
 
-    def at_epoch_start(self) -> dict[str, Any] | None:
-        """What :meth:`enter_epoch` puts in force, if it was restored."""
-        return (self.own or {}).get("random_at_epoch_start")
+    def place_in_data(self) -> dict[str, Any]:
+        """What this rank had of its place in the data, for a checkpoint that is written before a batch is fetched."""
+        names = ("random_at_epoch_start", "ended", "random_before_fetch", "loader")
+        own = self.own if self.in_loops and self._alike else None
+        return {name: own[name] for name in names if name in own} if own else {}
 
     def go_on(self) -> None:
         """What is to be in force when the next batch is trained on."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import locations
+from ...loggers.timings import timed
 from .. import phases
 from . import file, sharded
 from .contents import gather
@@ -79,6 +80,7 @@ class Saver:
         self._write: _Write | None = None
         self._thread: threading.Thread | None = None
 
+    @timed("saving a checkpoint")
     def save(
         self,
         paths: Sequence[str | Path],

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...loggers import messages
+from ...loggers.timings import STARTED
 from ..settings import SETTINGS, Settings, hand_over, resolve
 from .launch_flags import add_flags, given, refuse
 from .launch_script import Script, find_script, point_out_config
@@ -52,6 +54,7 @@ def start(script: Script, settings: Settings, arguments: Namespace) -> int:
     os.environ.update(hand_over(settings))
     os.environ.update(plan.variables)
     if settings["debug"]:
+        os.environ[STARTED] = str(time.time())
         messages.info(settings.text())
     say = _Announcement(plan, settings, arguments.quiet)
     if plan.is_one and not arguments.log_dir and not settings["max_restarts"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import REMAINDER, SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import REMAINDER, SUPPRESS, Action, ArgumentParser, Namespace
 from typing import Any
 
 from ..settings import SETTINGS, Setting
@@ -43,17 +43,6 @@ _REFUSED = {
 }
 
 
-class _Help(RawDescriptionHelpFormatter):
-    """Shows each flag in one spelling, though two are accepted."""
-
-    def _format_action_invocation(self, action: Action) -> str:
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        shown = [spelling for spelling in action.option_strings if "-" not in spelling.lstrip("-")]
-        value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
-        return ", ".join(shown) + value
-
-
 class _Refuse(Action):
     """Notes a flag that cannot be followed; :func:`refuse` says so."""
 
@@ -62,13 +51,12 @@ class _Refuse(Action):
 
 
 def add_flags(parser: ArgumentParser, script: bool = True) -> None:
-    """Every flag, in both spellings.
+    """Every flag.
 
     Args:
         parser: gets them.
         script: there is a script behind the flags, which may have arguments of its own.
     """
-    parser.formatter_class, parser.allow_abbrev = _Help, False
     if script:
         _add_script(parser)
     _add_own(parser)
@@ -111,8 +99,7 @@ def _add_own(parser: ArgumentParser) -> None:
 
 
 def _add(parser: Any, name: str, *more: str, **how: Any) -> None:
-    spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-    parser.add_argument(*more, *spellings, dest=name, **how)
+    parser.add_argument(*more, f"--{name}", dest=name, **how)
 
 
 def _setting(one: Setting) -> dict[str, Any]:

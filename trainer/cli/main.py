@@ -13,8 +13,10 @@ from ...loggers import messages
 #: What each command does. Its module has the same words; that has ``add_arguments(parser)`` and ``run(arguments)``,
 #: which returns the exit status.
 COMMANDS = {
+    "config": "write the file of settings, asking or not",
     "launch": "run a script as one process or several, on this machine and others",
     "test": "check that this machine trains as it is configured to",
+    "env": "versions, devices, and the settings in force with their origin",
     "merge-weights": "write the weights of a checkpoint in parts as one file of safetensors",
     "checkpoint ls": "list the checkpoints in a folder",
     "checkpoint show": "what a checkpoint is, and what it holds",
@@ -74,13 +76,26 @@ def _parser(command: str | None) -> ArgumentParser:
             inside = places[""].add_parser(group, help=_GROUPS[group], description=_sentence(_GROUPS[group]))
             places[group] = inside.add_subparsers(metavar="COMMAND", required=True)
         parser = places[group].add_parser(
-            last, help=line, description=_sentence(line), formatter_class=RawDescriptionHelpFormatter
+            last,
+            help=line,
+            description=_sentence(line),
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         if name == command:
             module = import_module(f".{name.replace(' ', '.').replace('-', '_')}", __package__)
             module.add_arguments(parser)
+            _accept_both_spellings(parser)
             parser.set_defaults(run=module.run, command=name)
     return top
+
+
+def _accept_both_spellings(parser: ArgumentParser) -> None:
+    """Let ``--some_flag`` also be written ``--some-flag``, and the other way round; help shows the one it was given."""
+    for written, action in list(parser._option_string_actions.items()):
+        if written.startswith("--"):
+            for spelled in (written[2:].replace("_", "-"), written[2:].replace("-", "_")):
+                parser._option_string_actions.setdefault(f"--{spelled}", action)
 
 
 def _sentence(said: str | Exception) -> str:

@@ -16,11 +16,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("directory", help="a checkpoint in parts, or a folder of Accelerator.save_state")
     parser.add_argument("out", help=f"a file *.safetensors, or a folder, in which {_FILE} is written")
-    for name, line in (
-        ("unsafe_serialization", "refused: only safetensors are written"),
-        ("remove_checkpoint_dir", "refused: nothing is deleted"),
-    ):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", action="store_true", help=line)
+    parser.add_argument("--unsafe_serialization", action="store_true", help="refused: only safetensors are written")
+    parser.add_argument("--remove_checkpoint_dir", action="store_true", help="refused: nothing is deleted")
 
 
 def run(arguments: Namespace) -> int:

@@ -90,12 +90,13 @@ def check_collectives(accelerator: Accelerator) -> Iterable[str]:
 def check_data(accelerator: Accelerator) -> Iterable[str]:
     """A pass has every sample, and what is gathered for metrics has each once, in order."""
     samples = torch.arange(_SAMPLES)
-    shuffled = accelerator.prepare(DataLoader(TensorDataset(samples), 2, shuffle=True))
+    size = 2 * _ranks_of_a_batch(accelerator)
+    shuffled = accelerator.prepare(DataLoader(TensorDataset(samples), size, shuffle=True))
     mine = [number for (batch,) in shuffled for number in batch.tolist()]
     seen = sorted({number for part in accelerator._strategy.gather_objects(mine) for number in part})
     if seen != samples.tolist():
         yield f"a shuffled pass left out the samples {sorted(set(samples.tolist()) - set(seen))}"
-    ordered = accelerator.prepare(DataLoader(TensorDataset(samples), 2))
+    ordered = accelerator.prepare(DataLoader(TensorDataset(samples), size))
     gathered = [number for (batch,) in ordered for number in accelerator.gather_for_metrics(batch).tolist()]
     if gathered != samples.tolist():
         yield f"gather_for_metrics gave {gathered} instead of 0 to {_SAMPLES - 1} once each"
@@ -148,6 +149,11 @@ CHECKS: dict[str, Callable[[Accelerator], Iterable[str]]] = {
 }
 
 
+def _ranks_of_a_batch(accelerator: Accelerator) -> int:
+    """How many data ranks share the batch of a loader: all of them with split_batches."""
+    return accelerator._strategy.num_data_ranks if accelerator.dataloader_config.split_batches else 1
+
+
 def _task(accelerator: Accelerator) -> tuple[Tensor, Tensor, nn.Module]:
     """Inputs, targets and a model, alike on all ranks; a batch of 8 for each data rank is all of the data."""
     generator = torch.Generator().manual_seed(1)
@@ -158,7 +164,7 @@ def _task(accelerator: Accelerator) -> tuple[Tensor, Tensor, nn.Module]:
 
 def _train(accelerator: Accelerator, model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader: Any = DataLoader(TensorDataset(x, y), 8, shuffle=True)
+    loader: Any = DataLoader(TensorDataset(x, y), 8 * _ranks_of_a_batch(accelerator), shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(_EPOCHS):
         for batch, targets in loader:

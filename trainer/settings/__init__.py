@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from .files import ConfigFile, find_file, read_file, write_file
+from .files import CONFIG_VARIABLE, ConfigFile, find_file, own_file, read_file, write_file
 from .names import SETTINGS, Setting
 from .resolver import Given, Origin, Row, Settings, hand_over, resolve
 
 __all__ = [
+    "CONFIG_VARIABLE",
     "SETTINGS",
     "ConfigFile",
     "Given",
@@ -19,6 +20,7 @@ __all__ = [
     "Settings",
     "find_file",
     "hand_over",
+    "own_file",
     "read_file",
     "resolve",
     "write_file",

@@ -13,7 +13,7 @@ from ...loggers import messages
 from .names import SETTINGS
 
 #: Names the file in force; ``none``: no file.
-VARIABLE = "PACELINE_CONFIG_FILE"
+CONFIG_VARIABLE = "PACELINE_CONFIG_FILE"
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 #: Keys of Accelerate's files that Paceline has no use for, with the values that ask for nothing.
@@ -76,11 +76,11 @@ def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
     Raises:
         FileNotFoundError: PACELINE_CONFIG_FILE names no file.
     """
-    named = environment.get(VARIABLE)
+    named = environment.get(CONFIG_VARIABLE)
     if named:
         if named.lower() == "none":
             return None
-        return str(_existing(Path(named).expanduser(), f"the environment variable {VARIABLE}"))
+        return str(_existing(Path(named).expanduser(), f"the environment variable {CONFIG_VARIABLE}"))
     mine, theirs = own_file(environment), accelerates_file(environment)
     here = [Path(f"paceline{suffix}") for suffix in SUFFIXES]
     places = [*here, *(mine.with_suffix(suffix) for suffix in SUFFIXES), theirs, theirs.with_suffix(".json")]
@@ -88,7 +88,7 @@ def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
     if found is not None and found.parent == theirs.parent:
         messages.info_once(
             f"Settings are read from {found}, which Accelerate wrote. Run `paceline config` for a file of Paceline's, "
-            f"or set {VARIABLE}=none to read none."
+            f"or set {CONFIG_VARIABLE}=none to read none."
         )
     return None if found is None else str(found)
 
@@ -181,7 +181,7 @@ def _of_type(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
         known = messages.names(_TYPES) if key == "distributed_type" else "'LOCAL_MACHINE'"
         raise ValueError(
             f"{file.path} has {key}: {value}, which Paceline cannot do: it runs on CPUs, CUDA GPUs and Apple's MPS of "
-            f"machines at hand. Choose {known}, or set {VARIABLE}=none to read no file."
+            f"machines at hand. Choose {known}, or set {CONFIG_VARIABLE}=none to read no file."
         )
     return _TYPES[word]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ...loggers import messages
-from .files import VARIABLE, ConfigFile, find_file, read_file
+from .files import CONFIG_VARIABLE, ConfigFile, find_file, read_file
 from .names import SETTINGS, Setting
 
 Place = Literal["code", "flag", "env", "file", "default"]
@@ -76,17 +76,19 @@ class Settings(Mapping[str, Any]):
         """Every setting with its value and origin."""
         return [Row(name, said.value, *said.origin) for name, said in self._said.items()]
 
-    def print(self, everything: bool = False) -> None:
-        """Print the settings that somebody gave, with value and origin.
+    def print(self, everything: bool = True) -> None:
+        """Print the settings, each with its value and origin, on rank 0.
 
         Args:
             everything: those at their default too.
         """
-        messages.answer(self.text(everything))
+        if messages.is_rank_zero():
+            messages.answer(self.text(everything))
 
-    def text(self, everything: bool = False) -> str:
+    def text(self, everything: bool = True) -> str:
         """What :meth:`print` prints."""
         rows = [row for row in self.table() if everything or row.place != "default"]
+        rows = [row._replace(where=row.where.removeprefix(f"{self.file}: ")) for row in rows]
         lines = [f"Settings in force (file: {self.file or 'none'})"]
         name, value = (max((len(str(row[i])) for row in rows), default=0) for i in (0, 1))
         lines += [f"  {row.name:{name}}  {row.value!s:{value}}  {row.place}  {row.where}".rstrip() for row in rows]
@@ -188,7 +190,7 @@ def hand_over(settings: Settings) -> dict[str, str]:
     return {
         **{SETTINGS[row.name].variable: _written(row.value) for row in flags},
         FLAGS: ",".join(row.name for row in flags),
-        VARIABLE: "none" if settings.file is None else os.path.abspath(settings.file),
+        CONFIG_VARIABLE: "none" if settings.file is None else os.path.abspath(settings.file),
     }
 
 

@@ -1,0 +1,161 @@
+"""What the Trainer takes from the settings, and what it does not. Rows D1-D3 for door one, C12."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+
+from paceline import Trainer
+from paceline.callbacks import GradientAccumulationScheduler
+from paceline.strategies import DDPStrategy, SingleDevice
+from paceline.strategies.precision.mixed import MixedPrecision
+from paceline.trainer.left_open import fill_in
+
+OPEN: dict[str, Any] = {
+    "accelerator": "auto",
+    "strategy": "auto",
+    "precision": None,
+    "plugins": None,
+    "accumulate_grad_batches": None,
+    "compile": None,
+    "callbacks": None,
+}
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write settings into the file in force."""
+
+    def write(text: str) -> None:
+        (tmp_path / "c.yaml").write_text(text)
+        monkeypatch.setenv("PACELINE_CONFIG_FILE", str(tmp_path / "c.yaml"))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "argument", "value"),
+    [
+        ("mixed_precision: bf16", "precision", "bf16-mixed"),
+        ("mixed_precision: fp16", "precision", "16-mixed"),
+        ("mixed_precision: 'no'", "precision", None),
+        ("gradient_accumulation_steps: 4", "accumulate_grad_batches", 4),
+        ("", "accumulate_grad_batches", 1),
+        ("cpu: true", "accelerator", "cpu"),
+        ("cpu: false", "accelerator", "auto"),
+        ("strategy: ddp", "strategy", "ddp"),
+        ("strategy: auto", "strategy", "auto"),
+        ("use_fsdp: true", "strategy", "fsdp"),
+        ("use_fsdp: true\nfsdp_sharding_strategy: HYBRID_SHARD", "strategy", "hybrid_shard"),
+        ("use_fsdp: true\nfsdp_offload_params: true", "strategy", "fsdp_cpu_offload"),
+        ("use_fsdp: true\nstrategy: ddp", "strategy", "ddp"),
+        ("use_deepspeed: true", "strategy", "deepspeed_stage_2"),
+        ("use_deepspeed: true\nzero_stage: 3\noffload_param_device: cpu", "strategy", "deepspeed_stage_3_offload"),
+        ("", "compile", False),
+        ("dynamo_backend: 'no'", "compile", False),
+        ("dynamo_backend: eager", "compile", {"backend": "eager", "fullgraph": False}),
+        (
+            "dynamo_config: {dynamo_backend: inductor, dynamo_mode: max-autotune, dynamo_use_dynamic: false}",
+            "compile",
+            {"backend": "inductor", "fullgraph": False, "mode": "max-autotune", "dynamic": False},
+        ),
+    ],
+)
+def test_c12_what_is_left_open_comes_from_the_settings(text: str, argument: str, value: Any, elsewhere: Any) -> None:
+    elsewhere(text)
+    assert fill_in(OPEN)[argument] == value
+
+
+ALL = """
+mixed_precision: bf16
+gradient_accumulation_steps: 4
+cpu: true
+strategy: ddp
+dynamo_backend: inductor
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("precision", "32-true"),
+        ("precision", "64-true"),
+        ("precision", 16),
+        ("accumulate_grad_batches", 1),
+        ("accumulate_grad_batches", 2),
+        ("accelerator", "gpu"),
+        ("strategy", "single_device"),
+        ("compile", False),
+        ("compile", {"backend": "eager"}),
+    ],
+)
+def test_d2_code_wins_and_says_so_once(
+    argument: str, value: Any, elsewhere: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="paceline")
+    elsewhere(ALL)
+    for _ in range(2):
+        filled = fill_in(OPEN | {argument: value})
+    assert filled[argument] == value
+    assert len([line for line in caplog.messages if f"from Trainer({argument}=); that counts" in line]) == 1
+    assert len(caplog.messages) == 2
+
+
+def test_d3_what_agrees_is_no_conflict(elsewhere: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="paceline")
+    elsewhere(ALL)
+    code = {"precision": "bf16", "accumulate_grad_batches": 4, "accelerator": "cpu", "strategy": "ddp", "compile": True}
+    fill_in(OPEN | code)
+    assert not caplog.messages
+
+
+def test_what_was_taken_is_said_with_its_place(elsewhere: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="paceline")
+    elsewhere("mixed_precision: bf16\nuse_fsdp: true\n")
+    fill_in(OPEN)
+    (line,) = caplog.messages
+    assert line.startswith("Trainer takes from the settings: precision='bf16-mixed' (")
+    assert "c.yaml: mixed_precision), strategy='fsdp' (" in line
+
+
+def test_objects_in_code_count(elsewhere: Any) -> None:
+    elsewhere(ALL)
+    mixed = MixedPrecision("16-mixed")
+    assert fill_in(OPEN | {"plugins": mixed})["precision"] is None
+    assert fill_in(OPEN | {"strategy": DDPStrategy(precision=mixed)})["precision"] is None
+    assert fill_in(OPEN | {"strategy": DDPStrategy()})["precision"] == "bf16-mixed"
+    assert fill_in(OPEN | {"strategy": SingleDevice("cpu")})["accelerator"] == "auto"
+    scheduler = GradientAccumulationScheduler({0: 1, 2: 3})
+    for callbacks in (scheduler, [scheduler]):
+        assert fill_in(OPEN | {"callbacks": callbacks})["accumulate_grad_batches"] == 1
+
+
+def test_a_strategy_in_code_counts_against_a_switch_and_says_so(
+    elsewhere: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="paceline")
+    elsewhere("use_fsdp: true")
+    assert fill_in(OPEN | {"strategy": "ddp"})["strategy"] == "ddp"
+    assert "strategy is 'ddp', from Trainer(strategy=); that counts, not use_fsdp from " in caplog.text
+    caplog.clear()
+    fill_in(OPEN | {"strategy": "fsdp_cpu_offload"})
+    assert not caplog.messages
+
+
+def test_d1_a_fit_runs_with_the_settings(elsewhere: Any, quiet: dict[str, Any]) -> None:
+    elsewhere("mixed_precision: bf16\ngradient_accumulation_steps: 2\ncpu: true\ndynamo_backend: eager\n")
+    given = {name: value for name, value in quiet.items() if name != "accelerator"}
+    trainer = Trainer(**given, max_epochs=1)
+    module = TinyModule()
+    seen = set()
+    module.register_forward_hook(lambda *args: seen.add(args[-1].dtype))
+    trainer.fit(module, tiny_loader())
+    assert trainer.precision == "bf16-mixed"
+    assert trainer.accumulate_grad_batches == 2
+    assert trainer.global_step == -(-len(tiny_loader()) // 2)
+    assert trainer.compile == {"backend": "eager", "fullgraph": False}
+    assert trainer.strategy.device == torch.device("cpu")

@@ -1,0 +1,142 @@
+"""Arguments of the Trainer that were left open, from the settings that stand elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from ..loggers import messages
+from ..strategies.base import Strategy
+from ..strategies.distributed import DistributedStrategy
+from ..strategies.precision.base import Precision
+from .settings import Given, Settings, resolve
+
+#: Words for the precisions that settings have, and for what the Trainer accepts for the same.
+_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+_SAME = {
+    "no": ("no", "32", "32-true", "fp32"),
+    "fp16": ("16", "16-mixed", "fp16"),
+    "bf16": ("bf16", "bf16-mixed"),
+}
+
+
+def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The Trainer's arguments, where those left open take what a launcher's flags, variables or the file say."""
+    settings = resolve(_in_code(given), door="Trainer")
+    found = dict(_from_settings(given, settings))
+    if found:
+        taken = ", ".join(f"{name}={value!r} ({where})" for name, (value, where) in found.items())
+        messages.info_once(f"Trainer takes from the settings: {taken}.")
+    defaults = {"accumulate_grad_batches": 1, "compile": False}
+    either = {name: default if given[name] is None else given[name] for name, default in defaults.items()}
+    return {**given, **either, **{name: value for name, (value, _) in found.items()}}
+
+
+# ---- what the program says -----------------------------------------------------------------------------------------
+
+
+def _in_code(given: Mapping[str, Any]) -> dict[str, Given]:
+    """What the arguments say, in the settings' words."""
+    return {
+        "mixed_precision": _given("precision", _precision(given)),
+        "gradient_accumulation_steps": _given("accumulate_grad_batches", _accumulation(given)),
+        "strategy": _given("strategy", None if _is_auto(given["strategy"]) else given["strategy"]),
+        "cpu": _given("accelerator", _cpu(given)),
+        "dynamo_backend": _given("compile", _compile(given["compile"])),
+    }
+
+
+def _given(argument: str, value: Any) -> Given:
+    return Given(value, f"Trainer({argument}=)")
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _precision(given: Mapping[str, Any]) -> Any:
+    value, strategy = given["precision"], given["strategy"]
+    if value is None and given["plugins"]:
+        return given["plugins"]
+    if value is None and isinstance(strategy, Strategy) and type(strategy.precision) is not Precision:
+        return strategy.precision
+    return next((word for word, same in _SAME.items() if str(value) in same), value)
+
+
+def _accumulation(given: Mapping[str, Any]) -> Any:
+    callbacks = given["callbacks"] if isinstance(given["callbacks"], Sequence) else (given["callbacks"],)
+    scheduled = any(isinstance(one, GradientAccumulationScheduler) for one in callbacks)
+    return 1 if scheduled and given["accumulate_grad_batches"] is None else given["accumulate_grad_batches"]
+
+
+def _cpu(given: Mapping[str, Any]) -> bool | None:
+    if _is_auto(given["accelerator"]):
+        strategy = given["strategy"]
+        has_device = isinstance(strategy, Strategy) and not isinstance(strategy, DistributedStrategy)
+        return strategy.device.type == "cpu" if has_device else None
+    return given["accelerator"] == "cpu"
+
+
+def _compile(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        return value.get("backend", "inductor")
+    return None if value is None else "inductor" if value else "no"
+
+
+# ---- what the settings say -----------------------------------------------------------------------------------------
+
+
+def _from_settings(given: Mapping[str, Any], settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """The arguments that settings from elsewhere fill, with the place of each."""
+    for setting, argument, meaning in (
+        ("mixed_precision", "precision", _PRECISIONS.get),
+        ("gradient_accumulation_steps", "accumulate_grad_batches", lambda steps: None if steps == 1 else steps),
+        ("strategy", "strategy", lambda name: name),
+        ("cpu", "accelerator", lambda cpu: "cpu" if cpu else None),
+        ("dynamo_backend", "compile", lambda backend: _compiling(backend, settings)),
+    ):
+        place, where = settings.origin(setting)
+        if place in ("code", "default"):
+            continue
+        value = meaning(settings[setting])
+        if value is not None:
+            yield argument, (value, where)
+    yield from _sharding(given, settings)
+
+
+def _sharding(given: Mapping[str, Any], settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """The strategy that ``use_fsdp`` or ``use_deepspeed`` asks for, unless one is named."""
+    for switch, name in (("use_fsdp", _fsdp), ("use_deepspeed", _deepspeed)):
+        if not settings[switch]:
+            continue
+        named, (place, where), asked = settings["strategy"], settings.origin("strategy"), settings.origin(switch).where
+        if place == "default":
+            yield "strategy", (name(settings), asked)
+            return
+        named = named if isinstance(named, str) else type(named).__name__
+        if switch.removeprefix("use_") not in named.lower():
+            messages.info_once(f"strategy is {named!r}, from {where}; that counts, not {switch} from {asked}.")
+
+
+def _fsdp(settings: Settings) -> str:
+    if str(settings["fsdp_sharding_strategy"]).startswith("HYBRID"):
+        return "hybrid_shard"
+    return "fsdp_cpu_offload" if settings["fsdp_offload_params"] else "fsdp"
+
+
+def _deepspeed(settings: Settings) -> str:
+    stage = settings["zero_stage"]
+    offloads = stage > 1 and "cpu" in (settings["offload_optimizer_device"], settings["offload_param_device"])
+    return "deepspeed" if not stage else f"deepspeed_stage_{stage}" + ("_offload" if offloads else "")
+
+
+def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
+    """Arguments of torch.compile; None: do not."""
+    if backend == "no":
+        return None
+    mode, dynamic = settings["dynamo_mode"], settings["dynamo_use_dynamic"]
+    more = {"mode": mode} if mode != "default" else {}
+    if dynamic is not None:
+        more["dynamic"] = dynamic
+    return {"backend": backend, "fullgraph": settings["dynamo_use_fullgraph"], **more}
