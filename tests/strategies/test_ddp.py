@@ -61,13 +61,6 @@ def test_two_processes_learn_what_one_with_their_batches_together_learns(count: 
             torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_a_static_graph_may_accumulate() -> None:
-    alone, _ = fit("cpu", 16, 4, 3)
-    for together, _ in ranks(2, fit, DDPStrategy(static_graph=True), 16, 2, 3):
-        for mine, expected in zip(together, alone, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-14)
-
-
 class Items(Net):
     """Weighs its losses by the number of positive targets, which differs from batch to batch."""
 
