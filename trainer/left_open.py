@@ -8,6 +8,7 @@ from typing import Any
 from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..loggers import messages
 from ..strategies.base import Strategy
+from ..strategies.choose import named
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.precision.base import Precision
 from .settings import Given, Settings, resolve
@@ -26,11 +27,15 @@ def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = resolve(_in_code(given), door="Trainer")
     found = dict(_from_settings(given, settings))
     if found:
-        taken = ", ".join(f"{name}={value!r} ({where})" for name, (value, where) in found.items())
+        taken = ", ".join(f"{name}={_word(value)!r} ({where})" for name, (value, where) in found.items())
         messages.info_once(f"Trainer takes from the settings: {taken}.")
     defaults = {"accumulate_grad_batches": 1, "compile": False}
     either = {name: default if given[name] is None else given[name] for name, default in defaults.items()}
     return {**given, **either, **{name: value for name, (value, _) in found.items()}}
+
+
+def _word(value: Any) -> Any:
+    return type(value).__name__ if isinstance(value, Strategy) else value
 
 
 # ---- what the program says -----------------------------------------------------------------------------------------
@@ -107,28 +112,25 @@ def _from_settings(given: Mapping[str, Any], settings: Settings) -> Iterator[tup
 
 def _sharding(given: Mapping[str, Any], settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
     """The strategy that ``use_fsdp`` or ``use_deepspeed`` asks for, unless one is named."""
-    for switch, name in (("use_fsdp", _fsdp), ("use_deepspeed", _deepspeed)):
+    for switch in ("use_fsdp", "use_deepspeed"):
         if not settings[switch]:
             continue
-        named, (place, where), asked = settings["strategy"], settings.origin("strategy"), settings.origin(switch).where
+        chosen, (place, where), asked = settings["strategy"], settings.origin("strategy"), settings.origin(switch).where
         if place == "default":
-            yield "strategy", (name(settings), asked)
+            yield "strategy", (_made(switch, settings), asked)
             return
-        named = named if isinstance(named, str) else type(named).__name__
-        if switch.removeprefix("use_") not in named.lower():
-            messages.info_once(f"strategy is {named!r}, from {where}; that counts, not {switch} from {asked}.")
+        word = _word(chosen)
+        if not any(part in word.lower() for part in (switch.removeprefix("use_"), "hybrid_shard")):
+            messages.info_once(f"strategy is {word!r}, from {where}; that counts, not {switch} from {asked}.")
 
 
-def _fsdp(settings: Settings) -> str:
-    if str(settings["fsdp_sharding_strategy"]).startswith("HYBRID"):
-        return "hybrid_shard"
-    return "fsdp_cpu_offload" if settings["fsdp_offload_params"] else "fsdp"
+def _made(switch: str, settings: Settings) -> Strategy:
+    """The strategy with all that the settings say about it, as the Accelerator makes it."""
+    from .accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
+    from .accelerator.plugins import DeepSpeedPlugin
 
-
-def _deepspeed(settings: Settings) -> str:
-    stage = settings["zero_stage"]
-    offloads = stage > 1 and "cpu" in (settings["offload_optimizer_device"], settings["offload_param_device"])
-    return "deepspeed" if not stage else f"deepspeed_stage_{stage}" + ("_offload" if offloads else "")
+    plugin = FullyShardedDataParallelPlugin() if switch == "use_fsdp" else DeepSpeedPlugin()
+    return named(switch.removeprefix("use_"), **plugin.filled(settings).options())
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
