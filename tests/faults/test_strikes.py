@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from strikes import ROOT, Cell, repeated, differences, examine, train
+from strikes import ROOT, Cell, differences, examine, repeated, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their command line, in /proc")
 
