@@ -475,7 +475,7 @@ def on_one_rank(what: str) -> None:
     fit(DDPStrategy(timeout=timedelta(seconds=3)), 16, 2, module=Alone)
 
 
-@pytest.mark.parametrize(("what", "place"), [("gather", "gather_objects"), ("save", "barrier 'save_checkpoint'")])
+@pytest.mark.parametrize(("what", "place"), [("gather", "all_gather"), ("save", "barrier 'save_checkpoint'")])
 def test_a_collective_on_one_rank_only_names_both_places(what: str, place: str) -> None:
     with pytest.raises(RanksError) as caught:
         ranks(2, on_one_rank, what)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from processes import ranks
 from torch import Tensor, nn
 
+from paceline.strategies import DDPStrategy
 from paceline.trainer.accelerator.accelerator import Accelerator
 from paceline.trainer.accelerator.local_sgd import LocalSGD
 
@@ -117,6 +118,40 @@ def test_gradients_are_communicated_again_after_local_sgd_though_it_ended_with_a
     assert ranks(2, then_synchronous) == [[True, True]] * 2
 
 
+def without_a_last_backward() -> bool:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(*made())
+    with LocalSGD(accelerator, model, 2):
+        for index, (x, y) in enumerate(data(accelerator.process_index, 2)):
+            with accelerator.accumulate(model):
+                if index == 0:
+                    accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+        return accelerator._strategy.same(str(model[0].weight.grad.tolist()))
+
+
+def test_gradients_stay_local_also_where_a_window_ends_without_a_backward() -> None:
+    assert ranks(2, without_a_last_backward) == [False, False]
+
+
+def not_yet_recorded() -> None:
+    accelerator = Accelerator(cpu=True, strategy=DDPStrategy(static_graph=True))
+    model, optimizer = accelerator.prepare(*made())
+    batches = data(accelerator.process_index)
+    with pytest.raises(ValueError, match="Train a step before"), LocalSGD(accelerator, model, 2):
+        pass
+    accelerator.backward(nn.functional.mse_loss(model(batches[0][0]), batches[0][1]))
+    optimizer.step()
+    optimizer.zero_grad()
+    with LocalSGD(accelerator, model, 2):
+        accelerator.backward(nn.functional.mse_loss(model(batches[1][0]), batches[1][1]))
+        assert not accelerator._strategy.same(str(model[0].weight.grad.tolist()))
+
+
+def test_a_static_graph_is_recorded_before_local_sgd() -> None:
+    ranks(2, not_yet_recorded)
+
+
 def sharded() -> str:
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     model = made()[0].requires_grad_(True)
@@ -153,5 +188,5 @@ def test_local_sgd_refuses_what_it_cannot_average() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="Linear that this accelerator has not prepared"):
         LocalSGD(accelerator, model, 2)
-    with pytest.raises(ValueError, match="it counts updates. Set it to 1 or more"):
+    with pytest.raises(ValueError, match=r"it counts updates\. Set it to 1 or more"):
         LocalSGD(accelerator, accelerator.prepare(model), 0)

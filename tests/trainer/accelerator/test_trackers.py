@@ -425,6 +425,7 @@ def test_nothing_is_dropped_where_a_run_has_gone_on_already_or_a_newer_checkpoin
     trackers.finish()
     before = rows(tmp_path / "p" / "version_0")
     assert [row["step"] for row in before] == ["1", "2", "3"]
+    assert before[2] == {"step": "3", "loss": "99.0", "test": "5.0"}
     again = Trackers("csv", tmp_path)
     again.start("p")
     again.load_state_dict(state, newer="checkpoint_7")
