@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException | None:
     """An error of the same type that says what to change; None if ``error`` is something else."""
-    if not _is_out_of_memory(error):
+    if not is_out_of_memory(error):
         return None
     batch = trainer._metrics.batch
     size = None if batch is None else batch_size_of(batch)
@@ -54,7 +54,8 @@ def _advice(trainer: Trainer, size: int | None) -> list[str]:
     return found
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -132,7 +133,7 @@ def find_executable_batch_size(
             try:
                 return function(size, *args, **kwargs, **more)
             except Exception as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 smaller = int(size * factor) if reduce_batch_size_fn is None else reduce_batch_size_fn()
                 while accumulate and smaller > 0 and starting_batch_size % smaller:
@@ -150,8 +151,23 @@ def find_executable_batch_size(
     return attempts
 
 
-def release_memory() -> None:
-    """Give back what nothing refers to any more, also what torch keeps of a GPU's memory."""
-    gc.collect()
+def release_memory(*objects: Any) -> list[None]:
+    """Give back what nothing refers to any more, also what torch keeps of a GPU's memory.
+
+    Args:
+        *objects: of which the caller's names are to be set to what this returns: None for each.
+    """
+    clear_device_cache(garbage_collection=True)
+    return [None] * len(objects)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give back what torch keeps of a GPU's memory without using it.
+
+    Args:
+        garbage_collection: look for objects first that only refer to each other.
+    """
+    if garbage_collection:
+        gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -261,7 +261,7 @@ class Accelerator(Facts):
             **kwargs: for ``loss.backward``.
         """
         state = self.gradient_state
-        loader = state.active_dataloader
+        loader = None if state.by_hand else state.active_dataloader
         if loader is not None and loader.end_of_dataloader and loader.last_share != 1.0:
             if num_items is None:
                 loss = loss * loader.last_share

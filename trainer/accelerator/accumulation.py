@@ -31,6 +31,7 @@ class GradientState:
         window: the innermost ``accumulate`` group, or the last there was.
         on_pass: called with a loader when a pass over it begins.
         depth: ``accumulate`` blocks that are open.
+        by_hand: the loop says itself which micro-batches step, and weighs its losses itself.
         dataloader_references: loaders whose passes are under way, the innermost last.
     """
 
@@ -49,6 +50,7 @@ class GradientState:
         self.window: Window
         self.on_pass: Callable[[Any], None] | None = None
         self.depth = 0
+        self.by_hand = False
         self.active_dataloader: PreparedLoader | None = None
         self.dataloader_references: list[PreparedLoader] = []
 
@@ -67,6 +69,23 @@ class GradientState:
     def in_dataloader(self) -> bool:
         """Whether a pass over a prepared loader is under way."""
         return self.active_dataloader is not None
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """What a ``GradientAccumulationPlugin`` says."""
+        return {
+            "num_steps": self.num_steps,
+            "adjust_scheduler": self.adjust_scheduler,
+            "sync_with_dataloader": self.sync_with_dataloader,
+            "sync_each_batch": self.sync_each_batch,
+        }
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """For loops that fetch a window's batches ahead of its steps, such as that of transformers.Trainer.
+
+        The loader's place then says nothing about the micro-batch under way, so losses are taken as they are.
+        """
+        self.sync_gradients, self.by_hand = sync_gradients, True
 
     @property
     def is_xla_gradients_synced(self) -> bool:

@@ -50,7 +50,7 @@ def notebook_launcher(
     kind = "cpu" if resolve()["cpu"] else find_kind("auto")
     count = num_processes or (torch.cuda.device_count() if kind == "cuda" else 1)
     if count == 1:
-        with _environment({**variables, FORKED: None}):
+        with environment({**variables, FORKED: None}):
             return function(*args)
     _refuse_used(kind, count)
     if is_initialized():
@@ -91,12 +91,12 @@ def _start(
             "PartialState().destroy_process_group() first."
         )
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with _environment(variables), forgotten():  # a copied process stands somewhere else than this one
+    with environment(variables), forgotten():  # a copied process stands somewhere else than this one
         return launch.start(function, tuple(args), count, method, kind, port=port)
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
     """Variables as given, None where they are to stay; all as before afterwards."""
     changed = {name: value for name, value in variables.items() if value is not None}
     before = {name: os.environ.get(name) for name in changed}

@@ -1,0 +1,5 @@
+"""``python -m paceline.trainer.accelerator.compat train.py ...``"""
+
+from . import main
+
+main()
