@@ -8,7 +8,7 @@ from typing import Any
 from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..loggers import messages
 from ..strategies.base import Strategy
-from ..strategies.choose import named
+from ..strategies.cluster import find_cluster
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.precision.base import Precision
 from .settings import Given, Settings, resolve
@@ -19,6 +19,12 @@ _SAME = {
     "no": ("no", "32", "32-true", "fp32"),
     "fp16": ("16", "16-mixed", "fp16"),
     "bf16": ("bf16", "bf16-mixed"),
+}
+#: Settings that ask for a strategy, and what is in the names of those that fit.
+_SWITCHES = {
+    "use_fsdp": ("fsdp", "hybrid_shard"),
+    "use_deepspeed": ("deepspeed",),
+    "use_parallelism_config": ("modelparallel", "model_parallel", "fsdp", "hybrid_shard"),
 }
 
 
@@ -107,30 +113,30 @@ def _from_settings(given: Mapping[str, Any], settings: Settings) -> Iterator[tup
         value = meaning(settings[setting])
         if value is not None:
             yield argument, (value, where)
-    yield from _sharding(given, settings)
+    yield from _sharding(settings)
 
 
-def _sharding(given: Mapping[str, Any], settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The strategy that ``use_fsdp`` or ``use_deepspeed`` asks for, unless one is named."""
-    for switch in ("use_fsdp", "use_deepspeed"):
-        if not settings[switch]:
-            continue
-        chosen, (place, where), asked = settings["strategy"], settings.origin("strategy"), settings.origin(switch).where
-        if place == "default":
-            yield "strategy", (_made(switch, settings), asked)
-            return
-        word = _word(chosen)
-        if not any(part in word.lower() for part in (switch.removeprefix("use_"), "hybrid_shard")):
+def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """The strategy that ``use_fsdp``, ``use_deepspeed`` or ``use_parallelism_config`` asks for, unless one is named."""
+    switches = [name for name in _SWITCHES if settings[name]]
+    if not switches:
+        return
+    chosen, (place, where) = settings["strategy"], settings.origin("strategy")
+    if place == "default":
+        yield "strategy", (_made(settings), " and ".join(settings.origin(name).where for name in switches))
+        return
+    word = _word(chosen)
+    for switch in switches:
+        if not any(part in word.lower() for part in _SWITCHES[switch]):
+            asked = settings.origin(switch).where
             messages.info_once(f"strategy is {word!r}, from {where}; that counts, not {switch} from {asked}.")
 
 
-def _made(switch: str, settings: Settings) -> Strategy:
+def _made(settings: Settings) -> Strategy | str:
     """The strategy with all that the settings say about it, as the Accelerator makes it."""
-    from .accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
-    from .accelerator.plugins import DeepSpeedPlugin
+    from .accelerator.choose import Choice, by_name
 
-    plugin = FullyShardedDataParallelPlugin() if switch == "use_fsdp" else DeepSpeedPlugin()
-    return named(switch.removeprefix("use_"), **plugin.filled(settings).options())
+    return by_name(None, Choice(settings=settings).filled(), find_cluster(), alone=False)
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
@@ -138,7 +144,9 @@ def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
     if backend == "no":
         return None
     mode, dynamic = settings["dynamo_mode"], settings["dynamo_use_dynamic"]
-    more = {"mode": mode} if mode != "default" else {}
+    more: dict[str, Any] = {"mode": mode} if mode != "default" else {}
+    if settings["dynamo_use_regional_compilation"]:
+        more["regional"] = True
     if dynamic is not None:
         more["dynamic"] = dynamic
     return {"backend": backend, "fullgraph": settings["dynamo_use_fullgraph"], **more}

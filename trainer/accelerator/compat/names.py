@@ -14,13 +14,47 @@ from . import probes
 VERSION = "1.15.0"
 
 MODULES = frozenset(
-    """
-    accelerator big_modeling checkpointing commands commands.config commands.launch data_loader hooks inference
-    launchers local_sgd logging memory_utils optimizer parallelism_config scheduler state tracking utils utils.ao
-    utils.bnb utils.constants utils.dataclasses utils.deepspeed utils.environment utils.fsdp_utils utils.imports
-    utils.launch utils.megatron_lm utils.memory utils.modeling utils.offload utils.operations utils.other utils.random
-    utils.torch_xla utils.tqdm utils.transformer_engine utils.versions
-    """.split()
+    [
+        "accelerator",
+        "big_modeling",
+        "checkpointing",
+        "commands",
+        "commands.config",
+        "commands.launch",
+        "data_loader",
+        "hooks",
+        "inference",
+        "launchers",
+        "local_sgd",
+        "logging",
+        "memory_utils",
+        "optimizer",
+        "parallelism_config",
+        "scheduler",
+        "state",
+        "tracking",
+        "utils",
+        "utils.ao",
+        "utils.bnb",
+        "utils.constants",
+        "utils.dataclasses",
+        "utils.deepspeed",
+        "utils.environment",
+        "utils.fsdp_utils",
+        "utils.imports",
+        "utils.launch",
+        "utils.megatron_lm",
+        "utils.memory",
+        "utils.modeling",
+        "utils.offload",
+        "utils.operations",
+        "utils.other",
+        "utils.random",
+        "utils.torch_xla",
+        "utils.tqdm",
+        "utils.transformer_engine",
+        "utils.versions",
+    ]
 )
 
 #: Modules of Paceline, and what they have under Accelerate's names.

@@ -47,10 +47,24 @@ _PACKAGES = {
     "wandb": "wandb",
 }
 #: What Paceline does not run on or with, whether it is installed or not.
-_NEVER = (
-    "bitsandbytes_multi_backend 4bit_bnb 8bit_bnb fp8 hpu megatron_lm mlu musa neuron npu pippy sdaa torch_xla "
-    "transformer_engine_mxfp8 xccl xpu"
-).split()
+_NEVER = [
+    "bitsandbytes_multi_backend",
+    "4bit_bnb",
+    "8bit_bnb",
+    "fp8",
+    "hpu",
+    "megatron_lm",
+    "mlu",
+    "musa",
+    "neuron",
+    "npu",
+    "pippy",
+    "sdaa",
+    "torch_xla",
+    "transformer_engine_mxfp8",
+    "xccl",
+    "xpu",
+]
 
 
 def _installed(packages: str) -> bool:
