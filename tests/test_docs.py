@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import inspect
 import io
@@ -101,6 +102,23 @@ def test_every_block_says_what_it_is() -> None:
 def test_the_pseudo_code_is_the_one_in_the_code() -> None:
     shown = [block.text for block in blocks("hooks") if block.text.startswith("def fit():")]
     assert shown == [FIT_PSEUDO_CODE]
+
+
+def test_three_changed_lines_and_an_import_move_a_plain_loop_to_the_accelerator() -> None:
+    before, after = (
+        PAGES["accelerator"].partition(f"<!-- {mark} -->\n```python\n")[2].partition("```")[0].splitlines()
+        for mark in ("before", "after")
+    )
+    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-" and line[2:].strip()]
+    assert [line[2:].strip() for line in changed] == [
+        "from paceline import Accelerator",
+        "accelerator = Accelerator()",
+        "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+        "loss.backward()",
+        "accelerator.backward(loss)",
+    ]
+    names = ("cuda", ".to(", "DistributedSampler", "GradScaler", "autocast", "init_process_group")
+    assert not [name for name in names if name in "\n".join(after)]
 
 
 def test_links_lead_somewhere() -> None:

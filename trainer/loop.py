@@ -54,7 +54,7 @@ class FitLoop:
         if self.resumed is None:
             self.validation.sanity_check()
         owed = self.owed()
-        if state.epoch_done and not owed:
+        if state.epoch_done and owed != "values":
             self.enter_next_epoch()
         if trainer.limit_train_batches == 0 or (self.finished() and not owed):
             self.train_nothing()
@@ -66,14 +66,15 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
             hook()
-        if self.resumed is not None and (owed == "values" or state.next_batch == 0):
+        if self.resumed is not None and (owed in ("values", "end") or state.next_batch == 0):
             self.resumed.go_on()
         if owed == "values":
             self.finish_epoch()
-        elif owed:
+        elif owed and owed != "end":
             self.run_epoch(state.next_batch)
         while not self.finished():
             self.run_epoch(state.next_batch)
+        state.pending = ""
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
             hook()
@@ -81,10 +82,11 @@ class FitLoop:
     def owed(self) -> str:
         """What was still to be done where the checkpoint was written, which comes before any limit.
 
-        The end of an epoch that was cut short is not, where there is more to train now.
+        The end of the training, or of an epoch that was cut short, is not, where there is more to train now.
         """
         state = self.state
-        if self.resumed is None or (state.pending == "values" and not state.epoch_done and not self.at_limit()):
+        ends = state.pending == "end" or (state.pending == "values" and not state.epoch_done)
+        if self.resumed is None or (ends and not self.at_limit()):
             state.pending = ""
         return state.pending
 
@@ -126,11 +128,12 @@ class FitLoop:
                     break
                 outputs = step(batch, batch_idx)
                 state.batches += 1
-                if schedules.per_batch:
-                    schedules.after_batch()
-                state.next_batch, state.pending = batch_idx + 1, "batch"
+                state.next_batch, state.pending = batch_idx + 1, "schedulers"
                 if not state.window:
                     state.settled = state.batches
+                if schedules.per_batch:
+                    schedules.after_batch()
+                state.pending = "batch"
                 if ends:
                     outputs = detached(outputs)
                     for hook in ends:
@@ -219,7 +222,11 @@ class FitLoop:
 
     def finish_batch(self, schedules: Schedules) -> None:
         """Do what was still to be done after the batch at which a checkpoint was written."""
-        trainer, state, pending = self.trainer, self.state, self.state.pending
+        trainer, state = self.trainer, self.state
+        if state.pending == "schedulers":
+            schedules.after_batch()
+            state.pending = "batch"
+        pending = state.pending
         if pending == "batch" and state.stepped and state.updates % trainer.log_every_n_steps == 0:
             self.metrics.flush_step(state.updates, state.epoch)
         if pending in ("batch", "validation") and self.validation.every and self.validation.due(state.batch_idx, ""):
@@ -252,10 +259,11 @@ class FitLoop:
         if schedules.epoch_plateaus:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
-        state.pending = ""
+        state.pending = "end"
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
+        state.pending = ""
         metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # what the monitors logged themselves
         if state.updates == 0 and not self.trainer.training_module.automatic_optimization:
             messages.warn_once(
@@ -309,7 +317,8 @@ class FitLoop:
     def at_limit(self) -> bool:
         """Whether all epochs or steps have been made."""
         trainer, state = self.trainer, self.state
-        return state.global_step >= limit(trainer.max_steps) or state.epoch >= limit(trainer.max_epochs)
+        epochs = state.epoch + state.epoch_done
+        return state.global_step >= limit(trainer.max_steps) or epochs >= limit(trainer.max_epochs)
 
     def why_finished(self) -> str:
         """The reason there is nothing to train, with the numbers."""

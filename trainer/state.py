@@ -23,9 +23,11 @@ class RunState:
         window: micro-batches whose gradients wait for the next optimizer step.
         next_batch: the first batch of the epoch that has not been trained on; still ``batch_idx`` when a step fails.
         settled: ``batches`` without those whose gradients wait in the window.
-        pending: what a resume from here has to do before the next batch: ``"batch"``: what follows a trained batch
-            (records to the loggers, validation, plateau schedulers); ``"validation"``: the same, from the validation
-            that is under way; ``"plateaus"``: what follows that; ``"values"``: what follows ``on_train_epoch_end``.
+        pending: what a resume from here has to do before the next batch: ``"schedulers"``: what follows a trained batch
+            (schedulers, records to the loggers, validation, plateau schedulers); ``"batch"``: the same, from the
+            records on; ``"validation"``: from the validation that is under way; ``"plateaus"``: what follows that;
+            ``"values"``: what follows ``on_train_epoch_end``; ``"end"``: the end of the training, if that was its last
+            epoch.
         epoch_done: the epoch's last batch has been trained (true inside ``on_train_epoch_end``).
         is_last_batch: the batch under way is the last of its epoch.
         stepped: the batch under way ended in an optimizer step.

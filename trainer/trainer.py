@@ -350,8 +350,7 @@ class Trainer(TrainerStatus):
         if self._module is None:
             raise AttributeError(
                 f"Trainer.save_checkpoint({str(filepath)!r}): there is no module to save yet. Call fit (or validate, "
-                "test, "
-                "predict) first."
+                "test, predict) first."
             )
         if storage_options is not None:
             raise ValueError(

@@ -370,12 +370,24 @@ def test_resuming_a_finished_run_leaves_the_mean_in_the_module(tmp_path: Path) -
     assert_same(dict(second.state_dict()), dict(first.state_dict()))
 
 
-def test_resuming_at_the_last_epochs_end_says_that_the_mean_is_not_used(tmp_path: Path) -> None:
+def test_resuming_at_the_last_epochs_end_leaves_the_same_mean(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+
+    def run(**kwargs: Any) -> dict[str, Any]:
+        module, swa = Net(batch_norm=True), StochasticWeightAveraging(0.05, swa_epoch_start=2)
+        trainer(tmp_path, swa, SaveAt(2, path), max_epochs=3).fit(module, loader(), **kwargs)
+        return dict(module.state_dict())
+
+    assert_same(run(), run(ckpt_path=path))
+
+
+def test_a_resume_that_trains_nothing_says_that_the_mean_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
 
     def run(**kwargs: Any) -> None:
         swa = StochasticWeightAveraging(0.05, swa_epoch_start=2)
-        trainer(tmp_path, swa, SaveAt(2, path), max_epochs=3).fit(Net(), loader(), **kwargs)
+        settings = {"limit_train_batches": 0} if kwargs else {}
+        trainer(tmp_path, swa, SaveAt(2, path), max_epochs=3, **settings).fit(Net(), loader(), **kwargs)
 
     run()
     with pytest.warns(PacelineWarning, match=r"nothing left to train.*not the mean of the 2 epochs.*Raise max_epochs"):

@@ -113,7 +113,7 @@ def survive(cell: Cell, folder: Path, kills: int, chance: random.Random, result:
         point = "" if kills <= 0 else chance.choice((*POINTS, *MOMENTS))
         status, landed, text = train(cell, folder, point, chance, result.seconds)
         if status == 0:
-            result.problems += _repeated(folder / "seen-0.txt", told)
+            result.problems += repeated(folder / "seen-0.txt", told)
             return
         if not landed or (point == "told to end" and status not in TOLD):
             what = f"{point or 'a start'} after {dict(result.struck)} ended with status {status}"
@@ -125,7 +125,7 @@ def survive(cell: Cell, folder: Path, kills: int, chance: random.Random, result:
         kills -= 1
 
 
-def _repeated(seen: Path, told: list[int]) -> Iterator[str]:
+def repeated(seen: Path, told: list[int]) -> Iterator[str]:
     """The batches that were trained on again, although the command was told to end and saved after them."""
     numbers = [int(line.split()[0]) for line in seen.read_text().splitlines()]
     for index in told:

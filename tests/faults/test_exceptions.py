@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,34 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from paceline import Trainer
 from paceline.callbacks import Callback, ModelCheckpoint
+from paceline.callbacks.base import HOOKS as ALL_HOOKS
 
-STEPS = ("training_step", "validation_step", "configure_optimizers")
-HOOKS = (
-    *("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start"),
-    *("on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_validation_start"),
-    *("on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
-    *("on_validation_epoch_end", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end"),
-)
+#: Methods of the module, and at which of their calls they fail, from 0 on.
+STEPS = {
+    **dict.fromkeys(("configure_optimizers", "train_dataloader"), 0),
+    "lr_scheduler_step": 1,
+    **dict.fromkeys(("training_step", "validation_step", "backward"), 6),
+    **dict.fromkeys(("on_after_batch_transfer", "transfer_batch_to_device"), 6),
+    **dict.fromkeys(("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"), 3),
+}
+#: All that a fit calls, but those of an error and a resume.
+HOOKS = [
+    name
+    for name in ALL_HOOKS
+    if name not in ("on_exception", "teardown", "on_load_checkpoint") and not name.startswith(("on_test", "on_predict"))
+]
 #: Hooks that are called in one place only, and so fail there.
-ONCE = ("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_end")
+ONCE = (
+    *("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end"),
+    *("on_train_start", "on_train_end", "on_fit_end"),
+)
 
 
 class Fails(Callback):
-    """Raises in one hook, at its second call if there is one; notes that it was torn down."""
+    """Raises in one hook, at its third call if it is called more than once; notes that it was torn down."""
 
     def __init__(self, name: str) -> None:
-        self.left = 1 if name in (*ONCE, "on_fit_end") else 3
+        self.left = 1 if name in ONCE else 3
         self.torn_down = False
         setattr(self, name, self.fail)
 
@@ -89,14 +100,17 @@ def test_so_does_one_that_an_error_of_the_module_ended(step: str, tmp_path: Path
     broken = module()
     original, calls = getattr(broken, step), iter(range(100))
 
-    def fail(*args: Any) -> Any:
-        if next(calls) == (0 if step == "configure_optimizers" else 6):
+    def fail(self: Any, *args: Any, **more: Any) -> Any:
+        if next(calls) == STEPS[step]:
             raise ZeroDivisionError("planted")
-        return original(*args)
+        return original(*args, **more)
 
-    broken.__class__ = type("Broken", (Momentum,), {step: lambda self, *args: fail(*args)})
+    if step == "train_dataloader":
+        original = partial(tiny_loader, 5, shuffle=True)
+    broken.__class__ = type("Broken", (Momentum,), {step: fail})
+    loaders = [None if step == "train_dataloader" else tiny_loader(5, shuffle=True), tiny_loader(3)]
     with pytest.raises(ZeroDivisionError, match="planted"):
-        trainer(tmp_path / "run", quiet).fit(broken, tiny_loader(5, shuffle=True), tiny_loader(3))
+        trainer(tmp_path / "run", quiet).fit(broken, *loaders)
     found = fit(tmp_path / "run", quiet, ckpt_path="auto")
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 

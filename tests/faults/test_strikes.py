@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from strikes import ROOT, Cell, differences, examine, train
+from strikes import ROOT, Cell, differences, examine, repeated, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their command line, in /proc")
 
@@ -55,3 +55,12 @@ def test_the_driver_sees_a_difference(tmp_path: Path) -> None:
     found = differences(tmp_path / "one", tmp_path / "other")
     assert any("state_dict" in line for line in found)
     assert any("metrics.csv" in line for line in found)
+    assert any("checkpoints are kept" in line for line in found)
+    assert any("callbacks.ModelCheckpoint" in line for line in found)
+
+
+def test_the_driver_sees_batches_that_are_trained_on_again_after_a_signal(tmp_path: Path) -> None:
+    seen = tmp_path / "seen-0.txt"
+    seen.write_text("0 a\n1 b\n2 c\n2 c\n3 d\n")
+    assert not list(repeated(seen, [2, 5]))
+    assert list(repeated(seen, [3])) == ["told to end after batch 2, the run went on with 2"]

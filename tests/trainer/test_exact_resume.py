@@ -628,7 +628,7 @@ def test_a_run_with_another_batch_size_goes_on_at_the_same_sample(
 
 
 @pytest.mark.parametrize("ends", ["max_steps", "early stopping", "max_epochs"])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end", "monitors"])
 def test_what_follows_the_last_save_is_done_when_the_run_is_started_again(
     tmp_path: Path, quiet: dict[str, Any], ends: str, hook: str
 ) -> None:
@@ -656,7 +656,8 @@ def test_what_follows_the_last_save_is_done_when_the_run_is_started_again(
                 called.append("on_train_end")
 
         saves = Saves()
-        setattr(saves, hook, saves.save)
+        saves.monitors_metrics = hook == "monitors"
+        setattr(saves, "on_train_epoch_end" if hook == "monitors" else hook, saves.save)
         stops = [EarlyStopping("val_loss", stopping_threshold=1e9, check_on_train_epoch_end=False)]
         limits: dict[str, Any] = {"max_steps": 4} if ends == "max_steps" else {"max_epochs": 1}
         trainer = Trainer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -15,12 +15,12 @@ from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
 from .accumulation import GradientState, Window
 from .arguments import read_arguments
+from .facts import Facts
 from .folders import Saves
 from .models import PreparedModel, is_prepared, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
 from .preparing import finish_model, prepare, prepare_loader, prepare_optimizer, prepare_scheduler, start_model
 from .process_state import AcceleratorState, PartialState
-from .processes import Processes
 from .schedulers import AcceleratedScheduler
 from .trackers import Trackers
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch.profiler import profile as Profiler
     from torch.utils.data import DataLoader
 
-    from .enums import DistributedType
     from .handlers import ProfileKwargs
     from .loaders import PreparedLoader
 
@@ -40,7 +39,7 @@ T4 = TypeVar("T4")
 T5 = TypeVar("T5")
 
 
-class Accelerator(Processes):
+class Accelerator(Facts):
     """Runs a training loop of your own on one device or many: create it, ``prepare``, ``backward``.
 
     Example::
@@ -154,62 +153,6 @@ class Accelerator(Processes):
         self._backward: Callable[..., None] | None = None
         self._norm: Tensor | None = None
         self._trigger = False
-
-    # ---- what is in force ------------------------------------------------------------------------------------------
-
-    @property
-    def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
-        name = self._strategy.precision.name
-        return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """How the processes share the work."""
-        return self.state.distributed_type
-
-    @property
-    def project_dir(self) -> str | None:
-        """Folder of logs and checkpoints."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Folder of the trackers."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the window is complete with the micro-batch under way, so that optimizers step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a window."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self.gradient_state.num_steps = value
-
-    @property
-    def scaler(self) -> Any:
-        """fp16's ``GradScaler``; None where losses are not scaled."""
-        return self._strategy.precision.scaler
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left out its last step because fp16's gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    @property
-    def log_with(self) -> list[Any]:
-        """The trackers that were asked for: names, classes and objects."""
-        return self.trackers.wanted
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
@@ -536,6 +479,27 @@ class Accelerator(Processes):
         return [None] * len(objects)
 
     clear = free_memory
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a model is spread over several devices by a device map."""
+        found = getattr(model, "hf_device_map", None) or {}
+        return len(set(found.values())) > 1
+
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        """Not supported here: sequences are split by ``Trainer(strategy=ModelParallelStrategy(...))``."""
+        if kwargs.get("buffers") or args:
+            raise NotImplementedError(
+                "accelerator.maybe_context_parallel: splitting sequences needs the whole step. Use Trainer(strategy="
+                "ModelParallelStrategy(context_parallel=..., context_parallel_dims=...))."
+            )
+        return nullcontext()
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Not supported: LOMO steps inside of backward, so that no window, clipping or loss scale can apply."""
+        raise NotImplementedError(
+            "accelerator.lomo_backward: Paceline has no LOMO optimizers. Use accelerator.backward(loss) with any of "
+            "torch.optim."
+        )
 
     # ---- files and trackers ----------------------------------------------------------------------------------------
 

@@ -170,7 +170,7 @@ def load_state(
     restored = Restored(accelerator, checkpoint, models, newer)
     missing = [*restored.missing, *(f"the file {name}, which is not what was saved" for name in wrong)]
     if missing:
-        _tell(str(state.parent), missing, strict)
+        _tell(str(state.parent if state.name == STATE else state), missing, strict)
     restored.apply()
     known = checkpoint.get("paceline", {}).get("manifest", {})
     accelerator._saves.line = known.get("line") or accelerator._saves.line
@@ -207,8 +207,8 @@ def _settled_files(accelerator: Accelerator, state: Location, checkpoint: Mappin
     return strategy.broadcast(wrong)
 
 
-def _tell(folder: str, missing: list[str], strict: bool) -> None:
-    text = f"accelerator.load_state({folder!r}) cannot restore everything: {'; '.join(missing)}."
+def _tell(where: str, missing: list[str], strict: bool) -> None:
+    text = f"accelerator.load_state({where!r}) cannot restore everything: {'; '.join(missing)}."
     if strict:
         raise RuntimeError(
             f"{text} Nothing was loaded. Prepare and register what was there when the state was saved, in the same "

@@ -205,7 +205,7 @@ class Restored:
 
     def _match_weights(self, wanted: set[int]) -> list[tuple[PreparedModel, dict[str, Any], list[str]]]:
         """Each model that is to be loaded, its weights, and the names of those that were left out."""
-        about = self.own_section.get("models") or [{"class": "", "saved": True, "left_out": []}]
+        about = self.own_section.get("models", [{"class": "its own", "saved": True, "left_out": []}])
         others = self.checkpoint.get("models", {})
         found = []
         for index, placement in enumerate(placements_of(self.accelerator)):
@@ -247,7 +247,7 @@ class Restored:
         if accelerator._strategy.precision.state_dict() and not self.section.get("precision"):
             self.missing.append("the loss scale, which begins anew")
         if not self.ranks:
-            self.missing.append("the random states and the place in the data, since the file is not one of save_state")
+            self.missing.append("random states and the place in the data, since save_state did not write the file")
 
     def _compare_custom(self, saved: list[dict[str, Any]]) -> None:
         objects = self.accelerator._custom_objects

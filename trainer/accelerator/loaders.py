@@ -66,6 +66,7 @@ class NoWindows:
 
     def end(self, loader: Any) -> None:
         """A pass is over."""
+        self.active_dataloader = None
 
 
 class Pass:

@@ -275,6 +275,12 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[
             f"fit cannot go on from it. Use its weights in a new fit: {type(trainer.training_module).__name__}."
             "load_from_checkpoint(path), then trainer.fit without ckpt_path; or trainer.fit(..., restore=['model'])."
         )
+    if parts != ("model",) and "accelerator" in section:
+        raise ValueError(
+            "The checkpoint was written by Accelerator.save_state: the loop that it is of was not fit's, so fit cannot "
+            "go on in it. Go on with Accelerator.load_state, or use its weights in a new fit: "
+            "trainer.fit(..., restore=['model'])."
+        )
     if "optimizer" in parts:
         _restore_optimizers(trainer, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
         restore_precision(trainer.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))

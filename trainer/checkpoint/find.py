@@ -38,8 +38,7 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
         if best is None:
             raise ValueError(
                 f"Trainer.{fn}(ckpt_path='best'): no checkpoint has been saved as the best one. Train with a "
-                "ModelCheckpoint "
-                "(enable_checkpointing=True) first, or pass the path of a file."
+                "ModelCheckpoint (enable_checkpointing=True) first, or pass the path of a file."
             )
         return best
     if ckpt_path in ("last", "auto"):

@@ -117,7 +117,7 @@ class Resumed:
         self.derived: list[str] = []
         self._saved = section.get("data_ranks") or 1
         self.batch_samples: int | None = section.get("batch_samples")
-        self.ranks: list[dict[str, Any]] = section.get("ranks", [])
+        self.ranks: list[dict[str, Any]] = [] if "accelerator" in section else section.get("ranks", [])
         strategy = trainer.strategy
         self._world = section.get("world_size", self._saved)
         self._alike = (self._world, self._saved) == (strategy.world_size, strategy.num_data_ranks)

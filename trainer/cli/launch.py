@@ -55,7 +55,6 @@ def start(script: Script, settings: Settings, arguments: Namespace) -> int:
     os.environ.update(plan.variables)
     if settings["debug"]:
         os.environ[STARTED] = str(time.time())
-        messages.info(settings.text())
     say = _Announcement(plan, settings, arguments.quiet)
     if plan.is_one and not arguments.log_dir and not settings["max_restarts"]:
         say.chosen()

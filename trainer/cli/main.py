@@ -50,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         messages.error(f"paceline {words[0]}: {_sentence(_NOT_HERE[words[0]])}.")
         return FAILED
     parsed = _parser(next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None))
-    found = parsed.parse_args(words)
+    found, unknown = parsed.parse_known_args(words)
+    if unknown:
+        hint = messages.did_you_mean(unknown[0].partition("=")[0], found.flags)
+        messages.error(f"paceline {found.command}: There is no {unknown[0]!r}.{hint} --help lists what there is.")
+        return FAILED
     try:
         status = found.run(found)
         sys.stdout.flush()
@@ -86,7 +90,7 @@ def _parser(command: str | None) -> ArgumentParser:
             module = import_module(f".{name.replace(' ', '.').replace('-', '_')}", __package__)
             module.add_arguments(parser)
             _accept_both_spellings(parser)
-            parser.set_defaults(run=module.run, command=name)
+            parser.set_defaults(run=module.run, command=name, flags=list(parser._option_string_actions))
     return top
 
 

@@ -135,7 +135,10 @@ def resolve(
         found = list(_candidates(one, code or {}, flags or {}, variables, file, door))
         _report(one.name, found, of_code_only=launched is not None)
         said[one.name] = found[0]
-    return Settings(said, None if file is None else file.path)
+    settings = Settings(said, None if file is None else file.path)
+    if settings["debug"] and launched is None and not (code is None and flags is None):  # a launcher has shown them
+        messages.info_once(settings.text())
+    return settings
 
 
 def _candidates(

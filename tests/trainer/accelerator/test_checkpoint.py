@@ -11,9 +11,11 @@ import pytest
 import torch
 from loops import Counter, Loop, Noisy, same
 from processes import RanksError, ranks
+from tiny import TinyModule, tiny_loader
 from torch import nn
 from torch.utils.data import DataLoader
 
+from paceline import Trainer
 from paceline.loggers.messages import PacelineWarning
 from paceline.strategies import FSDPStrategy
 from paceline.trainer.accelerator.accelerator import Accelerator
@@ -42,7 +44,9 @@ def test_g2_u6_a_loop_goes_on_to_the_bit_wherever_it_was_saved(tmp_path: Path, s
     assert same(found, expected)
 
 
-@pytest.mark.parametrize("given", [{"workers": 2}, {"mixed_precision": "bf16"}, {"num_items": True}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"workers": 2}, {"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}, {"num_items": True}], ids=str
+)
 def test_g2_u6_also_with_workers_precision_and_counted_items(tmp_path: Path, given: dict[str, Any]) -> None:
     alone = Loop(**given)
     expected = alone.run()
@@ -210,6 +214,28 @@ def test_another_optimizer_or_model_is_an_error_that_names_it(tmp_path: Path) ->
         bare.load_state(tmp_path / "s")
 
 
+def test_the_weights_of_a_state_are_of_use_to_a_trainer_and_those_of_a_trainer_here(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trained, trainer = TinyModule(), Trainer(**quiet, max_epochs=1, enable_model_summary=False, limit_val_batches=0)
+    trainer.fit(trained, tiny_loader())
+    trainer.save_checkpoint(tmp_path / "t.ckpt")
+    accelerator = Accelerator(cpu=True)
+    model = TinyModule()
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.warns(PacelineWarning, match=r"t\.ckpt'\) cannot restore everything: random states and the place"):
+        accelerator.load_state(tmp_path / "t.ckpt")
+    assert torch.equal(model.layer.weight, trained.layer.weight)
+
+    nn.init.constant_(model.layer.weight, 3.0)
+    accelerator.save_state(tmp_path / "s")
+    path, last = tmp_path / "s" / "state.ckpt", Trainer(**quiet, max_epochs=1, limit_train_batches=0)
+    with pytest.raises(ValueError, match=r"written by Accelerator\.save_state"):
+        last.fit(TinyModule(), tiny_loader(), ckpt_path=path)
+    found = TinyModule()
+    last.fit(found, tiny_loader(), ckpt_path=path, restore=["model"])
+    assert found.layer.weight[0, 0] == 3.0
+
+
 # ---- what is in it ---------------------------------------------------------------------------------------------------
 
 
@@ -364,7 +390,7 @@ def test_the_next_pass_over_an_evaluation_loader_is_whole(tmp_path: Path) -> Non
     accelerator.save_state(tmp_path / "s")
     again = Accelerator(cpu=True)
     fresh = again.prepare(DataLoader(Noisy(), 4))
-    again.load_state(tmp_path / "s")
+    again.load_state(tmp_path / "s", strict=True)
     assert len(list(fresh)) == 7
 
 

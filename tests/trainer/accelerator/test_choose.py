@@ -106,8 +106,8 @@ def test_an_fsdp_plugin_or_the_settings_ask_for_fsdp(monkeypatch: pytest.MonkeyP
 
 def test_sizes_ask_for_ddp_fsdp_or_model_parallel() -> None:
     def ask() -> Any:
-        cp = {"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}
-        found = [chosen(sizes=ParallelismConfig(**given)) for given in cp]
+        sizes: list[dict[str, Any]] = [{"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}]
+        found = [chosen(sizes=ParallelismConfig(**given)) for given in sizes]
         assert isinstance(found[1], FSDPStrategy)
         assert isinstance(found[2], ModelParallelStrategy)
         return [type(one).__name__ for one in found], found[1].sizes, found[2].axis_sizes["tp"]

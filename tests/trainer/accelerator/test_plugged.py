@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # here once rather than in each process
 from processes import ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -123,9 +124,9 @@ def test_e3_a_prepared_model_is_compiled_with_the_plugins_options() -> None:
     assert compiled(network(), dynamo_backend="AOT_EAGER") == 1
 
     class Breaks(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, input: Tensor) -> Tensor:
             torch._dynamo.graph_break()
-            return super().forward(x)
+            return super().forward(input)
 
     with pytest.raises(Exception, match="graph_break"):
         compiled(Breaks(4, 1), dynamo_plugin=TorchDynamoPlugin(backend="eager", fullgraph=True))

@@ -46,6 +46,10 @@ def test_e9_u10_processes_on_a_cpu_form_one_group_with_one_main_process() -> Non
     def stand() -> Any:
         state = PartialState(cpu=True, timeout=timedelta(seconds=60))
         state.wait_for_everyone()
+        with state.split_between_processes(["a", "b", "c"]) as part:
+            assert part == (["a", "b"], ["c"])[state.process_index]
+        with state.split_between_processes([1, 2, 3], apply_padding=True) as part:
+            assert part == ([1, 2], [3, 3])[state.process_index]
         main = (state.is_main_process, state.is_local_main_process, state.is_last_process)
         return state.num_processes, state.process_index, str(state.distributed_type), state.backend, main
 

@@ -37,7 +37,7 @@ class Tied(nn.Module):
         self.register_buffer("high", whole[6:])
 
 
-def prepared(model: nn.Module) -> tuple[Accelerator, nn.Module]:
+def prepared(model: nn.Module) -> tuple[Accelerator, Any]:
     accelerator = Accelerator(cpu=True)
     return accelerator, accelerator.prepare(model)
 

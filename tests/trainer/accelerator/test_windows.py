@@ -16,12 +16,13 @@ from paceline.trainer.accelerator.accelerator import Accelerator
 ROWS = torch.arange(48.0).reshape(12, 4) / 48
 
 
-def made(strategy: Any = None, steps: int = 3) -> Any:
+def made(strategy: Any = None, steps: int = 3) -> tuple[Any, Any, Any]:
     accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=steps)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    return accelerator, *accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer
 
 
 def step(accelerator: Any, model: Any, optimizer: Any, number: int, items: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import paceline
 from paceline.trainer.cli import launch as module
 from paceline.trainer.cli.main import FAILED, main
+from paceline.trainer.settings import resolve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into processes as Linux shows them")
 
@@ -190,9 +192,44 @@ def test_debug_shows_every_process_and_the_settings(capfd: pytest.CaptureFixture
     name = script("import os\nraise ValueError(f\"mine {os.environ['RANK']}\")\n")
     status, _, err = launched(capfd, "--cpu", "--num_processes", "2", "--debug", name)
     assert status == 1
-    assert "num_processes  2     flag  --num_processes" in err
+    assert re.search(r"\n  num_processes +2 +flag +--num_processes\n", err)
     assert "Rank 0 of 2" in err
     assert "Rank 1 of 2" in err
+
+
+@pytest.mark.parametrize("variable", ["PACELINE_DEBUG", "ACCELERATE_DEBUG_MODE"])
+def test_c17_a_script_that_nobody_launched_shows_its_settings_once(
+    variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv(variable, "1")
+    for _ in range(2):
+        resolve({"mixed_precision": "bf16"})
+    resolve()  # asks for a value on the side
+    (said,) = caplog.messages
+    assert re.search(r"mixed_precision +bf16 +code", said)
+    assert re.search(rf"debug +True +env +{variable}", said)
+    monkeypatch.setenv("PACELINE_LAUNCH_FLAGS", "")  # the launcher has shown them
+    resolve({"mixed_precision": "no"})
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_goes_to_every_process_and_is_the_status(number: signal.Signals) -> None:
+    name = script(
+        "import os, signal, sys, time\n"
+        "def end(number, frame):\n    print('told', os.environ['RANK'])\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGINT, end)\nsignal.signal(signal.SIGTERM, end)\n"
+        "print('ready')\ntime.sleep(100)\n"
+    )
+    command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--num_processes", "2", "--quiet", name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (128 + number, "")
+    assert sorted(out.splitlines()) == ["told 0", "told 1"]
 
 
 def test_a_signal_ends_one_process_as_it_ends_the_script() -> None:
@@ -380,7 +417,7 @@ import json, os
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from paceline import Trainer, TrainingModule, seed_everything
+from paceline import Accelerator, Trainer, TrainingModule, seed_everything
 
 
 class Net(TrainingModule):
@@ -388,9 +425,12 @@ class Net(TrainingModule):
         super().__init__()
         self.layer = nn.Linear(4, 1)
 
+    def forward(self, x):
+        return self.layer(x)
+
     def training_step(self, batch, batch_idx):
         x, y = batch
-        return nn.functional.mse_loss(self.layer(x), y)
+        return nn.functional.mse_loss(self(x), y)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -399,16 +439,31 @@ class Net(TrainingModule):
 seed_everything(1)
 x = torch.randn(24, 4)
 data = TensorDataset(x, x.sum(1, keepdim=True))
-model, quiet = Net(), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-trainer = Trainer(max_epochs=3, enable_checkpointing=False, **quiet)
-trainer.fit(model, DataLoader(data, 8 // int(os.environ.get("WORLD_SIZE", "1")), shuffle=True))
-if trainer.is_global_zero:
-    loss = nn.functional.mse_loss(model.layer.cpu()(x), data.tensors[1]).item()
-    print(json.dumps({"loss": loss, "processes": trainer.world_size, "threads": torch.get_num_threads()}))
+size = 8 // int(os.environ.get("WORLD_SIZE", "1"))
+first, second = Net(), Net()
+trainer = Trainer(
+    max_epochs=3, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False
+)
+trainer.fit(first, DataLoader(data, size, shuffle=True))
+
+accelerator = Accelerator()
+model, optimizer, loader = accelerator.prepare(
+    second, torch.optim.SGD(second.parameters(), lr=0.1), DataLoader(data, size, shuffle=True)
+)
+for epoch in range(3):
+    for inputs, targets in loader:
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+
+if accelerator.is_main_process:
+    loss = [nn.functional.mse_loss(net.layer.cpu()(x), data.tensors[1]).item() for net in (first, second)]
+    counts = [trainer.world_size, accelerator.num_processes]
+    print(json.dumps({"loss": loss, "processes": counts, "threads": torch.get_num_threads()}))
 """
 
 
-def test_a1_a6_c13_one_script_trains_alike_however_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a1_c13_one_script_trains_alike_however_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     name = script(TRAIN)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     launch = ["-m", "paceline", "launch", "--cpu", "--num_cpu_threads_per_process", "1"]
@@ -420,6 +475,29 @@ def test_a1_a6_c13_one_script_trains_alike_however_it_is_started(monkeypatch: py
         assert done.returncode == 0, done.stderr
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
         found.append(json.loads(line))
-        assert found[-1]["processes"] == processes
+        assert found[-1]["processes"] == [processes] * 2
         assert found[-1]["threads"] == 1 or start in ([], torchrun)
-    assert [one["loss"] for one in found] == pytest.approx([found[0]["loss"]] * 4, rel=1e-5)
+    for door in range(2):
+        losses = [one["loss"][door] for one in found]
+        assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+        assert losses[0] < 1
+
+
+def test_a6_hardware_and_precision_come_from_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    name = script(
+        "import os\nfrom paceline import Accelerator\nmine = Accelerator()\n"
+        "print(os.environ['RANK'], mine.num_processes, mine.mixed_precision, mine.gradient_accumulation_steps)\n"
+    )
+    words = ("--cpu", "--num_processes", "2", "--mixed_precision", "bf16", "--gradient_accumulation_steps", "4")
+    status, out, err = launched(capfd, *words, name)
+    assert status == 0, err
+    assert sorted(out.splitlines()) == ["0 2 bf16 4", "1 2 bf16 4"]
+
+
+def test_the_page_about_launching_names_flags_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(ROOT) / Path(paceline.__file__).parent.name / "docs" / "launching.md").read_text()
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    flags = set(re.findall(r"--\w+", capsys.readouterr().out))
+    named = set(re.findall(r"--[a-z]\w*(?!-)", page.replace("--nproc-per-node", "").replace("--lr", "")))
+    assert named <= flags

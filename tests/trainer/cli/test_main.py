@@ -84,6 +84,15 @@ def test_an_unknown_command_is_an_error_that_lists_those_there_are(capsys: pytes
     assert "'verify'" in capsys.readouterr().err
 
 
+def test_an_unknown_flag_is_one_sentence_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--num_proceses", "2", "train.py"]) == FAILED
+    assert capsys.readouterr().err == (
+        "paceline launch: There is no '--num_proceses'. Did you mean '--num_processes'? --help lists what there is.\n"
+    )
+    assert main(["checkpoint", "ls", ".", "--jsn"]) == FAILED
+    assert "Did you mean '--json'?" in capsys.readouterr().err
+
+
 def test_a_failure_is_one_sentence_and_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "ls", str(tmp_path / "none")]) == FAILED == 2
     said = capsys.readouterr().err

@@ -138,6 +138,7 @@ def test_d3_what_the_launcher_has_said_its_processes_do_not_say_again(
     environment = {"PACELINE_CONFIG_FILE": str(tmp_path / "settings.json")}
     (tmp_path / "settings.json").write_text('{"mixed_precision": "bf16"}')
     handed = hand_over(resolve(flags={"mixed_precision": "no"}, environment=environment))
+    messages.forget()  # another process
     caplog.set_level("INFO", logger="paceline")
     settings = resolve(environment=environment | handed)
     assert settings.origin("mixed_precision") == ("flag", "--mixed_precision")
