@@ -1,9 +1,11 @@
 """Local SGD: processes train apart and average their parameters now and then, which communicates less.
 
-paceline launch --cpu --num_processes 2 examples/09_local_sgd.py                # average every 8 updates
-paceline launch --cpu --num_processes 2 examples/09_local_sgd.py --every 1      # in every update
-paceline launch --cpu --num_processes 2 examples/09_local_sgd.py --every 0      # synchronous training
-tensorboard --logdir runs/local_sgd                                             # all of them
+    paceline launch --cpu --num_processes 2 examples/09_local_sgd.py                # average every 8 updates
+    paceline launch --cpu --num_processes 2 examples/09_local_sgd.py --every 1      # in every update
+    paceline launch --cpu --num_processes 2 examples/09_local_sgd.py --every 0      # synchronous training
+    tensorboard --logdir runs/local_sgd                                             # all of them
+
+One process alone trains as it always does.
 """
 
 from __future__ import annotations
