@@ -1,18 +1,11 @@
 """A training loop of your own, before and after: three lines change, and it runs on any device and any number of them.
 
-<<<<<<< HEAD
-python examples/06_own_loop.py --plain                         # the loop as PyTorch has it
-python examples/06_own_loop.py                                 # the same numbers, on the device there is
-paceline launch --num_processes 2 examples/06_own_loop.py      # on two devices, or two CPU processes
-tensorboard --logdir runs/own_loop                             # both curves
-=======
     python examples/06_own_loop.py --plain                         # the loop as PyTorch has it
     python examples/06_own_loop.py                                 # the same numbers, on the device there is
     paceline launch --num_processes 2 examples/06_own_loop.py      # on two devices, or two CPU processes
     tensorboard --logdir runs/own_loop                             # both curves
 
 Look for `accelerator` to see what changed.
->>>>>>> trackers
 """
 
 from __future__ import annotations
