@@ -71,20 +71,18 @@ class _Shared(Mapping[str, Any]):
     def __init__(self, attribute: str) -> None:
         self._attribute = attribute
 
+    def _shown(self) -> dict[str, Any]:
+        value = getattr(_process, self._attribute)
+        return {} if value is None else {self._attribute: value}
+
     def __getitem__(self, name: str) -> Any:
-        if name not in self:
-            raise KeyError(name)
-        return getattr(_process, name)
+        return self._shown()[name]
 
     def __iter__(self) -> Iterator[str]:
-        if getattr(_process, self._attribute) is not None:
-            yield self._attribute
-
-    def __contains__(self, name: object) -> bool:
-        return name in list(self)
+        return iter(self._shown())
 
     def __len__(self) -> int:
-        return len(list(self))
+        return len(self._shown())
 
 
 def stays_on_cpu() -> bool:

@@ -129,8 +129,11 @@ def main() -> None:
         "rows": len(run.predict(Texts(10, 2)).predictions),
         "resumed": same(whole, resumed),
         "differs": not same(whole, network),
-        "real": [name for name in sys.modules if name.startswith("accelerate") and "compat" not in str(
-            getattr(sys.modules[name], "__file__", ""))],
+        "real": [
+            name
+            for name in sys.modules
+            if name.startswith("accelerate") and "compat" not in str(getattr(sys.modules[name], "__file__", ""))
+        ],
     }
     sys.stdout.write("\nFOUND " + json.dumps(found) + "\n")
 
