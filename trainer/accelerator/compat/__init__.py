@@ -65,6 +65,9 @@ class Alias(ModuleType):
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = names.find(name)
+        inner = f"{self.__name__}.{name}"
+        if value is names.UNKNOWN and inner.removeprefix(f"{NAME}.") in names.MODULES:
+            return importlib.import_module(inner)
         if value is names.UNKNOWN:
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}: Paceline stands in for {NAME}, and has nothing "

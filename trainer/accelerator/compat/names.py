@@ -59,7 +59,7 @@ MODULES = frozenset(
 
 #: Modules of Paceline, and what they have under Accelerate's names.
 _PLACES = {
-    "..accelerator": "Accelerator",
+    ".accelerator": "Accelerator",
     "..accumulation": "GradientState",
     "..enums": (
         "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
