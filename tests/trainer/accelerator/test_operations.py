@@ -165,6 +165,8 @@ def test_h3_metrics_of_torchmetrics_work_on_what_is_gathered() -> None:
 
 def test_errors_of_gather_for_metrics_are_not_swallowed() -> None:
     class Broken(Strategy):
+        world_size = 2  # type: ignore[assignment]
+
         def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
             raise RuntimeError("no line")
 
