@@ -8,6 +8,7 @@ import inspect
 import io
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,6 +175,11 @@ def test_a_name_says_what_is_inside(name: str) -> None:
 
 def code_lines(path: Path, first: int = 1, last: int | None = None) -> int:
     """Lines that hold code: no blank lines, no comments, no docstrings."""
+    return len([n for n in lines_of_code(path) if first <= n <= (last or n)])
+
+
+@cache
+def lines_of_code(path: Path) -> set[int]:
     source = path.read_text()
     text_lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
@@ -184,7 +190,7 @@ def code_lines(path: Path, first: int = 1, last: int | None = None) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in empty:
             lines |= set(range(token.start[0], token.end[0] + 1))
-    return len([n for n in lines - text_lines if first <= n <= (last or n)])
+    return lines - text_lines
 
 
 @pytest.mark.parametrize("name", NAMES)
