@@ -182,10 +182,9 @@ class DDPStrategy(DistributedStrategy):
         return self._wrapped
 
     def sync_next_backward(self) -> None:
-        wrapped = self._wrapped
-        if wrapped is not None and not wrapped.require_backward_grad_sync:
-            wrapped.require_backward_grad_sync = True
-            wrapped.reducer.prepare_for_backward([])
+        self.sync_gradients(True)
+        if self._wrapped is not None:
+            self._wrapped.reducer.prepare_for_backward([])  # the forward did not
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         wrapped = self._wrapped

@@ -65,6 +65,8 @@ class Accelerator(Facts):
         cpu: compute on the CPU, whatever else there is.
         dataloader_config: how loaders are split.
         deepspeed_plugin: DeepSpeed and its settings.
+        deepspeed_plugins: the same, in a dict.
+        megatron_lm_plugin: not supported.
         fsdp_plugin: FSDP2 and its settings.
         rng_types: accepted; the order of samples is the same on all ranks without exchanging random states.
         log_with: names, classes or objects of trackers, or a list of them; ``"all"``: what is installed.

@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 from paceline.trainer.accelerator.accelerator import Accelerator
 
 
-def test_a_step_is_made_at_each_windows_end_and_at_the_loaders_end() -> None:
+def test_b10_b11_b13_a_step_is_made_at_each_windows_end_and_at_the_loaders_end() -> None:
     # 7 batches in windows of 3, twice: ceil(7 / 3) updates an epoch
     assert train(count=28, batch_size=4, gradient_accumulation_steps=3)[2] == 6
 
 
 @pytest.mark.parametrize("count", [24, 28, 26], ids=["full", "short window", "short window and batch"])
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_windows_of_an_accelerator_learn_what_one_big_batch_learns(count: int, clip: float | None) -> None:
+def test_b12_windows_of_an_accelerator_learn_what_one_big_batch_learns(count: int, clip: float | None) -> None:
     in_windows, _, updates = train(count, 2, clip=clip, shuffle=False, gradient_accumulation_steps=3)
     at_once, _, expected = train(count, 6, clip=clip, shuffle=False)
     assert updates == expected
@@ -68,7 +68,7 @@ def test_gradients_that_the_loop_drops_on_purpose_are_dropped() -> None:
     sizes=st.lists(st.integers(0, 5), min_size=2, max_size=7).filter(lambda sizes: sum(sizes) > 0),
     steps=st.integers(1, 4),
 )
-def test_num_items_gives_the_mean_over_all_items_of_a_window(sizes: list[int], steps: int) -> None:
+def test_b12_num_items_gives_the_mean_over_all_items_of_a_window(sizes: list[int], steps: int) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     torch.manual_seed(0)
     model = nn.Linear(3, 1, dtype=torch.float64)
@@ -193,7 +193,7 @@ def test_a_second_accelerator_leaves_the_first_one_as_it_was() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("count", "accumulate"), [(24, 1), (26, 3), (13, 2)])
-def test_two_processes_learn_what_one_with_their_batches_together_learns(
+def test_b4_b7_b9_two_processes_learn_what_one_with_their_batches_together_learns(
     strategy: str, count: int, accumulate: int
 ) -> None:
     alone, rates, updates = train(count, 4, clip=0.5, gradient_accumulation_steps=accumulate)

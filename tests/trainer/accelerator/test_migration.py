@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from paceline.trainer.accelerator.accelerator import Accelerator
 
 
-def test_an_optimizer_that_was_not_prepared_is_named_where_it_would_step_too_early() -> None:
+def test_k2_an_optimizer_that_was_not_prepared_is_named_where_it_would_step_too_early() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -66,7 +66,7 @@ def test_a_sharded_model_and_its_optimizer_may_be_prepared_one_after_the_other()
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_scaler_of_the_scripts_own_changes_nothing_where_none_is_needed(precision: str) -> None:
+def test_b15_a_scaler_of_the_scripts_own_changes_nothing_where_none_is_needed(precision: str) -> None:
     def loop(scaled: bool) -> torch.Tensor:
         accelerator = Accelerator(cpu=True, mixed_precision=precision)
         model = network(torch.float32)
@@ -88,7 +88,7 @@ def test_a_scaler_of_the_scripts_own_changes_nothing_where_none_is_needed(precis
 
 
 @pytest.mark.parametrize("settings", [{"mixed_precision": "fp16"}, {"gradient_accumulation_steps": 2}])
-def test_a_scaler_of_the_scripts_own_is_named_where_it_would_spoil_gradients(settings: dict[str, Any]) -> None:
+def test_b15_a_scaler_of_the_scripts_own_is_named_where_it_would_spoil_gradients(settings: dict[str, Any]) -> None:
     accelerator = Accelerator(cpu=True, **settings)
     model = network(torch.float32)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -108,7 +108,7 @@ def test_a_model_that_was_not_prepared_is_named_by_accumulate() -> None:
         Accelerator(cpu=True).accumulate(network())
 
 
-def test_moving_by_hand_is_harmless() -> None:
+def test_b15_moving_by_hand_is_harmless() -> None:
     accelerator = Accelerator(cpu=True)
     model = network().to(accelerator.device)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -128,6 +128,6 @@ def _unused_parameters() -> None:
         optimizer.zero_grad()
 
 
-def test_parameters_without_gradients_are_named_on_several_processes() -> None:
+def test_k2_parameters_without_gradients_are_named_on_several_processes() -> None:
     with pytest.raises(RanksError, match=r"idle.*DistributedDataParallelKwargs\(find_unused_parameters=True\)"):
         ranks(2, _unused_parameters)
