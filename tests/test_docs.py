@@ -104,7 +104,7 @@ def test_the_pseudo_code_is_the_one_in_the_code() -> None:
     assert shown == [FIT_PSEUDO_CODE]
 
 
-def test_three_changed_lines_and_an_import_move_a_plain_loop_to_the_accelerator() -> None:
+def test_a9_k3_three_changed_lines_and_an_import_move_a_plain_loop_to_the_accelerator() -> None:
     before, after = (
         PAGES["accelerator"].partition(f"<!-- {mark} -->\n```python\n")[2].partition("```")[0].splitlines()
         for mark in ("before", "after")

@@ -373,7 +373,17 @@ def test_c9_more_processes_than_gpus_are_refused_with_the_count(
     assert "asks for 3 GPUs on this machine, which shows 2 (CUDA_VISIBLE_DEVICES=0,5)" in err
 
 
-def test_deepspeed_that_is_not_there_is_named_with_what_does_the_same(
+@pytest.mark.parametrize(("words", "kind"), [([], "MULTI_CPU"), (["--use_fsdp"], "FSDP")])
+def test_c15_one_command_starts_replicas_and_shards(
+    capfd: pytest.CaptureFixture[str], words: list[str], kind: str
+) -> None:
+    text = "from paceline import Accelerator; print('KIND', Accelerator().distributed_type.value)"
+    status, out, _ = launched(capfd, "--cpu", "--num_processes", "2", *words, script(text))
+    assert status == 0
+    assert out.split() == ["KIND", kind] * 2
+
+
+def test_c15_deepspeed_that_is_not_there_is_named_with_what_does_the_same(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.loggers.messages.is_installed", lambda package: False)
