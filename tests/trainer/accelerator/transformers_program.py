@@ -1,4 +1,4 @@
-"""transformers.Trainer on Paceline, next to a hand-written loop: prints what it found as JSON. Run by test_compat.py."""
+"""transformers.Trainer on Paceline, next to a hand-written loop; prints what it found as JSON for test_compat.py."""
 
 from __future__ import annotations
 

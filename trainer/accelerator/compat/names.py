@@ -13,15 +13,19 @@ from . import probes
 #: What programs that ask are told: the version whose names these are.
 VERSION = "1.15.0"
 
-MODULES = frozenset(
-    """
-    accelerator big_modeling checkpointing commands commands.config commands.launch data_loader hooks inference
-    launchers local_sgd logging memory_utils optimizer parallelism_config scheduler state tracking utils utils.ao
-    utils.bnb utils.constants utils.dataclasses utils.deepspeed utils.environment utils.fsdp_utils utils.imports
-    utils.launch utils.megatron_lm utils.memory utils.modeling utils.offload utils.operations utils.other utils.random
-    utils.torch_xla utils.tqdm utils.transformer_engine utils.versions
-    """.split()
-)
+#: Modules, by the package that they are in; "" is accelerate itself.
+_MODULES = {
+    "": (
+        "accelerator big_modeling checkpointing commands data_loader hooks inference launchers local_sgd logging "
+        "memory_utils optimizer parallelism_config scheduler state tracking utils"
+    ),
+    "commands.": "config launch",
+    "utils.": (
+        "ao bnb constants dataclasses deepspeed environment fsdp_utils imports launch megatron_lm memory modeling "
+        "offload operations other random torch_xla tqdm transformer_engine versions"
+    ),
+}
+MODULES = frozenset(f"{package}{name}" for package, listed in _MODULES.items() for name in listed.split())
 
 #: Modules of Paceline, and what they have under Accelerate's names.
 _PLACES = {

@@ -50,7 +50,7 @@ _PACKAGES = {
 _NEVER = (
     "bitsandbytes_multi_backend 4bit_bnb 8bit_bnb fp8 hpu megatron_lm mlu musa neuron npu pippy sdaa torch_xla "
     "transformer_engine_mxfp8 xccl xpu"
-).split()
+)
 
 
 def _installed(packages: str) -> bool:
@@ -103,7 +103,7 @@ def _always() -> bool:
 
 _ANSWERS: dict[str, Callable[..., bool]] = {
     **{f"is_{name}_available": partial(_installed, packages) for name, packages in _PACKAGES.items()},
-    **{f"is_{name}_available": _no for name in _NEVER},
+    **{f"is_{name}_available": _no for name in _NEVER.split()},
     "is_bf16_available": _bf16,
     "is_cuda_available": _cuda,
     "is_fp16_available": _fp16,
