@@ -65,7 +65,7 @@ def accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def run(*command: str, limit: float = 120) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(HERE.parents[3]), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": f"{HERE.parents[3]}{os.pathsep}{HERE.parents[1]}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -103,6 +103,11 @@ def test_b17_transformers_trainer_evaluates_each_sample_once(found: dict[str, An
 def test_b17_transformers_trainer_resumes_to_the_same_bits(found: dict[str, Any]) -> None:
     assert found["differs"]
     assert found["resumed"]
+
+
+def test_b17_transformers_trainer_learns_on_two_processes_what_it_learns_on_one(found: dict[str, Any]) -> None:
+    assert found["apart"] < 1e-6
+    assert found["eval_spread"] == pytest.approx([found["eval_spread"][0]] * 3, rel=1e-5)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from paceline.trainer.accelerator import compat
 compat.install()
 
 import torch  # noqa: E402
+from processes import ranks  # noqa: E402
 from torch.utils.data import Dataset  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
@@ -55,10 +57,11 @@ def trainer(network: Any, name: str, seen: list[Any] | None = None, **more: Any)
             seen.append(copy.deepcopy(batch))
         return batch
 
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     arguments = TrainingArguments(
         str(FOLDER / name),
-        per_device_train_batch_size=ROWS,
-        per_device_eval_batch_size=ROWS,
+        per_device_train_batch_size=ROWS // processes,
+        per_device_eval_batch_size=ROWS // processes,
         gradient_accumulation_steps=STEPS,
         num_train_epochs=2,
         max_grad_norm=0.5,
@@ -104,6 +107,14 @@ def evaluated(network: Any) -> float:
     return total / 10
 
 
+def spread() -> tuple[list[Any], float]:
+    """Weights and evaluation loss of a training in sequence, on as many processes as there are."""
+    network = model()
+    run = trainer(network, "spread", save_strategy="no", train_sampling_strategy="sequential")
+    run.train()
+    return [parameter.tolist() for parameter in network.parameters()], run.evaluate()["eval_loss"]
+
+
 def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
@@ -119,14 +130,20 @@ def main() -> None:
     whole, resumed = model(0.2), model(0.2)
     trainer(whole, "whole", save_steps=2).train()
     trainer(resumed, "whole", save_strategy="no").train(resume_from_checkpoint=str(FOLDER / "whole" / "checkpoint-2"))
+    evaluation = [run.evaluate()["eval_loss"], evaluated(network)]
+    rows = len(run.predict(Texts(10, 2)).predictions)
+    one, two = spread(), ranks(2, spread)
+    pairs = [(torch.tensor(a), torch.tensor(b)) for part in two for a, b in zip(one[0], part[0], strict=True)]
     found = {
         "file": accelerate.__file__,
         "kind": type(run.accelerator).__mro__[1].__module__,
         "steps": [run.state.global_step, taken],
         "same": same(network, expected),
         "trained": not same(network, model()),
-        "eval": [run.evaluate()["eval_loss"], evaluated(network)],
-        "rows": len(run.predict(Texts(10, 2)).predictions),
+        "eval": evaluation,
+        "rows": rows,
+        "apart": max((a - b).abs().max().item() for a, b in pairs),
+        "eval_spread": [one[1], *(part[1] for part in two)],
         "resumed": same(whole, resumed),
         "differs": not same(whole, network),
         "real": [
