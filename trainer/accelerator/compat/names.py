@@ -80,13 +80,14 @@ _PLACES = {
         "prepare_data_loader reduce save wait_for_everyone"
     ),
     ".values": (
-        "convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name is_tensor_information merge_dicts "
+        "CannotPadNestedTensorWarning convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name is_tensor_information merge_dicts "
         "recursive_getattr"
     ),
 }
 
 #: Names that Paceline has under another one.
 _RENAMED = {
+    "BaseEnum": ("..enums", "Word"),
     "DataLoaderAdapter": ("..loaders", "PreparedLoader"),
     "DataLoaderShard": ("..loaders", "PreparedLoader"),
     "DataLoaderStateMixin": ("..loaders", "PreparedLoader"),
@@ -108,12 +109,14 @@ CONSTANTS: dict[str, Any] = {
     "SAFE_MODEL_NAME": "model",
     "SAFE_WEIGHTS_INDEX_NAME": "model.safetensors.index.json",
     "SAFE_WEIGHTS_NAME": "model.safetensors",
+    "SAFE_WEIGHTS_PATTERN_NAME": "model{suffix}.safetensors",
     "SAMPLER_NAME": "sampler",
     "SCALER_NAME": "scaler.pt",
     "SCHEDULER_NAME": "scheduler",
     "TORCH_DYNAMO_MODES": ["default", "reduce-overhead", "max-autotune"],
     "WEIGHTS_INDEX_NAME": "pytorch_model.bin.index.json",
     "WEIGHTS_NAME": "pytorch_model.bin",
+    "WEIGHTS_PATTERN_NAME": "pytorch_model{suffix}.bin",
 }
 
 #: Names that can be imported, and what they say when they are called.
