@@ -297,7 +297,8 @@ def test_a_loop_that_fetches_ahead_and_sets_when_to_sync_weighs_its_losses_itsel
         nn.init.zeros_(model.weight)
         loader = DataLoader(TensorDataset(torch.arange(1.0, 6.0).unsqueeze(1)), 2)
         model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1.0), loader)
-        batches = [x for (x,) in loader]
+        iterator = iter(loader)
+        batches = [next(iterator)[0] for _ in range(len(loader))]
         items = accelerator.gather(torch.tensor(sum(map(len, batches)))).sum()
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1

@@ -80,8 +80,8 @@ _PLACES = {
         "prepare_data_loader reduce save wait_for_everyone"
     ),
     ".values": (
-        "CannotPadNestedTensorWarning convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name is_tensor_information merge_dicts "
-        "recursive_getattr"
+        "CannotPadNestedTensorWarning convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name "
+        "is_tensor_information merge_dicts recursive_getattr"
     ),
 }
 
