@@ -165,6 +165,11 @@ class DDPStrategy(DistributedStrategy):
 
     @contextmanager
     def keep_gradients_local(self) -> Iterator[None]:
+        if self._records:
+            raise ValueError(
+                "static_graph=True: the first backward has to communicate, to learn the graph, so gradients cannot "
+                "stay local in it. Train a step before, or leave static_graph out."
+            )
         before, self._local = self._local, True
         self.sync_gradients(self._synchronizes)
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.trainer.accelerator.accelerator import Accelerator
+from paceline import Accelerator
 
 EPOCHS = 2
 

@@ -20,9 +20,11 @@ def compile_in_place(module: nn.Module, settings: bool | Mapping[str, Any]) -> N
 
     Args:
         module: the TrainingModule.
-        settings: True, or arguments for ``torch.compile``.
+        settings: True, or arguments for ``torch.compile``; with ``regional`` only repeated blocks, where there are any.
     """
     arguments = dict(settings) if isinstance(settings, Mapping) else {}
+    if arguments.pop("regional", False) and compile_repeated(module, arguments):
+        return
     for target in (module, *_networks(module)):
         if target._compiled_call_impl is None:
             target.compile(**arguments)

@@ -8,6 +8,7 @@ from typing import Any
 from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..loggers import messages
 from ..strategies.base import Strategy
+from ..strategies.cluster import find_cluster
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.precision.base import Precision
 from .settings import Given, Settings, resolve
@@ -19,6 +20,12 @@ _SAME = {
     "fp16": ("16", "16-mixed", "fp16"),
     "bf16": ("bf16", "bf16-mixed"),
 }
+#: Settings that ask for a strategy, and what is in the names of those that fit.
+_SWITCHES = {
+    "use_fsdp": ("fsdp", "hybrid_shard"),
+    "use_deepspeed": ("deepspeed",),
+    "use_parallelism_config": ("modelparallel", "model_parallel", "fsdp", "hybrid_shard"),
+}
 
 
 def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,11 +33,15 @@ def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = resolve(_in_code(given), door="Trainer")
     found = dict(_from_settings(given, settings))
     if found:
-        taken = ", ".join(f"{name}={value!r} ({where})" for name, (value, where) in found.items())
+        taken = ", ".join(f"{name}={_word(value)!r} ({where})" for name, (value, where) in found.items())
         messages.info_once(f"Trainer takes from the settings: {taken}.")
     defaults = {"accumulate_grad_batches": 1, "compile": False}
     either = {name: default if given[name] is None else given[name] for name, default in defaults.items()}
     return {**given, **either, **{name: value for name, (value, _) in found.items()}}
+
+
+def _word(value: Any) -> Any:
+    return type(value).__name__ if isinstance(value, Strategy) else value
 
 
 # ---- what the program says -----------------------------------------------------------------------------------------
@@ -102,33 +113,30 @@ def _from_settings(given: Mapping[str, Any], settings: Settings) -> Iterator[tup
         value = meaning(settings[setting])
         if value is not None:
             yield argument, (value, where)
-    yield from _sharding(given, settings)
+    yield from _sharding(settings)
 
 
-def _sharding(given: Mapping[str, Any], settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The strategy that ``use_fsdp`` or ``use_deepspeed`` asks for, unless one is named."""
-    for switch, name in (("use_fsdp", _fsdp), ("use_deepspeed", _deepspeed)):
-        if not settings[switch]:
-            continue
-        named, (place, where), asked = settings["strategy"], settings.origin("strategy"), settings.origin(switch).where
-        if place == "default":
-            yield "strategy", (name(settings), asked)
-            return
-        named = named if isinstance(named, str) else type(named).__name__
-        if switch.removeprefix("use_") not in named.lower():
-            messages.info_once(f"strategy is {named!r}, from {where}; that counts, not {switch} from {asked}.")
+def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """The strategy that ``use_fsdp``, ``use_deepspeed`` or ``use_parallelism_config`` asks for, unless one is named."""
+    switches = [name for name in _SWITCHES if settings[name]]
+    if not switches:
+        return
+    chosen, (place, where) = settings["strategy"], settings.origin("strategy")
+    if place == "default":
+        yield "strategy", (_made(settings), " and ".join(settings.origin(name).where for name in switches))
+        return
+    word = _word(chosen)
+    for switch in switches:
+        if not any(part in word.lower() for part in _SWITCHES[switch]):
+            asked = settings.origin(switch).where
+            messages.info_once(f"strategy is {word!r}, from {where}; that counts, not {switch} from {asked}.")
 
 
-def _fsdp(settings: Settings) -> str:
-    if str(settings["fsdp_sharding_strategy"]).startswith("HYBRID"):
-        return "hybrid_shard"
-    return "fsdp_cpu_offload" if settings["fsdp_offload_params"] else "fsdp"
+def _made(settings: Settings) -> Strategy | str:
+    """The strategy with all that the settings say about it, as the Accelerator makes it."""
+    from .accelerator.choose import Choice, by_name
 
-
-def _deepspeed(settings: Settings) -> str:
-    stage = settings["zero_stage"]
-    offloads = stage > 1 and "cpu" in (settings["offload_optimizer_device"], settings["offload_param_device"])
-    return "deepspeed" if not stage else f"deepspeed_stage_{stage}" + ("_offload" if offloads else "")
+    return by_name(None, Choice(settings=settings).filled(), find_cluster(), alone=False)
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
@@ -136,7 +144,9 @@ def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
     if backend == "no":
         return None
     mode, dynamic = settings["dynamo_mode"], settings["dynamo_use_dynamic"]
-    more = {"mode": mode} if mode != "default" else {}
+    more: dict[str, Any] = {"mode": mode} if mode != "default" else {}
+    if settings["dynamo_use_regional_compilation"]:
+        more["regional"] = True
     if dynamic is not None:
         more["dynamic"] = dynamic
     return {"backend": backend, "fullgraph": settings["dynamo_use_fullgraph"], **more}

@@ -256,7 +256,10 @@ def _lines(one: list[str], other: list[str]) -> list[str]:
 
 
 def _state(file: Path) -> Any:
-    """A checkpoint without what tells one start from another: marks, numbers of saves, the loggers' places."""
+    """A checkpoint without what tells one start from another: marks, numbers of saves, the loggers' places.
+
+    Nor does it matter which step a start saved last: that is forgotten at the next.
+    """
     if file.is_dir():
         from paceline.trainer.checkpoint.read import read
 
@@ -266,7 +269,7 @@ def _state(file: Path) -> Any:
     section = checkpoint.pop("paceline")
     wanted = {key: section[key] for key in ("progress", "ranks", "precision", "metrics") if key in section}
     for state in checkpoint["callbacks"].values():
-        for mark in ("run", "line", "leftovers"):
+        for mark in ("run", "line", "leftovers", "saved_step", "saved_path"):
             state.pop(mark, None)
     return {**checkpoint, "paceline": wanted}
 

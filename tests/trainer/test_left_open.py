@@ -11,7 +11,7 @@ from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer
 from paceline.callbacks import GradientAccumulationScheduler
-from paceline.strategies import DDPStrategy, SingleDevice
+from paceline.strategies import DDPStrategy, FSDPStrategy, SingleDevice
 from paceline.strategies.precision.mixed import MixedPrecision
 from paceline.trainer.left_open import fill_in
 
@@ -49,12 +49,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("cpu: false", "accelerator", "auto"),
         ("strategy: ddp", "strategy", "ddp"),
         ("strategy: auto", "strategy", "auto"),
-        ("use_fsdp: true", "strategy", "fsdp"),
-        ("use_fsdp: true\nfsdp_sharding_strategy: HYBRID_SHARD", "strategy", "hybrid_shard"),
-        ("use_fsdp: true\nfsdp_offload_params: true", "strategy", "fsdp_cpu_offload"),
         ("use_fsdp: true\nstrategy: ddp", "strategy", "ddp"),
-        ("use_deepspeed: true", "strategy", "deepspeed_stage_2"),
-        ("use_deepspeed: true\nzero_stage: 3\noffload_param_device: cpu", "strategy", "deepspeed_stage_3_offload"),
         ("", "compile", False),
         ("dynamo_backend: 'no'", "compile", False),
         ("dynamo_backend: eager", "compile", {"backend": "eager", "fullgraph": False}),
@@ -68,6 +63,24 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_c12_what_is_left_open_comes_from_the_settings(text: str, argument: str, value: Any, elsewhere: Any) -> None:
     elsewhere(text)
     assert fill_in(OPEN)[argument] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("use_fsdp: true", {"sharding": "full"}),
+        ("use_fsdp: true\nfsdp_sharding_strategy: SHARD_GRAD_OP", {"reshard_after_forward": False}),
+        ("use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: Block\nfsdp_state_dict_type: SHARDED_STATE_DICT", {}),
+    ],
+)
+def test_use_fsdp_makes_the_strategy_with_all_its_settings(text: str, options: dict[str, Any], elsewhere: Any) -> None:
+    elsewhere(text)
+    strategy = fill_in(OPEN)["strategy"]
+    assert type(strategy) is FSDPStrategy
+    assert {name: getattr(strategy, name) for name in options} == options
+    if not options:
+        assert strategy.state_dict_type == "sharded"
+        assert strategy.wrap in ("Block", ["Block"])
 
 
 ALL = """
@@ -119,7 +132,7 @@ def test_what_was_taken_is_said_with_its_place(elsewhere: Any, caplog: pytest.Lo
     fill_in(OPEN)
     (line,) = caplog.messages
     assert line.startswith("Trainer takes from the settings: precision='bf16-mixed' (")
-    assert "c.yaml: mixed_precision), strategy='fsdp' (" in line
+    assert "c.yaml: mixed_precision), strategy='FSDPStrategy' (" in line
 
 
 def test_objects_in_code_count(elsewhere: Any) -> None:

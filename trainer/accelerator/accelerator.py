@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -138,7 +139,7 @@ class Accelerator(Facts):
         )
         self.gradient_state = GradientState(**arguments.accumulation)
         self.gradient_state.window = Window(self.gradient_state, self._strategy)
-        self.gradient_state.on_pass = self._settle_buffers
+        self.gradient_state.on_pass = partial(_settle_buffers, weakref.ref(self))
         self._windows: dict[tuple[int, ...], Window] = {}
         self._models: list[nn.Module] = []
         self._placements: dict[int, PreparedModel] = {}
@@ -242,12 +243,6 @@ class Accelerator(Facts):
         if self._seed is None:
             self._seed = self._strategy.broadcast(torch.initial_seed() % 2**63)
         return self._seed
-
-    def _settle_buffers(self, loader: Any) -> None:
-        """A pass begins: models that are evaluated get rank 0's buffers, which are those that a checkpoint holds."""
-        for model in self._placements.values():
-            if not model.module.training and not model.frozen:
-                model.strategy.before_evaluation(model.module)
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -597,3 +592,14 @@ class Accelerator(Facts):
         """Print every setting in force, and where it comes from."""
         if self.is_main_process:
             self.settings.print()
+
+
+def _settle_buffers(accelerator: Callable[[], Accelerator | None], loader: Any) -> None:
+    """A pass begins: models that are evaluated get rank 0's buffers, which are those that a checkpoint holds.
+
+    The Accelerator is referred to weakly, so that a loader, and its workers, end when nobody has them any more.
+    """
+    found = accelerator()
+    for model in found._placements.values() if found is not None else ():
+        if not model.module.training and not model.frozen:
+            model.strategy.before_evaluation(model.module)

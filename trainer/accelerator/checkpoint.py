@@ -161,11 +161,11 @@ def load_state(
     strategy.barrier(f"accelerator.load_state({'' if input_dir is None else repr(str(input_dir))})")
     state = location(strategy.broadcast(_found(accelerator, input_dir)))
     placements = list(accelerator._placements.values())
-    checkpoint = read(state, strategy=placements[0].strategy if placements else strategy)
+    reader = placements[0].strategy if placements else strategy
+    checkpoint = sharded.together(strategy, "read", lambda: read(state, strategy=reader))
     wrong = _settled_files(accelerator, state, checkpoint)
     models = list(accelerator._models)
-    for hook in list(accelerator._saves.before_load.values()):
-        hook(models, str(state.parent))
+    sharded.together(strategy, "loaded", lambda: _call_load_hooks(accelerator, models, str(state.parent)))
     newer = strategy.broadcast(folders.newer_of_its_run(state) if strategy.is_global_zero else None)
     restored = Restored(accelerator, checkpoint, models, newer)
     missing = [*restored.missing, *(f"the file {name}, which is not what was saved" for name in wrong)]
@@ -174,6 +174,11 @@ def load_state(
     restored.apply()
     known = checkpoint.get("paceline", {}).get("manifest", {})
     accelerator._saves.line = known.get("line") or accelerator._saves.line
+
+
+def _call_load_hooks(accelerator: Accelerator, models: list[Any], folder: str) -> None:
+    for hook in list(accelerator._saves.before_load.values()):
+        hook(models, folder)
 
 
 def _found(accelerator: Accelerator, input_dir: Any) -> str:

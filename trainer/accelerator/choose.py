@@ -84,7 +84,7 @@ def choose(choice: Choice) -> Strategy:
         _refuse_options(type(strategy).__name__, _asked(choice))
         precision = None if type(precision) is Precision else precision
     else:
-        strategy = _by_name(strategy, choice, cluster, precision, kind)
+        strategy = by_name(strategy, choice, cluster, precision)
         precision = precision if isinstance(strategy, str) else None
     accelerator = kind if choice.settings.get("cpu") or not isinstance(strategy, Strategy) else "auto"
     if cluster is None and kind == "cuda":
@@ -92,13 +92,22 @@ def choose(choice: Choice) -> Strategy:
     return choose_strategy(strategy, accelerator, "auto" if cluster is not None else 1, precision=precision)
 
 
-def _by_name(
-    name: str | None, choice: Choice, cluster: Cluster | None, precision: Precision, kind: str
+def by_name(
+    name: str | None, choice: Choice, cluster: Cluster | None, precision: Precision | None = None, alone: bool = True
 ) -> Strategy | str:
-    """A strategy for several processes with all that was given for it; ``"auto"`` for one process."""
+    """A strategy for several processes with all that was given for it; ``"auto"`` for one process.
+
+    Args:
+        name: of the strategy; None: by what was given.
+        choice: what was given, filled.
+        cluster: where a launcher put this process.
+        precision: of the strategy.
+        alone: without a cluster there is one process; False: the strategy may start others.
+    """
     fsdp, deepspeed, sizes = choice.fsdp_plugin, choice.deepspeed_plugin, choice.parallelism_config
     if sizes is not None:
-        sizes.check(cluster.world_size if cluster is not None else 1)
+        if alone or cluster is not None:
+            sizes.check(cluster.world_size if cluster is not None else 1)
         if sizes.total_size == 1:
             sizes = None
     splits = sizes is not None and sizes.non_data_parallel_size > 1

@@ -282,7 +282,7 @@ class Restored:
         restore_precision(accelerator._strategy.precision, self.section.get("precision"))
         if not self.own_section:
             return
-        self._load_custom()
+        together(accelerator._strategy, "loaded", self._load_custom)
         self._load_loaders()
         self.derived += restore_windows(accelerator, self.own if self.alike else None, self.ranks)
         accelerator.trackers.load_state_dict(self.own_section["trackers"], self.newer)

@@ -170,6 +170,8 @@ class FullyShardedDataParallelPlugin:
                 "Leave the plugin (use_fsdp) out."
             )
         keeps = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+        if self.fsdp_version == 1:
+            reshard = None  # there the sharding strategy says it; launchers write both
         if keeps and reshard is not None and _truth(reshard):
             raise ValueError(
                 f"FullyShardedDataParallelPlugin(sharding_strategy={name!r}) keeps weights from forward to backward, "

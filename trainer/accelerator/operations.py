@@ -84,6 +84,8 @@ def gather_for_metrics(data: Any, strategy: Strategy, loader: Any = None, use_ga
         loader: the :class:`~.loaders.PreparedLoader` whose batch the data are of; None: nothing is taken out.
         use_gather_object: gather as Python objects: a list of each process's entries.
     """
+    if strategy.world_size == 1:
+        return data
     objects = use_gather_object or not _only_tensors(data)
     own, counting = (0, 0) if loader is None else (loader.batch_rows, loader.rows)
     if strategy.num_data_ranks > 1 and loader is not None and loader.end_of_dataloader:

@@ -30,12 +30,12 @@ class Layout(NamedTuple):
     Attributes:
         stem: the name before the numbers.
         suffix: the ending.
-        index_name: the file that says which tensor is where, if there are several.
+        listing: the file that says which tensor is where, if there are several.
     """
 
     stem: str
     suffix: str
-    index_name: str
+    listing: str
 
     def name(self, number: int, count: int) -> str:
         """Of the file ``number`` (from 1) of ``count``."""
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
         """Whether a file is one of this layout."""
         numbers = r"(-\d{5}-of-\d{5})?"
         pattern = f"{re.escape(self.stem)}{numbers}{re.escape(self.suffix)}"
-        return name == self.index_name or re.fullmatch(pattern, name) is not None
+        return name == self.listing or re.fullmatch(pattern, name) is not None
 
 
 SAFETENSORS = Layout("model", ".safetensors", "model.safetensors.index.json")
@@ -131,7 +131,7 @@ def write_model(state: Mapping[str, Any], folder: Location, limit: int, layout: 
     names = [layout.name(number + 1, len(plan)) for number in range(len(plan))]
     with ExitStack() as stack:  # what is entered first takes its name last
         if len(plan) > 1:
-            index = stack.enter_context(replace.written_aside(folder / layout.index_name))
+            index = stack.enter_context(replace.written_aside(folder / layout.listing))
             _write_index(index, dict(zip(names, plan, strict=True)), state)
         for name, keys in zip(names, plan, strict=True):
             path = stack.enter_context(replace.written_aside(folder / name))
@@ -140,7 +140,7 @@ def write_model(state: Mapping[str, Any], folder: Location, limit: int, layout: 
                 bare.write_safetensors({key: found.tensors[key] for key in keys}, path, twins, "save_model")
             else:
                 bare.write_torch({key: state[key] for key in keys}, path)
-    current = {*names, *([layout.index_name] if len(plan) > 1 else [])}
+    current = {*names, *([layout.listing] if len(plan) > 1 else [])}
     for old in list(folder.iterdir()):
         if layout.has(old.name) and old.name not in current:
             old.unlink()

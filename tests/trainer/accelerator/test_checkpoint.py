@@ -15,10 +15,9 @@ from tiny import TinyModule, tiny_loader
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline import Trainer
+from paceline import Accelerator, Trainer
 from paceline.loggers.messages import PacelineWarning
 from paceline.strategies import FSDPStrategy
-from paceline.trainer.accelerator.accelerator import Accelerator
 from paceline.trainer.cli.main import main
 
 

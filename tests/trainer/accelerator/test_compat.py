@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -359,6 +361,21 @@ def test_states_say_whether_there_is_one(accelerate: Any) -> None:
     assert first.initialized
     assert first.num_processes == 1
     assert accelerator.distributed_type == "NO"
+
+
+def test_a_gradient_state_is_that_of_the_accelerator_made_last(accelerate: Any) -> None:
+    from accelerate.state import GradientState  # type: ignore[reportMissingImports]
+
+    first = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    second = accelerate.Accelerator(cpu=True)
+    assert GradientState() is second.gradient_state
+    assert isinstance(first.gradient_state, GradientState)
+    assert first.gradient_state.num_steps == 4
+    assert "mixed_precision" in inspect.signature(accelerate.Accelerator).parameters
+    del first, second
+    gc.collect()
+    with pytest.raises(ValueError, match="there is none"):
+        GradientState()
 
 
 def test_an_accelerator_stays_where_a_partial_state_was_asked_to_stay(accelerate: Any) -> None:

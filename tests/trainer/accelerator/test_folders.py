@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from loops import Loop, same
-from processes import ranks
+from processes import RanksError, ranks
 from torch import nn
 
+from paceline import Accelerator, ProjectConfiguration
 from paceline.loggers.messages import PacelineWarning
 from paceline.trainer.accelerator import checkpoint, folders
-from paceline.trainer.accelerator.accelerator import Accelerator
-from paceline.trainer.accelerator.plugins import ProjectConfiguration
 from paceline.trainer.checkpoint import replace
 
 
@@ -331,6 +330,28 @@ def test_a_hooks_file_that_was_changed_is_reported(tmp_path: Path) -> None:
     again, _ = hooked()
     with pytest.raises(RuntimeError, match=r"the file net0/config\.json, which is not what was saved"):
         again.load_state(tmp_path / "s", strict=True)
+
+
+def fail_on_one(folder: str, saving: bool) -> None:
+    one = made()
+    one.save_state(folder)
+
+    def hook(*_: Any) -> None:
+        if one.process_index == 1:
+            raise OSError("the disk of this machine is full")
+
+    (one.register_save_state_pre_hook if saving else one.register_load_state_pre_hook)(hook)
+    (one.save_state if saving else one.load_state)(folder)
+
+
+@pytest.mark.parametrize("saving", [True, False], ids=["save", "load"])
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path, saving: bool) -> None:
+    with pytest.raises(RanksError) as caught:
+        ranks(2, fail_on_one, str(tmp_path / "s"), saving, limit=30)
+    first, second = caught.value.errors
+    assert "because rank 1 failed: OSError: the disk of this machine is full" in str(first)
+    assert str(second) == "the disk of this machine is full"
+    assert names(tmp_path / "s") == ["state.ckpt"]
 
 
 def hooks_on_two(folder: str) -> float:

@@ -13,8 +13,8 @@ import torch
 from processes import ranks
 from torch import nn
 
+from paceline import Accelerator
 from paceline.trainer.accelerator import weights
-from paceline.trainer.accelerator.accelerator import Accelerator
 
 pytest.importorskip("safetensors")
 

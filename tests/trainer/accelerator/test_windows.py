@@ -10,8 +10,8 @@ import torch
 from processes import ranks
 from torch import nn
 
+from paceline import Accelerator
 from paceline.loggers.messages import PacelineWarning
-from paceline.trainer.accelerator.accelerator import Accelerator
 
 ROWS = torch.arange(48.0).reshape(12, 4) / 48
 

@@ -29,8 +29,7 @@ MODULES = frozenset(f"{package}{name}" for package, listed in _MODULES.items() f
 
 #: Modules of Paceline, and what they have under Accelerate's names.
 _PLACES = {
-    ".accelerator": "Accelerator",
-    "..accumulation": "GradientState",
+    ".accelerator": "Accelerator GradientState",
     "..enums": (
         "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
         "LoggerType PrecisionType RNGType SageMakerDistributedType"
