@@ -121,7 +121,7 @@ def test_every_name_can_be_imported(accelerate: Any) -> None:
         value = getattr(module, name)
         assert isinstance(value, (str, list)) or callable(value), name
     assert set(dir(module)) >= set(names.ALL)
-    assert "init_empty_weights" not in module.__all__
+    assert "dispatch_model" not in module.__all__
 
 
 def test_every_name_that_transformers_imports_is_there(accelerate: Any) -> None:
@@ -447,6 +447,34 @@ def test_models_and_weights(accelerate: Any) -> None:
     assert utils.release_memory(model, shared) == [None, None]
     assert utils.should_reduce_batch_size(torch.OutOfMemoryError("CUDA out of memory"))
     assert not utils.should_reduce_batch_size(RuntimeError("another"))
+
+
+def test_a_model_is_made_empty_and_filled(accelerate: Any) -> None:
+    from accelerate.utils import set_module_tensor_to_device  # type: ignore[reportMissingImports]
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2).requires_grad_(False))
+
+    whole, register = make().double(), nn.Module.register_parameter
+    with accelerate.init_empty_weights():
+        empty = make()
+    assert nn.Module.register_parameter is register
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    assert {b.device.type for b in empty.buffers()} == {"cpu"}
+    with pytest.raises(ValueError, match="no value yet"):
+        set_module_tensor_to_device(empty, "0.weight", "cpu")
+    with pytest.raises(ValueError, match="shape"):
+        set_module_tensor_to_device(empty, "0.weight", "cpu", torch.ones(3, 3))
+    with pytest.raises(ValueError, match="no parameter and no buffer 'wait'"):
+        set_module_tensor_to_device(empty, "0.wait", "cpu", torch.ones(3, 3))
+    for name, value in whole.state_dict().items():
+        set_module_tensor_to_device(empty, name, "cpu", value)
+    assert torch.equal(empty[0].weight, whole[0].weight.float())
+    assert [p.requires_grad for p in empty.parameters()] == [True, True, False, False]
+    set_module_tensor_to_device(empty, "1.running_mean", "cpu", torch.ones(2), dtype=torch.float64)
+    assert empty[1].running_mean.dtype == torch.float64
+    with accelerate.init_on_device("meta", include_buffers=True):
+        assert {b.device.type for b in make().buffers()} == {"meta"}
 
 
 def test_a_configuration_file_is_written_once(accelerate: Any, tmp_path: Path) -> None:

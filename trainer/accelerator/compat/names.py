@@ -63,6 +63,7 @@ _PLACES = {
         "register_tracker_class"
     ),
     "...memory": "clear_device_cache find_executable_batch_size release_memory",
+    ".empty": "init_empty_weights init_on_device set_module_tensor_to_device",
     ".environment": (
         "are_libraries_initialized check_os_kernel clear_environment compare_versions convert_dict_to_env_variables "
         "default_config_file get_current_device_type get_int_from_env is_port_in_use is_torch_version "
@@ -130,9 +131,9 @@ _LEFT_OUT = {
         "disk_offload dispatch_model extract_submodules_state_dict find_tied_parameters get_balanced_memory "
         "get_max_layer_size get_max_memory get_module_size_with_ties get_non_persistent_buffers "
         "get_state_dict_from_offload get_state_dict_offloaded_model id_tensor_storage infer_auto_device_map "
-        "init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model "
+        "load_checkpoint_and_dispatch load_checkpoint_in_model "
         "load_offloaded_weight load_offloaded_weights load_state_dict named_module_tensors offload_state_dict "
-        "offload_weight prepare_pippy retie_parameters save_offload_index set_module_tensor_to_device"
+        "offload_weight prepare_pippy retie_parameters save_offload_index"
     ),
     "Paceline's checkpoints hold sharded states. Call accelerator.save_state() and accelerator.load_state(), and "
     "accelerator.get_state_dict(model) for whole weights": (
