@@ -79,6 +79,7 @@ _PLACES = {
         "broadcast broadcast_object_list copy_tensor_to_devices gather gather_object load pad_across_processes "
         "prepare_data_loader reduce save wait_for_everyone"
     ),
+    ".sharded": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
     ".values": (
         "CannotPadNestedTensorWarning convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name "
         "is_tensor_information merge_dicts recursive_getattr"
@@ -140,8 +141,8 @@ _LEFT_OUT = {
         "compile_regions_fsdp2 disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
         "ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict "
         "fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
-        "get_parameters_from_modules load_accelerator_state load_custom_state load_fsdp_model load_fsdp_optimizer "
-        "merge_fsdp_weights save_accelerator_state save_custom_state save_fsdp_model save_fsdp_optimizer"
+        "get_parameters_from_modules load_accelerator_state load_custom_state "
+        "merge_fsdp_weights save_accelerator_state save_custom_state"
     ),
     "Paceline makes DeepSpeed's engine in accelerator.prepare. Pass prepare an optimizer and a scheduler of torch": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "

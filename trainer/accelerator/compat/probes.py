@@ -101,6 +101,11 @@ def _always() -> bool:
     return True
 
 
+def is_peft_model(model: Any) -> bool:
+    """Whether it is a model of the package peft."""
+    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+
+
 _ANSWERS: dict[str, Callable[..., bool]] = {
     **{f"is_{name}_available": partial(_installed, packages) for name, packages in _PACKAGES.items()},
     **{f"is_{name}_available": _no for name in _NEVER.split()},
@@ -109,7 +114,7 @@ _ANSWERS: dict[str, Callable[..., bool]] = {
     "is_fp16_available": _fp16,
     "is_habana_gaudi1": _no,
     "is_mps_available": _mps,
-    "is_peft_model": lambda model: any(kind.__module__.startswith("peft.") for kind in type(model).__mro__),
+    "is_peft_model": is_peft_model,
     "is_rocm_available": _rocm,
     "is_torch_distributed_available": _distributed,
     "is_weights_only_available": _always,
