@@ -112,6 +112,11 @@ def test_b17_transformers_trainer_learns_on_two_processes_what_it_learns_on_one(
     assert found["eval_spread"] == pytest.approx([found["eval_spread"][0]] * 3, rel=1e-5)
 
 
+def test_b17_transformers_trainer_shards_saves_and_resumes(found: dict[str, Any]) -> None:
+    assert found["sharded_apart"] < 1e-5
+    assert found["sharded_resumed"]
+
+
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 

@@ -71,9 +71,12 @@ def trainer(network: Any, name: str, seen: list[Any] | None = None, **more: Any)
         logging_strategy="no",
         **more,
     )
+    data = network, arguments, collate, Texts(18, 1), Texts(10, 2)
+    if "learning_rate" in more:  # transformers makes the optimizer, as it wants to for FSDP
+        return Trainer(*data)
     optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return Trainer(network, arguments, collate, Texts(18, 1), Texts(10, 2), optimizers=(optimizer, schedule))
+    return Trainer(*data, optimizers=(optimizer, schedule))
 
 
 def by_hand(network: Any, batches: list[Any]) -> int:
@@ -115,6 +118,18 @@ def spread() -> tuple[list[Any], float]:
     return [parameter.tolist() for parameter in network.parameters()], run.evaluate()["eval_loss"]
 
 
+def sharded(fsdp: bool, resume: bool) -> list[Any]:
+    """Whole weights of a training with AdamW, in sequence."""
+    more: dict[str, Any] = {"learning_rate": 0.05, "train_sampling_strategy": "sequential", "save_steps": 2}
+    if fsdp:
+        more["fsdp"], more["fsdp_config"] = True, {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    folder = f"sharded{fsdp}"
+    run = trainer(model(), folder, **more)
+    run.train(resume_from_checkpoint=str(FOLDER / folder / "checkpoint-2") if resume else None)
+    state: dict[str, Any] = run.accelerator.get_state_dict(run.model)
+    return [value.tolist() for value in state.values()]
+
+
 def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
@@ -133,6 +148,7 @@ def main() -> None:
     evaluation = [run.evaluate()["eval_loss"], evaluated(network)]
     rows = len(run.predict(Texts(10, 2)).predictions)
     one, two = spread(), ranks(2, spread)
+    alone, shards, again = sharded(False, False), *(ranks(2, sharded, True, resume)[0] for resume in (False, True))
     pairs = [(torch.tensor(a), torch.tensor(b)) for part in two for a, b in zip(one[0], part[0], strict=True)]
     found = {
         "file": accelerate.__file__,
@@ -142,6 +158,10 @@ def main() -> None:
         "trained": not same(network, model()),
         "eval": evaluation,
         "rows": rows,
+        "sharded_apart": max(
+            (torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in zip(alone, shards, strict=True)
+        ),
+        "sharded_resumed": shards == again,
         "apart": max((a - b).abs().max().item() for a, b in pairs),
         "eval_spread": [one[1], *(part[1] for part in two)],
         "resumed": same(whole, resumed),
