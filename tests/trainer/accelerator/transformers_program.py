@@ -1,10 +1,11 @@
-"""transformers.Trainer on Paceline, next to a hand-written loop: prints what it found as JSON. Run by test_compat.py."""
+"""transformers.Trainer on Paceline, next to a hand-written loop; prints what it found as JSON for test_compat.py."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from paceline.trainer.accelerator import compat
 compat.install()
 
 import torch  # noqa: E402
+from processes import ranks  # noqa: E402
 from torch.utils.data import Dataset  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
@@ -55,10 +57,11 @@ def trainer(network: Any, name: str, seen: list[Any] | None = None, **more: Any)
             seen.append(copy.deepcopy(batch))
         return batch
 
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     arguments = TrainingArguments(
         str(FOLDER / name),
-        per_device_train_batch_size=ROWS,
-        per_device_eval_batch_size=ROWS,
+        per_device_train_batch_size=ROWS // processes,
+        per_device_eval_batch_size=ROWS // processes,
         gradient_accumulation_steps=STEPS,
         num_train_epochs=2,
         max_grad_norm=0.5,
@@ -68,9 +71,12 @@ def trainer(network: Any, name: str, seen: list[Any] | None = None, **more: Any)
         logging_strategy="no",
         **more,
     )
+    data = network, arguments, collate, Texts(18, 1), Texts(10, 2)
+    if "learning_rate" in more:  # transformers makes the optimizer, as it wants to for FSDP
+        return Trainer(*data)
     optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return Trainer(network, arguments, collate, Texts(18, 1), Texts(10, 2), optimizers=(optimizer, schedule))
+    return Trainer(*data, optimizers=(optimizer, schedule))
 
 
 def by_hand(network: Any, batches: list[Any]) -> int:
@@ -104,6 +110,26 @@ def evaluated(network: Any) -> float:
     return total / 10
 
 
+def spread() -> tuple[list[Any], float]:
+    """Weights and evaluation loss of a training in sequence, on as many processes as there are."""
+    network = model()
+    run = trainer(network, "spread", save_strategy="no", train_sampling_strategy="sequential")
+    run.train()
+    return [parameter.tolist() for parameter in network.parameters()], run.evaluate()["eval_loss"]
+
+
+def sharded(fsdp: bool, resume: bool) -> list[Any]:
+    """Whole weights of a training with AdamW, in sequence."""
+    more: dict[str, Any] = {"learning_rate": 0.05, "train_sampling_strategy": "sequential", "save_steps": 2}
+    if fsdp:
+        more["fsdp"], more["fsdp_config"] = True, {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    folder = f"sharded{fsdp}"
+    run = trainer(model(), folder, **more)
+    run.train(resume_from_checkpoint=str(FOLDER / folder / "checkpoint-2") if resume else None)
+    state: dict[str, Any] = run.accelerator.get_state_dict(run.model)
+    return [value.tolist() for value in state.values()]
+
+
 def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
@@ -119,14 +145,25 @@ def main() -> None:
     whole, resumed = model(0.2), model(0.2)
     trainer(whole, "whole", save_steps=2).train()
     trainer(resumed, "whole", save_strategy="no").train(resume_from_checkpoint=str(FOLDER / "whole" / "checkpoint-2"))
+    evaluation = [run.evaluate()["eval_loss"], evaluated(network)]
+    rows = len(run.predict(Texts(10, 2)).predictions)
+    one, two = spread(), ranks(2, spread)
+    alone, shards, again = sharded(False, False), *(ranks(2, sharded, True, resume)[0] for resume in (False, True))
+    pairs = [(torch.tensor(a), torch.tensor(b)) for part in two for a, b in zip(one[0], part[0], strict=True)]
     found = {
         "file": accelerate.__file__,
         "kind": type(run.accelerator).__mro__[1].__module__,
         "steps": [run.state.global_step, taken],
         "same": same(network, expected),
         "trained": not same(network, model()),
-        "eval": [run.evaluate()["eval_loss"], evaluated(network)],
-        "rows": len(run.predict(Texts(10, 2)).predictions),
+        "eval": evaluation,
+        "rows": rows,
+        "sharded_apart": max(
+            (torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in zip(alone, shards, strict=True)
+        ),
+        "sharded_resumed": shards == again,
+        "apart": max((a - b).abs().max().item() for a, b in pairs),
+        "eval_spread": [one[1], *(part[1] for part in two)],
         "resumed": same(whole, resumed),
         "differs": not same(whole, network),
         "real": [

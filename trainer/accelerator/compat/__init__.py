@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import os
@@ -85,7 +86,7 @@ class Alias(ModuleType):
         return sorted({*vars(self), *names.ALL})
 
 
-class Finder:
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules of ``accelerate``, and the version of that package; stands in ``sys.meta_path``."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
 
-from .. import accelerator
+from .. import accelerator, accumulation
 from ..nested import recursively_apply
+
+
+class _OfTheLast(type):
+    """``GradientState()`` is that of the Accelerator made last, and every Accelerator's is one by ``isinstance``."""
+
+    last: weakref.ref[accumulation.GradientState] | None = None
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        found = None if _OfTheLast.last is None else _OfTheLast.last()
+        if found is None:
+            raise ValueError("GradientState() is that of an Accelerator, and there is none. Call Accelerator() first.")
+        return found
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, accumulation.GradientState)
+
+
+class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
+    """The window of micro-batches of the Accelerator that was made last; each has one of its own."""
 
 
 class Accelerator(accelerator.Accelerator):
     """Paceline's, with what loops for Accelerate count on beyond it."""
+
+    @functools.wraps(accelerator.Accelerator.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _OfTheLast.last = weakref.ref(self.gradient_state)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As ``paceline.Accelerator.gather_for_metrics``.
