@@ -152,6 +152,7 @@ class Accelerator(Facts):
         self._seed: int | None = None
         self._checked = False
         self._backward: Callable[..., None] | None = None
+        self._replicas: list[Strategy] = []
         self._norm: Tensor | None = None
         self._trigger = False
 
@@ -271,6 +272,9 @@ class Accelerator(Facts):
             self._backward(loss, lambda scaled: scaled.backward(**kwargs))
         else:
             self._backward(loss)
+        for strategy in self._replicas:
+            if strategy.left_gradients():
+                state.window.local.add(id(strategy))
 
     def _choose_backward(self) -> Callable[..., None] | None:
         """What runs backwards; None: the loss itself. What was forgotten in ``prepare`` is found here, once."""
@@ -279,6 +283,7 @@ class Accelerator(Facts):
         check_optimizers(self)
         self._checked = True
         trained = [one.strategy for one in self._placements.values() if not one.frozen]
+        self._replicas = [one for one in trained if type(one).left_gradients is not Strategy.left_gradients]
         strategy = trained[0] if len(trained) == 1 else self._strategy
         method = type(strategy).backward if len(trained) < 2 else Strategy.backward
         if method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss:
@@ -327,6 +332,7 @@ class Accelerator(Facts):
         finally:
             for strategy in strategies:
                 strategy.sync_gradients(True)
+            self.gradient_state.speaker = None
 
     @contextmanager
     def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
@@ -383,7 +389,7 @@ class Accelerator(Facts):
                     break
             found.append(parameter)
         for optimizer in self._optimizers:
-            if optimizer.placement is None or id(optimizer.placement) in owners:
+            if not optimizer.placements or any(id(one) in owners for one in optimizer.placements):
                 self.gradient_state.window.settle(optimizer)
         return found, strategy
 

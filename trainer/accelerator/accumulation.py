@@ -29,6 +29,7 @@ class GradientState:
         sync_gradients: the window is complete with this micro-batch, so optimizers step.
         active_dataloader: the loader that handed out the batch under way; None outside of all passes.
         window: the innermost ``accumulate`` group, or the last there was.
+        speaker: the window that said last which backwards communicate; None: somebody else has, since.
         on_pass: called with a loader when a pass over it begins.
         depth: ``accumulate`` blocks that are open.
         by_hand: the loop says itself which micro-batches step, and weighs its losses itself.
@@ -48,6 +49,7 @@ class GradientState:
         self.sync_each_batch = sync_each_batch
         self.sync_gradients = True
         self.window: Window
+        self.speaker: Window | None = None
         self.on_pass: Callable[[Any], None] | None = None
         self.depth = 0
         self.by_hand = False
@@ -121,6 +123,8 @@ class Window:
         free: no ``accumulate`` is meant.
         settled: ids of the optimizers whose gradients have their final size.
         stepped: ids of those that have stepped with the window's gradients.
+        cleared: an optimizer's gradients were cleared.
+        local: ids of the strategies that a backward left gradients with, which are still this process's own.
     """
 
     def __init__(self, state: GradientState, strategy: Strategy, models: Iterable[PreparedModel] | None = None) -> None:
@@ -137,6 +141,8 @@ class Window:
         self._batch_items: Any = None
         self.settled: set[int] = set()
         self.stepped: set[int] = set()
+        self.cleared = False
+        self.local: set[int] = set()
         self._factor: float | Tensor | None = None
 
     def __enter__(self) -> None:
@@ -144,7 +150,8 @@ class Window:
         self._outer.append((state.window, state.sync_gradients))
         state.depth += 1
         state.window = self
-        if self.complete:
+        left_out = self.count > 0 and not (self.counted or self.stepped)
+        if self.complete and not left_out:  # gradients whose last micro-batch was left out wait for the next one
             self.begin()
         self.counted = False
         ends = loader is not None and loader.end_of_dataloader and state.sync_with_dataloader
@@ -161,14 +168,18 @@ class Window:
 
     def communicate(self, enabled: bool) -> None:
         """Say whether backwards of the group's models communicate; nothing if that was said already."""
-        if enabled is not self._communicates:
-            self._communicates = enabled
+        if enabled is not self._communicates or self.state.speaker is not self:
+            self._communicates, self.state.speaker = enabled, self
             for strategy in self._strategies:
                 strategy.sync_gradients(enabled)
 
     def begin(self) -> None:
-        """Forget the window that was stepped with."""
+        """Forget the window whose gradients were stepped with, or dropped."""
+        if self.cleared and not self.stepped:
+            self.items.items = 0
+        self.cleared = False
         self.count = 0
+        self.local.clear()
         self._factor = None
         self.settled.clear()
         self.stepped.clear()
@@ -185,7 +196,7 @@ class Window:
         Raises:
             ValueError: a number for some losses only, or two numbers for one micro-batch.
         """
-        if self.free and self.stepped:
+        if self.free and (self.stepped or self.cleared):
             self.begin()
         first = self.free or not self.counted
         if first:
@@ -219,8 +230,9 @@ class Window:
             return
         self.settled.add(id(optimizer))
         strategy, inner, steps = optimizer.strategy, optimizer.optimizer, self.state.num_steps
-        if not self.counted and not self.free and steps > 1 and strategy.communicates_gradients:
-            strategy.complete_gradients(inner)  # the last micro-batch had no backward
+        lacking = not self.counted and not self.free and steps > 1  # the last micro-batch had no backward
+        if (lacking and strategy.communicates_gradients) or self.local.intersection(optimizer.strategies):
+            strategy.complete_gradients(inner)
         if optimizer.scales:
             strategy.unscale_gradients(inner)
         factor = self._factor

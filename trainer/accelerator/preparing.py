@@ -104,7 +104,7 @@ def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> Acceler
         strategy.setup_optimizers([optimizer])
     elif is_prepared(placement.module):
         placement.strategy.setup_optimizers([optimizer])
-    wrapper = AcceleratedOptimizer(optimizer, strategy, accelerator.gradient_state, placement, accelerator._clip_norm)
+    wrapper = AcceleratedOptimizer(optimizer, strategy, accelerator.gradient_state, owners, accelerator._clip_norm)
     accelerator._optimizers.append(wrapper)
     return wrapper
 
