@@ -356,3 +356,33 @@ def _switch_windows() -> torch.Tensor:
 def test_a_window_of_other_models_communicates_although_one_of_them_was_kept_from_it() -> None:
     first, second = ranks(2, _switch_windows)
     assert torch.equal(first, second)
+
+
+# ---- schedulers that are told a metric -------------------------------------------------------------------------------
+
+
+def test_a_scheduler_that_is_told_a_metric_moves_after_a_pass_that_was_left_within_a_window() -> None:
+    accelerator, model, optimizer = one_weight(gradient_accumulation_steps=2)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer.optimizer, patience=0)
+    plateau, loader = accelerator.prepare(plateau, DataLoader(data(4)))
+    for _ in range(3):
+        for _ in loader:
+            with accelerator.accumulate(model):
+                pull(accelerator, model, 1.0)
+                optimizer.step()
+                plateau.step(9.0)  # not counted: the window is open
+            break
+        plateau.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def _on_a_plateau() -> float:
+    accelerator, _, optimizer = one_weight(scheduler_steps="per_sample")
+    plateau = accelerator.prepare(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer.optimizer, patience=1))
+    for _ in range(3):
+        plateau.step(1.0)
+    return optimizer.param_groups[0]["lr"]
+
+
+def test_a_metric_is_told_once_where_schedules_count_the_batches_of_all_processes() -> None:
+    assert ranks(2, _on_a_plateau) == [0.1, 0.1]
