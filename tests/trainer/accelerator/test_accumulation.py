@@ -362,7 +362,7 @@ def test_a_window_of_other_models_communicates_although_one_of_them_was_kept_fro
 
 
 def test_a_scheduler_that_is_told_a_metric_moves_after_a_pass_that_was_left_within_a_window() -> None:
-    accelerator, model, optimizer = one_weight(gradient_accumulation_steps=2)
+    accelerator, model, optimizer = one_weight(gradient_accumulation_steps=4)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer.optimizer, patience=0)
     plateau, loader = accelerator.prepare(plateau, DataLoader(data(4)))
     for _ in range(3):
