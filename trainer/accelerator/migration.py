@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def check_optimizers(accelerator: Accelerator) -> None:
     """Raise if an optimizer that was not prepared would step with gradients that are not complete.
 
-    It matters where gradients are accumulated, scaled, weighed by items or sharded. Only models without a prepared optimizer are looked
-    for, so a complete script pays nothing.
+    It matters where gradients are accumulated, scaled, weighed by items or sharded. Only models without a prepared
+    optimizer are looked for, so a complete script pays nothing.
 
     Raises:
         RuntimeError: there is one.
