@@ -129,6 +129,7 @@ class Window:
 
     def __init__(self, state: GradientState, strategy: Strategy, models: Iterable[PreparedModel] | None = None) -> None:
         self.state = state
+        self._precision = strategy.precision
         self.items = ItemWindow(strategy, "accelerator.backward(loss, num_items=...) got")
         self.by_items: bool | None = None
         self.count = 0
@@ -143,6 +144,7 @@ class Window:
         self.stepped: set[int] = set()
         self.cleared = False
         self.local: set[int] = set()
+        self._scale: Any = None
         self._factor: float | Tensor | None = None
 
     def __enter__(self) -> None:
@@ -179,6 +181,7 @@ class Window:
             self.items.items = 0
         self.cleared = False
         self.count = 0
+        self._scale = None
         self.local.clear()
         self._factor = None
         self.settled.clear()
@@ -209,9 +212,20 @@ class Window:
                     "weighed. Pass it with every loss, or with none."
                 )
             self.by_items = num_items is not None
+        if self._precision.scaler is not None and self.state.num_steps > 1 and not self.free:
+            loss = self._at_one_scale(loss)
         if num_items is None:
             return loss / self.state.num_steps if self.state.num_steps > 1 else loss
         return self._weigh_items(loss, num_items, first)
+
+    def _at_one_scale(self, loss: Tensor) -> Tensor:
+        """The loss, so that fp16's scale is that of the window's first, whatever other windows' steps make of it."""
+        scale = self._precision.shared_scale(of_next_loss=True)
+        if scale is None:
+            return loss
+        if self._scale is None:
+            self._scale = scale
+        return loss * (self._scale / scale)
 
     def _weigh_items(self, loss: Tensor, num_items: Any, first: bool) -> Tensor:
         if first:
@@ -239,17 +253,23 @@ class Window:
         if factor is None:
             factor = self.items.finish() if self.by_items else 1.0 if self.free else steps / self.count
             self._factor = factor
-        if self.by_items or factor != 1.0:
+        if self._scale is not None:
+            now = self._precision.shared_scale()
+            factor = factor if now is None else factor * (now / self._scale)
+        if self.by_items or self._scale is not None or factor != 1.0:
             strategy.scale_gradients(inner, factor)
 
     def state_dict(self) -> dict[str, Any]:
         """The window under way, as plain data for a checkpoint."""
         waiting = not self.complete or (self.count > 0 and not self.stepped)
-        return {"count": self.count if waiting else 0, "by_items": self.by_items, "items": self.items.state_dict()}
+        scale = None if self._scale is None else float(self._scale)
+        kept = {"by_items": self.by_items, "items": self.items.state_dict(), "scale": scale}
+        return {"count": self.count if waiting else 0, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back :meth:`state_dict`; the gradients are in place by then, or the window is to begin anew."""
         self.begin()
         self.count, self.by_items = state["count"], state["by_items"]
+        self._scale = state.get("scale") if self.count else None
         self.complete = self.free or self.count == 0
         self.items.load_state_dict(state["items"], in_window=self.count > 0)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline.trainer.accelerator.accelerator import Accelerator
+from paceline.trainer.accelerator.handlers import GradScalerKwargs
 
 
 def test_a_step_is_made_at_each_windows_end_and_at_the_loaders_end() -> None:
@@ -386,3 +387,28 @@ def _on_a_plateau() -> float:
 
 def test_a_metric_is_told_once_where_schedules_count_the_batches_of_all_processes() -> None:
     assert ranks(2, _on_a_plateau) == [0.1, 0.1]
+
+
+# ---- fp16 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_step_of_one_optimizer_does_not_change_the_loss_scale_within_a_window(together: bool) -> None:
+    scaling = GradScalerKwargs(init_scale=8.0, growth_interval=1)
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=[scaling]
+    )
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    models, optimizers = accelerator.prepare(*models), accelerator.prepare(*optimizers)
+    pairs = list(zip(models, optimizers, strict=True))
+    for _ in range(4):
+        for window in [pairs] if together else [[pair] for pair in pairs]:
+            with accelerator.accumulate(*(model for model, _ in window)):
+                accelerator.backward(sum(model(torch.ones(1, 1)).sum() for model, _ in window))
+                for _, optimizer in window:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert [float(model.weight) for model in models] == [-2.0, -2.0]
