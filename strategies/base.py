@@ -202,6 +202,9 @@ class Strategy:
         """
         return False
 
+    def find_latecomers(self, module: nn.Module) -> None:
+        """Look for parameters that came, or are trained, since the module was wrapped. Asked when a pass begins."""
+
     def keep_gradients_local(self) -> AbstractContextManager[Any]:
         """Context in which gradients stay with their process, whatever :meth:`sync_gradients` says."""
         self._needs_whole_model("keep_gradients_local")

@@ -85,6 +85,7 @@ class DDPStrategy(DistributedStrategy):
         self.ddp_options = _known_options(ddp_options)
         self._wrapped: DistributedDataParallel | None = None
         self._reduced: list[nn.Parameter] = []
+        self._late = False
         self._manual = False
         self._synchronizes, self._local = True, False
         #: Whether the next backward records which gradients come (static_graph). Torch can only do so if it reduces.
@@ -172,8 +173,10 @@ class DDPStrategy(DistributedStrategy):
         or of one that ran while nothing was communicated.
         """
         wrapped = self._wrapped
-        if wrapped is None or self._local or self.world_size == 1 or not wrapped.require_backward_grad_sync:
+        if self._local or self.world_size == 1 or not self._synchronizes:
             return False
+        if self._late or wrapped is None:
+            return self._late
         step = wrapped.module
         if all(parameter.grad is None for parameter in self._reduced):
             return False  # it did not come here
@@ -201,6 +204,17 @@ class DDPStrategy(DistributedStrategy):
 
     def joinable(self) -> DistributedDataParallel | None:
         return self._wrapped
+
+    def find_latecomers(self, module: nn.Module) -> None:
+        known = set(map(id, self._reduced))
+        late = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+        self._late = bool(late)
+        if late and self.world_size > 1:
+            messages.info_once(
+                f"{type(module).__name__} got parameters that need gradients after it was prepared ({late[0]}"
+                f"{', ...' if late[1:] else ''}). DistributedDataParallel does not know them, so gradients are reduced "
+                "again before each step. Add or thaw them before prepare() to save that."
+            )
 
     def sync_next_backward(self) -> None:
         wrapped = self._wrapped

@@ -284,6 +284,9 @@ class Accelerator(Facts):
         self._checked = True
         trained = [one.strategy for one in self._placements.values() if not one.frozen]
         self._replicas = [one for one in trained if type(one).left_gradients is not Strategy.left_gradients]
+        for model in self._placements.values():
+            if not model.frozen:
+                model.strategy.find_latecomers(model.module)
         strategy = trained[0] if len(trained) == 1 else self._strategy
         method = type(strategy).backward if len(trained) < 2 else Strategy.backward
         if method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss:
@@ -607,5 +610,7 @@ def _settle_buffers(accelerator: Callable[[], Accelerator | None], loader: Any) 
     """
     found = accelerator()
     for model in found._placements.values() if found is not None else ():
-        if not model.module.training and not model.frozen:
-            model.strategy.before_evaluation(model.module)
+        if not model.frozen:
+            model.strategy.find_latecomers(model.module)
+            if not model.module.training:
+                model.strategy.before_evaluation(model.module)

@@ -245,7 +245,8 @@ class Window:
         self.settled.add(id(optimizer))
         strategy, inner, steps = optimizer.strategy, optimizer.optimizer, self.state.num_steps
         lacking = not self.counted and not self.free and steps > 1  # the last micro-batch had no backward
-        if (lacking and strategy.communicates_gradients) or self.local.intersection(optimizer.strategies):
+        left = self.local & optimizer.strategies if optimizer.strategies else self.local
+        if left or (lacking and strategy.communicates_gradients):
             strategy.complete_gradients(inner)
         if optimizer.scales:
             strategy.unscale_gradients(inner)

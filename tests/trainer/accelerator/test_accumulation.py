@@ -340,6 +340,37 @@ def test_two_losses_of_one_forward_are_averaged_over_the_ranks() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+def _thaw(model: nn.Sequential) -> None:
+    model[0].requires_grad_(True)
+
+
+def _replace_head(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(8, 1, dtype=torch.float64)
+    for parameter in model[2].parameters():
+        nn.init.ones_(parameter)
+
+
+def _change_late(change: Any, all_frozen: bool) -> torch.Tensor:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = network()
+    (model if all_frozen else model[0]).requires_grad_(False)
+    model = accelerator.prepare(model)
+    change(model)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in (data(16)[part :: accelerator.num_processes * 2] for part in range(accelerator.process_index, 4, 2)):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("all_frozen", [False, True])
+@pytest.mark.parametrize("change", [_thaw, _replace_head])
+def test_parameters_that_come_or_thaw_after_prepare_are_averaged_over_the_ranks(change: Any, all_frozen: bool) -> None:
+    first, second = ranks(2, _change_late, change, all_frozen)
+    assert torch.equal(first, second)
+
+
 def _switch_windows() -> torch.Tensor:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = network()
