@@ -154,6 +154,7 @@ class Accelerator(Facts):
         self._seed: int | None = None
         self._checked = False
         self._backward: Callable[..., None] | None = None
+        self._replicas: list[Strategy] = []
         self._norm: Tensor | None = None
         self._trigger = False
 
@@ -273,6 +274,9 @@ class Accelerator(Facts):
             self._backward(loss, lambda scaled: scaled.backward(**kwargs))
         else:
             self._backward(loss)
+        for strategy in self._replicas:
+            if strategy.left_gradients():
+                state.window.local.add(id(strategy))
 
     def _choose_backward(self) -> Callable[..., None] | None:
         """What runs backwards; None: the loss itself. What was forgotten in ``prepare`` is found here, once."""
@@ -281,6 +285,10 @@ class Accelerator(Facts):
         check_optimizers(self)
         self._checked = True
         trained = [one.strategy for one in self._placements.values() if not one.frozen]
+        self._replicas = [one for one in trained if type(one).left_gradients is not Strategy.left_gradients]
+        for model in self._placements.values():
+            if not model.frozen:
+                model.strategy.find_latecomers(model.module)
         strategy = trained[0] if len(trained) == 1 else self._strategy
         method = type(strategy).backward if len(trained) < 2 else Strategy.backward
         if method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss:
@@ -329,6 +337,7 @@ class Accelerator(Facts):
         finally:
             for strategy in strategies:
                 strategy.sync_gradients(True)
+            self.gradient_state.speaker = None
 
     @contextmanager
     def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
@@ -385,7 +394,7 @@ class Accelerator(Facts):
                     break
             found.append(parameter)
         for optimizer in self._optimizers:
-            if optimizer.placement is None or id(optimizer.placement) in owners:
+            if not optimizer.placements or any(id(one) in owners for one in optimizer.placements):
                 self.gradient_state.window.settle(optimizer)
         return found, strategy
 
@@ -603,5 +612,7 @@ def _settle_buffers(accelerator: Callable[[], Accelerator | None], loader: Any) 
     """
     found = accelerator()
     for model in found._placements.values() if found is not None else ():
-        if not model.module.training and not model.frozen:
-            model.strategy.before_evaluation(model.module)
+        if not model.frozen:
+            model.strategy.find_latecomers(model.module)
+            if not model.module.training:
+                model.strategy.before_evaluation(model.module)

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 def check_optimizers(accelerator: Accelerator) -> None:
     """Raise if an optimizer that was not prepared would step with gradients that are not complete.
 
-    It matters where gradients are accumulated, scaled or sharded. Only models without a prepared optimizer are looked
-    for, so a complete script pays nothing.
+    It matters where gradients are accumulated, scaled, weighed by items or sharded. Only models without a prepared
+    optimizer are looked for, so a complete script pays nothing.
 
     Raises:
         RuntimeError: there is one.
     """
-    matters = accelerator.gradient_state.num_steps > 1 or accelerator.scaler is not None or accelerator._shards
+    state = accelerator.gradient_state
+    matters = state.num_steps > 1 or state.window.by_items or accelerator.scaler is not None or accelerator._shards
     served = {id(one.placement) for one in accelerator._optimizers}
     lacking = [one for one in accelerator._placements.values() if not one.frozen and id(one) not in served]
     if not matters or not any(parameter.requires_grad for one in lacking for parameter in one.parameters.values()):
@@ -48,8 +49,10 @@ def _forgotten(accelerator: Accelerator, optimizer: Optimizer, model: PreparedMo
         why = "whose parameters were replaced when the model was sharded, so it would train tensors that nobody uses"
     elif accelerator.scaler is not None:
         why = "so it would step with gradients that have fp16's loss scale in them"
-    else:
+    elif steps > 1:
         why = f"so it would step after every micro-batch of {steps}"
+    else:
+        why = "so it would step with gradients that backward(num_items=...) has not divided by the number of items yet"
     return (
         f"{type(optimizer).__name__} has parameters of the prepared {type(model.module).__name__} but was not prepared "
         f"itself, {why}. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."

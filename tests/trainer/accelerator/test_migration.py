@@ -131,3 +131,13 @@ def _unused_parameters() -> None:
 def test_k2_parameters_without_gradients_are_named_on_several_processes() -> None:
     with pytest.raises(RanksError, match=r"idle.*DistributedDataParallelKwargs\(find_unused_parameters=True\)"):
         ranks(2, _unused_parameters)
+
+
+def test_an_optimizer_that_was_not_prepared_is_named_where_losses_are_weighed_by_items() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    with pytest.raises(RuntimeError, match="has not divided by the number of items"):
+        accelerator.backward(loss_of(model, data(4)[:]), num_items=4)
+    del optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -205,3 +206,19 @@ def _evaluate_on_one_rank() -> int:
 
 def test_one_rank_may_evaluate_alone() -> None:
     assert ranks(2, _evaluate_on_one_rank) == [2, 2]
+
+
+@pytest.mark.parametrize("how", ["copied", "restored"])
+def test_a_forward_that_was_set_on_the_model_itself_is_kept(how: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = nn.Linear(1, 1)
+    model.forward = MethodType(_plus_100, model)
+    model = accelerator.prepare(model)
+    if how == "restored":
+        accelerator.free_memory()
+    found = copy.deepcopy(model) if how == "copied" else model
+    assert found(torch.zeros(1)) == 100.0
+
+
+def _plus_100(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + 100.0

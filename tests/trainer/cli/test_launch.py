@@ -512,3 +512,19 @@ def test_the_page_about_launching_names_flags_that_are_there(capsys: pytest.Capt
     flags = set(re.findall(r"--\w+", capsys.readouterr().out))
     named = set(re.findall(r"--[a-z]\w*(?!-)", page.replace("--nproc-per-node", "").replace("--lr", "")))
     assert named <= flags
+
+
+# ---- a launch from within a launched process -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_a_launch_within_a_launched_process_is_one_of_its_own(count: str) -> None:
+    script("from paceline import Accelerator; a = Accelerator(); print(a.num_processes, a.gradient_state.num_steps)")
+    outer = f"""
+import os, subprocess, sys
+if os.environ["RANK"] == "0":
+    command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--num_processes", "{count}", "train.py"]
+    sys.stdout.write(subprocess.run(command, stdout=-1, text=True, timeout=60).stdout)
+"""
+    found = typed("--cpu", "--num_processes", "2", "--gradient_accumulation_steps", "3", script(outer, "outer.py"))
+    assert found.stdout.split("\n") == [f"{count} 1"] * int(count) + [""]
