@@ -144,7 +144,7 @@ def train(batch_size: int, epochs: int, count: int, out: str) -> tuple[list[floa
     model = Detector()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
     learn = DataLoader(shapes(count, seed=1), batch_size=batch_size, shuffle=True, collate_fn=collate)
-    test = DataLoader(shapes(50, seed=2), batch_size=batch_size, collate_fn=collate)
+    test = DataLoader(shapes(49, seed=2), batch_size=batch_size, collate_fn=collate)
     model, optimizer, learn, test = accelerator.prepare(model, optimizer, learn, test)
     history: list[float] = []
     images: list[dict[str, Any]] = []
@@ -175,7 +175,7 @@ def train(batch_size: int, epochs: int, count: int, out: str) -> tuple[list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch_size", type=int, default=8, help="of each process")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", default="runs/detection")
     parser.add_argument("--fast", action="store_true", help="one epoch with few images, to see that it runs")
     args = parser.parse_args()

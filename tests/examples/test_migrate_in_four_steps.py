@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -51,7 +52,7 @@ def test_b15_k1_each_step_of_the_migration_runs_and_learns_the_same_on_one_proce
 def test_b15_k1_each_step_of_the_migration_runs_and_learns_the_same_on_two_processes() -> None:
     plain, *others = all_losses(2).values()
     assert len(plain) == 12
-    assert plain[-1] < 0.8 * plain[0]
+    assert plain[-1] < 0.9 * plain[0]
     for other in others:
         assert other == pytest.approx(plain, abs=0.002)
 
@@ -59,7 +60,7 @@ def test_b15_k1_each_step_of_the_migration_runs_and_learns_the_same_on_two_proce
 @pytest.mark.parametrize(
     ("step", "launcher"),
     [
-        ("1_accelerator", ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]),
+        ("1_accelerator", ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
         ("4_done", ["paceline", "launch", "--cpu", "--num_processes", "2"]),
     ],
     ids=["torchrun", "paceline launch"],
@@ -78,7 +79,7 @@ def test_b15_k1_a_half_done_and_a_done_migration_start_with_a_launcher(
 
 def test_b15_k1_each_step_changes_few_lines_and_the_last_is_half_as_long() -> None:
     texts = [(FOLDER / f"{step}.py").read_text().partition('"""\n\n')[2].splitlines() for step in STEPS]
-    pairs = zip(texts, texts[1:], strict=False)
+    pairs = itertools.pairwise(texts)
     changed = [[line for line in difflib.ndiff(*pair) if line[0] in "+-" and line[2:].strip()] for pair in pairs]
     added = [sum(line[0] == "+" for line in lines) for lines in changed]
     assert added[0] == 4
@@ -92,3 +93,16 @@ def test_a5_the_last_step_names_no_hardware_and_no_process() -> None:
     plain, done = ((FOLDER / f"{step}.py").read_text() for step in (STEPS[0], STEPS[-1]))
     assert [word for word in words if word in plain] == list(words)
     assert not [word for word in words if word in done]
+
+
+def test_k1_the_guide_shows_lines_that_the_steps_change() -> None:
+    guide = (ROOT / "docs" / "from_accelerate.md").read_text()
+    shown = re.findall(r"^   ```diff\n(.*?)^   ```$", guide, re.M | re.S)
+    texts = [(FOLDER / f"{step}.py").read_text().splitlines() for step in STEPS]
+    for block, (before, after) in zip(shown, itertools.pairwise(texts), strict=True):
+        changed = [line[3:] for line in block.splitlines()]
+        assert changed
+        for line in changed:
+            gone, come = (before, after) if line[0] == "-" else (after, before)
+            assert line[1:] in gone
+            assert line[1:] not in come
