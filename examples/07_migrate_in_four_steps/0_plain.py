@@ -1,0 +1,75 @@
+"""Digits on any number of devices, written by hand: the beginning of a migration in four steps.
+
+    python 0_plain.py
+    torchrun --nproc-per-node 2 0_plain.py
+    paceline launch --cpu --num_processes 2 0_plain.py
+
+The other files start the same three ways. Each differs from the one before by one step, which `diff` shows. The losses
+stay: to the bit in one process, to rounding (0.002) in several. (Samples come in order, so that they can be compared.)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from digits import digits, network
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def train(epochs: int) -> list[float]:
+    """Train and test; returns the losses of this process's batches."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    train_data, test_data = digits()
+    train_sampler = test_sampler = None
+    model = network().to(device)
+    if world_size > 1:
+        dist.init_process_group()
+        train_sampler = DistributedSampler(train_data, shuffle=False)
+        test_sampler = DistributedSampler(test_data, shuffle=False)
+        model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    train_loader = DataLoader(train_data, batch_size=64, sampler=train_sampler)
+    test_loader = DataLoader(test_data, batch_size=64, sampler=test_sampler)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    scaler = torch.amp.GradScaler(device.type)
+    losses = []
+    for epoch in range(epochs):
+        if train_sampler is not None:
+            train_sampler.set_epoch(epoch)
+        model.train()
+        for images, labels in train_loader:
+            images, labels = images.to(device), labels.to(device)
+            with torch.autocast(device.type, dtype=torch.float16):
+                loss = nn.functional.cross_entropy(model(images), labels)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        model.eval()
+        right = []
+        with torch.no_grad():
+            for images, labels in test_loader:
+                images, labels = images.to(device), labels.to(device)
+                right.append(model(images).argmax(dim=1) == labels)
+        result = torch.stack([loss.detach(), torch.cat(right).float().mean()])
+        if world_size > 1:
+            dist.all_reduce(result)
+            result /= world_size
+        if rank == 0:
+            print(f"epoch {epoch}: loss {result[0]:.4f}, accuracy {result[1]:.3f}")
+    if world_size > 1:
+        dist.destroy_process_group()
+    return losses
+
+
+if __name__ == "__main__":
+    train(epochs=1 if "--fast" in sys.argv else 5)
