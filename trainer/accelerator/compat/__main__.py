@@ -1,4 +1,4 @@
-"""``python -m paceline.trainer.accelerator.compat train.py ...``"""
+"""``python -m paceline.trainer.accelerator.compat train.py ...`` runs a script."""
 
 from . import main
 
