@@ -280,9 +280,10 @@ class Accelerator(Facts):
 
     def _choose_backward(self) -> Callable[..., None] | None:
         """What runs backwards; None: the loss itself. What was forgotten in ``prepare`` is found here, once."""
-        from .migration import check_optimizers
+        from .migration import check_optimizers, check_shared
 
         check_optimizers(self)
+        check_shared(self)
         self._checked = True
         trained = [one.strategy for one in self._placements.values() if not one.frozen]
         self._replicas = [one for one in trained if type(one).left_gradients is not Strategy.left_gradients]

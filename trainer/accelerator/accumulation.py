@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ...loggers import messages
 from ..items import ItemWindow
 
 if TYPE_CHECKING:
@@ -244,6 +245,12 @@ class Window:
             return
         self.settled.add(id(optimizer))
         strategy, inner, steps = optimizer.strategy, optimizer.optimizer, self.state.num_steps
+        if self.free and self.count < steps and not self.by_items and not self.state.by_hand:
+            messages.warn_once(
+                f"{type(inner).__name__} stepped after {self.count} micro-batch{'es' * (self.count > 1)} outside of "
+                f"`with accelerator.accumulate(model):`, although gradient_accumulation_steps is {steps}, by which "
+                "each loss was divided. Put the body of the loop in that block, or set gradient_accumulation_steps=1."
+            )
         lacking = not self.counted and not self.free and steps > 1  # the last micro-batch had no backward
         left = self.local & optimizer.strategies if optimizer.strategies else self.local
         if left or (lacking and strategy.communicates_gradients):

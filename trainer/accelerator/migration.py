@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from ...loggers import messages
 from .optimizers import AcceleratedOptimizer
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
+    from .loaders import PreparedLoader
     from .models import PreparedModel
 
 
@@ -36,6 +38,29 @@ def check_optimizers(accelerator: Accelerator) -> None:
         owner = _owner(found, lacking)
         if owner is not None:
             raise RuntimeError(_forgotten(accelerator, found, owner))
+
+
+def check_shared(accelerator: Accelerator) -> None:
+    """Warn if what was not prepared makes the processes train apart, or on the same samples."""
+    processes = accelerator._strategy.num_data_ranks
+    if processes == 1:
+        return
+    apart = [type(one.optimizer).__name__ for one in accelerator._optimizers if one.placement is None]
+    if apart or all(one.frozen for one in accelerator._placements.values()):
+        what = f"{apart[0]} has no parameter of a prepared model" if apart else "no model was prepared"
+        messages.warn_once(
+            f"At accelerator.backward {what}, so the {processes} processes do not average its gradients and train "
+            "apart. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
+        )
+    if not accelerator.gradient_state.by_hand and not any(_is_used(one) for one in accelerator._dataloaders):
+        messages.warn_once(
+            f"At accelerator.backward no prepared loader was in use. If the loader gives each of the {processes} "
+            "processes the same samples, they all do the same work: loader = accelerator.prepare(loader)."
+        )
+
+
+def _is_used(loader: PreparedLoader) -> bool:
+    return loader.epoch > 0 or loader.batches_done > 0
 
 
 def _owner(optimizer: Optimizer, models: list[PreparedModel]) -> PreparedModel | None:

@@ -114,6 +114,13 @@ def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> Acceler
         optimizer.state.clear()
         placement.strategy.load_optimizer_state(placement.module, optimizer, before)
     strategy = accelerator._strategy if placement is None else placement.strategy
+    if accelerator._shards and len(owners) > 1:
+        names = messages.names([type(model.module).__name__ for model in owners], last="and")
+        raise ValueError(
+            f"{type(optimizer).__name__} has parameters of {len(owners)} prepared models ({names}), and "
+            f"{type(strategy).__name__} steps each model by itself. Make an optimizer for each, or one model that "
+            "holds them all."
+        )
     if placement is None:
         if accelerator._shards:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from own_loop import data, loss_of, network, weights
 from processes import RanksError, ranks
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import DataLoader
 
 from paceline.trainer.accelerator.accelerator import Accelerator
 
@@ -141,3 +143,53 @@ def test_an_optimizer_that_was_not_prepared_is_named_where_losses_are_weighed_by
     with pytest.raises(RuntimeError, match="has not divided by the number of items"):
         accelerator.backward(loss_of(model, data(4)[:]), num_items=4)
     del optimizer
+
+
+def _messages_of_the_first_step(prepared: str, **settings: Any) -> list[str]:
+    accelerator = Accelerator(cpu=True, **settings)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"model": model, "optimizer": optimizer, "loader": DataLoader(data(8), batch_size=2)}
+    given.update({name: accelerator.prepare(given[name]) for name in prepared.split()})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in given["loader"]:
+            accelerator.backward(loss_of(given["model"], batch))
+            given["optimizer"].step()
+            given["optimizer"].zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("prepared", "said"),
+    [
+        ("optimizer loader", "SGD has no parameter of a prepared model"),
+        ("loader", "no model was prepared"),
+        ("model optimizer", "no prepared loader"),
+    ],
+)
+def test_what_was_not_prepared_is_named_on_several_processes(prepared: str, said: str) -> None:
+    own, other = ranks(2, _messages_of_the_first_step, prepared)
+    assert [said in message for message in own] == [True]
+    assert other == []
+
+
+def test_complete_scripts_hear_nothing() -> None:
+    assert ranks(2, _messages_of_the_first_step, "model optimizer loader") == [[], []]
+    assert _messages_of_the_first_step("") == []
+
+
+def test_steps_outside_of_accumulate_are_named_where_gradients_are_to_be_accumulated() -> None:
+    (said,) = _messages_of_the_first_step("model optimizer loader", gradient_accumulation_steps=2)
+    assert "SGD stepped after 1 micro-batch outside of `with accelerator.accumulate(model):`" in said
+
+
+def _one_optimizer_for_two_sharded_models() -> None:
+    first, second = network(), network()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    Accelerator(cpu=True, strategy="fsdp").prepare(first, second, optimizer)
+
+
+def test_one_optimizer_for_two_sharded_models_is_refused() -> None:
+    with pytest.raises(RanksError, match=r"SGD has parameters of 2 prepared models .* an optimizer for each"):
+        ranks(2, _one_optimizer_for_two_sharded_models)
