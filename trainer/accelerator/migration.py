@@ -33,7 +33,8 @@ def check_optimizers(accelerator: Accelerator) -> None:
         return
     known = {id(one.optimizer) for one in accelerator._optimizers}
     for found in gc.get_objects():
-        if not isinstance(found, Optimizer) or isinstance(found, AcceleratedOptimizer) or id(found) in known:
+        kind = type(found)  # isinstance would ask a weak proxy, whose object may have gone
+        if not issubclass(kind, Optimizer) or issubclass(kind, AcceleratedOptimizer) or id(found) in known:
             continue
         owner = _owner(found, lacking)
         if owner is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -23,6 +24,16 @@ def test_k2_an_optimizer_that_was_not_prepared_is_named_where_it_would_step_too_
     with pytest.raises(RuntimeError, match=r"SGD has parameters of the prepared Sequential .* every micro-batch of 4"):
         accelerator.backward(loss_of(model, data(4)[:]))
     assert optimizer.param_groups
+
+
+def test_looking_for_optimizers_passes_over_weak_proxies_of_what_has_gone() -> None:
+    class Gone: ...
+
+    proxy = weakref.proxy(Gone())
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(network())
+    accelerator.backward(loss_of(model, data(4)[:]))
+    assert type(proxy) is weakref.ProxyType
 
 
 def test_an_optimizer_that_was_not_prepared_is_harmless_where_every_batch_steps() -> None:
