@@ -106,7 +106,7 @@ def test_the_pseudo_code_is_the_one_in_the_code() -> None:
 
 def test_a9_k3_three_changed_lines_and_an_import_move_a_plain_loop_to_the_accelerator() -> None:
     before, after = (
-        PAGES["accelerator"].partition(f"<!-- {mark} -->\n```python\n")[2].partition("```")[0].splitlines()
+        PAGES["own_loop"].partition(f"<!-- {mark} -->\n```python\n")[2].partition("```")[0].splitlines()
         for mark in ("before", "after")
     )
     changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-" and line[2:].strip()]
