@@ -111,7 +111,8 @@ class Watch:
         if any(sign in text for sign in _GONE):
             return _RankError(
                 f"Rank {self.rank} lost the connection to another rank, which has ended, at {self._here()}. The error "
-                "of the rank that ended first says why."
+                "of the rank that ended first says why; if it ended well, it did not make this call: look for it "
+                "inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
         return None
 

@@ -50,14 +50,15 @@ SWITCHES_OR_NONE = ("enable_checkpointing", "enable_progress_bar", "enable_model
 
 def named(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
     """Have a constructor say which argument was meant by one that it does not have."""
-    known = tuple(inspect.signature(init).parameters)[1:]
+    known, owner = tuple(inspect.signature(init).parameters)[1:], init.__qualname__.partition(".")[0]
+    moved = MOVED if owner == "Trainer" else {}
 
     @functools.wraps(init)
     def checked(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
         for name in kwargs:
             if name not in known:
-                meant = f" Use {MOVED[name]}." if name in MOVED else messages.did_you_mean(name, known)
-                raise TypeError(f"Trainer got an argument {name!r}, which it does not have.{meant} See help(Trainer).")
+                meant = f" Use {moved[name]}." if name in moved else messages.did_you_mean(name, known)
+                raise TypeError(f"{owner} got an argument {name!r}, which it does not have.{meant} See help({owner}).")
         init(self, *args, **kwargs)
 
     return checked

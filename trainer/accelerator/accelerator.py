@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...loggers.timings import timed
 from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
+from ..arguments import named
 from .accumulation import GradientState, Window
 from .arguments import read_arguments
 from .facts import Facts
@@ -85,6 +86,7 @@ class Accelerator(Facts):
             autocast keeps its accuracy; ``"keep"``: it stays.
     """
 
+    @named
     def __init__(
         self,
         device_placement: bool = True,
@@ -265,6 +267,8 @@ class Accelerator(Facts):
                 loss = loss * loader.last_share
             elif loader.last_share == 0.0:
                 num_items = 0
+        if len(state.dataloader_references) > 1:
+            state.say_read_at_once()
         loss = state.window.weigh(loss, num_items)
         if not self._checked:
             self._backward = self._choose_backward()

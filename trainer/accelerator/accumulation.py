@@ -95,6 +95,17 @@ class GradientState:
         """Always False: there are no XLA devices here."""
         return False
 
+    def say_read_at_once(self) -> None:
+        """Warn if one of several loaders that are read at once ends with samples that only it is to weigh."""
+        for loader in self.dataloader_references:
+            if loader is not self.active_dataloader and loader.end_of_dataloader and loader.last_share != 1.0:
+                messages.warn_once(
+                    "Several prepared loaders are read at once, and the last batch of one has not as many samples on "
+                    "each process. backward and gather_for_metrics go by the loader that was read last, so that batch "
+                    "is not weighed, and what repeats is not left out. Read one loader over "
+                    "torch.utils.data.StackDataset, or make the number of samples divide (drop_last=True)."
+                )
+
     def begin(self, loader: PreparedLoader) -> None:
         """A pass over a loader begins."""
         self.dataloader_references = [other for other in self.dataloader_references if other is not loader] + [loader]
@@ -202,6 +213,12 @@ class Window:
         """
         if self.free and (self.stepped or self.cleared):
             self.begin()
+        if self.counted and not (self.free or self.complete or self.state.depth):
+            messages.warn_once(
+                "accelerator.backward was called outside of `with accelerator.accumulate(...):` while a window of "
+                f"{self.count} of {self.state.num_steps} micro-batches waits for more: optimizers do not step before "
+                "it is complete. Put the loop's body in that block, or finish the window that was left."
+            )
         first = self.free or not self.counted
         if first:
             self.counted = True

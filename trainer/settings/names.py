@@ -326,7 +326,7 @@ _DATA = _of(
     _truth("use_seedable_sampler", "accepted: the order always follows from seed and epoch", True),
     _count("data_seed", "the seed of the order of the data; by default that of the run"),
     _truth("non_blocking", "copy batches to the device without waiting"),
-    _truth("use_stateful_dataloader", "accepted: loaders always know their place"),
+    _truth("use_stateful_dataloader", "read iterable data sets by torchdata's StatefulDataLoader"),
 )
 
 #: Every setting by its name, in the order in which they are shown.

@@ -13,6 +13,7 @@ from processes import RanksError, ranks
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
+from paceline.loggers.messages import PacelineWarning
 from paceline.trainer.accelerator.accelerator import Accelerator
 
 
@@ -204,3 +205,40 @@ def _one_optimizer_for_two_sharded_models() -> None:
 def test_one_optimizer_for_two_sharded_models_is_refused() -> None:
     with pytest.raises(RanksError, match=r"SGD has parameters of 2 prepared models .* an optimizer for each"):
         ranks(2, _one_optimizer_for_two_sharded_models)
+
+
+def _zipped() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, short, long = accelerator.prepare(
+        model, optimizer, DataLoader(data(5), 2), DataLoader(data(8), 2)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for one, _ in zip(short, long, strict=False):
+            accelerator.backward(loss_of(model, one))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+def test_loaders_that_are_read_at_once_and_end_unevenly_are_named() -> None:
+    own, _ = ranks(2, _zipped)
+    assert ["Several prepared loaders are read at once" in message for message in own] == [True]
+
+
+def test_a_plain_loop_after_a_window_that_was_left_is_told_that_nothing_steps() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, data(4)[:]))
+    with pytest.warns(PacelineWarning, match="1 of 3 micro-batches waits for more"):
+        accelerator.backward(loss_of(model, data(4)[:]))
+    optimizer.step()
+
+
+def test_a_misspelled_argument_is_corrected() -> None:
+    with pytest.raises(TypeError, match="Did you mean 'mixed_precision'"):
+        Accelerator(mixed_precison="bf16")  # type: ignore[call-arg]
