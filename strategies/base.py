@@ -195,6 +195,16 @@ class Strategy:
     def complete_gradients(self, optimizer: Optimizer) -> None:
         """Communicate gradients that were accumulated without, when no backward follows that would do it."""
 
+    def left_gradients(self) -> bool:
+        """Whether the backward just run left gradients with this process that it should have communicated.
+
+        Asked once after each backward.
+        """
+        return False
+
+    def find_latecomers(self, module: nn.Module) -> None:
+        """Look for parameters that came, or are trained, since the module was wrapped. Asked when a pass begins."""
+
     def keep_gradients_local(self) -> AbstractContextManager[Any]:
         """Context in which gradients stay with their process, whatever :meth:`sync_gradients` says."""
         self._needs_whole_model("keep_gradients_local")

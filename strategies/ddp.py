@@ -84,6 +84,8 @@ class DDPStrategy(DistributedStrategy):
         self.model_averaging_period = model_averaging_period
         self.ddp_options = _known_options(ddp_options)
         self._wrapped: DistributedDataParallel | None = None
+        self._reduced: list[nn.Parameter] = []
+        self._late = False
         self._manual = False
         self._synchronizes, self._local = True, False
         #: Whether the next backward records which gradients come (static_graph). Torch can only do so if it reduces.
@@ -113,8 +115,9 @@ class DDPStrategy(DistributedStrategy):
         """The module in DistributedDataParallel, which gives every rank rank 0's weights."""
         self._manual = not getattr(module, "automatic_optimization", True)
         unused = self._manual if self.find_unused_parameters is None else self.find_unused_parameters
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return module  # nothing to reduce
+        self._reduced = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not self._reduced:
+            return module
         self.same_model(module)
         self._records = bool(self.ddp_options.get("static_graph"))
         on_gpu = self.device.type == "cuda"
@@ -157,7 +160,28 @@ class DDPStrategy(DistributedStrategy):
     def sync_gradients(self, enabled: bool) -> None:
         self._synchronizes = enabled
         if self._wrapped is not None:
-            self._wrapped.require_backward_grad_sync = (enabled and not self._local) or self._records
+            self._communicate((enabled and not self._local) or self._records)
+
+    def _communicate(self, enabled: bool) -> None:
+        wrapped: Any = self._wrapped
+        wrapped.require_backward_grad_sync = wrapped.module.communicates = enabled
+
+    def left_gradients(self) -> bool:
+        """True after one that no forward of the wrapper has announced: torch then reduces nothing, and says nothing.
+
+        So it is where a loss comes of other methods of the model than its forward, of a forward that was used before,
+        or of one that ran while nothing was communicated.
+        """
+        wrapped = self._wrapped
+        if self._local or self.world_size == 1 or not self._synchronizes:
+            return False
+        if self._late or wrapped is None:
+            return self._late
+        step = wrapped.module
+        if all(parameter.grad is None for parameter in self._reduced):
+            return False  # it did not come here
+        announced, step.announced = step.announced, False
+        return not announced
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if not self._local:
@@ -181,11 +205,23 @@ class DDPStrategy(DistributedStrategy):
     def joinable(self) -> DistributedDataParallel | None:
         return self._wrapped
 
+    def find_latecomers(self, module: nn.Module) -> None:
+        known = set(map(id, self._reduced))
+        late = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+        self._late = bool(late)
+        if late and self.world_size > 1:
+            messages.info_once(
+                f"{type(module).__name__} got parameters that need gradients after it was prepared ({late[0]}"
+                f"{', ...' if late[1:] else ''}). DistributedDataParallel does not know them, so gradients are reduced "
+                "again before each step. Add or thaw them before prepare() to save that."
+            )
+
     def sync_next_backward(self) -> None:
         wrapped = self._wrapped
-        if wrapped is not None and not wrapped.require_backward_grad_sync:
-            wrapped.require_backward_grad_sync = True
+        if wrapped is not None and not wrapped.module.announced:
+            self._communicate(True)
             wrapped.reducer.prepare_for_backward([])
+            wrapped.module.announced = True
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         wrapped = self._wrapped
@@ -229,17 +265,25 @@ class DDPStrategy(DistributedStrategy):
     def teardown(self) -> None:
         super().teardown()
         self._wrapped = self._averager = None
+        self._reduced = []
 
 
 class _Step(nn.Module):
-    """What DistributedDataParallel wraps: its forward is the module's training step."""
+    """What DistributedDataParallel wraps: its forward is the module's training step.
+
+    Attributes:
+        communicates: a backward of the next forward does.
+        announced: torch awaits a backward, to reduce its gradients.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self.step: Callable[..., Any] = module.forward
+        self.communicates, self.announced = True, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["announced"] = self.communicates
         return self.step(*args, **kwargs)
 
 

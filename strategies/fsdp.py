@@ -343,7 +343,8 @@ class FSDPStrategy(DistributedStrategy):
                     f"{len(foreign)} of the {len(given)} parameters of {kind} are not those of the sharded module "
                     f"(the first has the shape {tuple(foreign[0].shape)}): FSDP replaces parameters when it shards "
                     "them, so an optimizer made before (in __init__) would train tensors that nobody uses. Build it "
-                    "in configure_optimizers, from self.parameters()."
+                    "in configure_optimizers, from self.parameters(); in a loop of your own give it parameters of "
+                    "one prepared model only."
                 )
         self.precision.setup_optimizers(optimizers)
         return optimizers

@@ -104,7 +104,7 @@ def test_the_pseudo_code_is_the_one_in_the_code() -> None:
     assert shown == [FIT_PSEUDO_CODE]
 
 
-def test_three_changed_lines_and_an_import_move_a_plain_loop_to_the_accelerator() -> None:
+def test_a9_k3_three_changed_lines_and_an_import_move_a_plain_loop_to_the_accelerator() -> None:
     before, after = (
         PAGES["accelerator"].partition(f"<!-- {mark} -->\n```python\n")[2].partition("```")[0].splitlines()
         for mark in ("before", "after")
@@ -146,14 +146,14 @@ def test_the_table_of_settings_is_the_one_in_the_code() -> None:
 def test_the_screen_of_config_is_a_real_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    screen = PAGES["settings"].partition("<!-- screen: paceline config -->\n```text\n")[2].partition("```")[0]
+    screen = PAGES["commands"].partition("<!-- screen: paceline config -->\n```text\n")[2].partition("```")[0]
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("PACELINE_CONFIG_FILE")
     monkeypatch.setattr("sys.stdin", io.StringIO("\n\nno\nno\nno\nall\nno\nbf16\n4\n"))
     assert main(["config"]) == 0
     printed = capsys.readouterr().out.replace(str(tmp_path), "~/.config")
     assert [line.rstrip() for line in printed.splitlines()] == screen.splitlines()
-    (written,) = [block.text for block in blocks("settings") if block.info == "yaml"]
+    (written,) = [block.text for block in blocks("commands") if block.info == "yaml"]
     assert (tmp_path / "paceline" / "config.yaml").read_text() == written
 
 

@@ -52,7 +52,7 @@ def heavy(modules: list[str]) -> list[str]:
     return [m for m in modules if any(m == h or m.startswith(h + ".") for h in HEAVY)]
 
 
-def test_the_package_alone_imports_not_even_torch() -> None:
+def test_a10_k4_the_package_alone_imports_not_even_torch() -> None:
     modules = modules_of("import paceline")
     assert "paceline" in modules
     assert not [m for m in modules if m.partition(".")[0] in ("torch", "numpy")]

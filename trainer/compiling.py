@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..loggers import messages
+from .compile_watch import watch_compiling
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -22,6 +23,7 @@ def compile_in_place(module: nn.Module, settings: bool | Mapping[str, Any]) -> N
         module: the TrainingModule.
         settings: True, or arguments for ``torch.compile``; with ``regional`` only repeated blocks, where there are any.
     """
+    watch_compiling()
     arguments = dict(settings) if isinstance(settings, Mapping) else {}
     if arguments.pop("regional", False) and compile_repeated(module, arguments):
         return

@@ -59,6 +59,10 @@ class Precision:
         """The loss as backward should see it: scalar, shape ()."""
         return loss
 
+    def shared_scale(self, of_next_loss: bool = False) -> Tensor | None:
+        """The loss scale in force, or that of the next loss; shape (). None where no step changes it for others."""
+        return None
+
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Take the loss scale out of the gradients once before clipping."""
 

@@ -96,6 +96,11 @@ class MixedPrecision(Precision):
         self._update()
         return self.scaler.scale(loss)
 
+    def shared_scale(self, of_next_loss: bool = False) -> Tensor | None:
+        if not (self._scales and self._several):
+            return None
+        return self.scale_loss(torch.ones((), device=self.device)) if of_next_loss else self.scaler._scale
+
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if not self._scales:
             return

@@ -21,7 +21,7 @@ class Hungry(TinyModule):
         torch.empty(1 << 60)
 
 
-def test_running_out_of_memory_says_where_and_what_to_try_with_numbers(quiet: dict[str, Any]) -> None:
+def test_b14_running_out_of_memory_says_where_and_what_to_try_with_numbers(quiet: dict[str, Any]) -> None:
     trainer = Trainer(**quiet, max_epochs=1, accumulate_grad_batches=3)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(Hungry(), tiny_loader(batch_size=8))

@@ -65,6 +65,8 @@ class Accelerator(Facts):
         cpu: compute on the CPU, whatever else there is.
         dataloader_config: how loaders are split.
         deepspeed_plugin: DeepSpeed and its settings.
+        deepspeed_plugins: the same, in a dict.
+        megatron_lm_plugin: not supported.
         fsdp_plugin: FSDP2 and its settings.
         rng_types: accepted; the order of samples is the same on all ranks without exchanging random states.
         log_with: names, classes or objects of trackers, or a list of them; ``"all"``: what is installed.
@@ -152,6 +154,7 @@ class Accelerator(Facts):
         self._seed: int | None = None
         self._checked = False
         self._backward: Callable[..., None] | None = None
+        self._replicas: list[Strategy] = []
         self._norm: Tensor | None = None
         self._trigger = False
 
@@ -271,14 +274,22 @@ class Accelerator(Facts):
             self._backward(loss, lambda scaled: scaled.backward(**kwargs))
         else:
             self._backward(loss)
+        for strategy in self._replicas:
+            if strategy.left_gradients():
+                state.window.local.add(id(strategy))
 
     def _choose_backward(self) -> Callable[..., None] | None:
         """What runs backwards; None: the loss itself. What was forgotten in ``prepare`` is found here, once."""
-        from .migration import check_optimizers
+        from .migration import check_optimizers, check_shared
 
         check_optimizers(self)
+        check_shared(self)
         self._checked = True
         trained = [one.strategy for one in self._placements.values() if not one.frozen]
+        self._replicas = [one for one in trained if type(one).left_gradients is not Strategy.left_gradients]
+        for model in self._placements.values():
+            if not model.frozen:
+                model.strategy.find_latecomers(model.module)
         strategy = trained[0] if len(trained) == 1 else self._strategy
         method = type(strategy).backward if len(trained) < 2 else Strategy.backward
         if method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss:
@@ -327,6 +338,7 @@ class Accelerator(Facts):
         finally:
             for strategy in strategies:
                 strategy.sync_gradients(True)
+            self.gradient_state.speaker = None
 
     @contextmanager
     def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
@@ -383,7 +395,7 @@ class Accelerator(Facts):
                     break
             found.append(parameter)
         for optimizer in self._optimizers:
-            if optimizer.placement is None or id(optimizer.placement) in owners:
+            if not optimizer.placements or any(id(one) in owners for one in optimizer.placements):
                 self.gradient_state.window.settle(optimizer)
         return found, strategy
 
@@ -601,5 +613,7 @@ def _settle_buffers(accelerator: Callable[[], Accelerator | None], loader: Any) 
     """
     found = accelerator()
     for model in found._placements.values() if found is not None else ():
-        if not model.module.training and not model.frozen:
-            model.strategy.before_evaluation(model.module)
+        if not model.frozen:
+            model.strategy.find_latecomers(model.module)
+            if not model.module.training:
+                model.strategy.before_evaluation(model.module)

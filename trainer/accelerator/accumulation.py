@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ...loggers import messages
 from ..items import ItemWindow
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class GradientState:
         sync_gradients: the window is complete with this micro-batch, so optimizers step.
         active_dataloader: the loader that handed out the batch under way; None outside of all passes.
         window: the innermost ``accumulate`` group, or the last there was.
+        speaker: the window that said last which backwards communicate; None: somebody else has, since.
         on_pass: called with a loader when a pass over it begins.
         depth: ``accumulate`` blocks that are open.
         by_hand: the loop says itself which micro-batches step, and weighs its losses itself.
@@ -48,6 +50,7 @@ class GradientState:
         self.sync_each_batch = sync_each_batch
         self.sync_gradients = True
         self.window: Window
+        self.speaker: Window | None = None
         self.on_pass: Callable[[Any], None] | None = None
         self.depth = 0
         self.by_hand = False
@@ -121,10 +124,13 @@ class Window:
         free: no ``accumulate`` is meant.
         settled: ids of the optimizers whose gradients have their final size.
         stepped: ids of those that have stepped with the window's gradients.
+        cleared: an optimizer's gradients were cleared.
+        local: ids of the strategies that a backward left gradients with, which are still this process's own.
     """
 
     def __init__(self, state: GradientState, strategy: Strategy, models: Iterable[PreparedModel] | None = None) -> None:
         self.state = state
+        self._precision = strategy.precision
         self.items = ItemWindow(strategy, "accelerator.backward(loss, num_items=...) got")
         self.by_items: bool | None = None
         self.count = 0
@@ -137,6 +143,9 @@ class Window:
         self._batch_items: Any = None
         self.settled: set[int] = set()
         self.stepped: set[int] = set()
+        self.cleared = False
+        self.local: set[int] = set()
+        self._scale: Any = None
         self._factor: float | Tensor | None = None
 
     def __enter__(self) -> None:
@@ -144,7 +153,8 @@ class Window:
         self._outer.append((state.window, state.sync_gradients))
         state.depth += 1
         state.window = self
-        if self.complete:
+        left_out = self.count > 0 and not (self.counted or self.stepped)
+        if self.complete and not left_out:  # gradients whose last micro-batch was left out wait for the next one
             self.begin()
         self.counted = False
         ends = loader is not None and loader.end_of_dataloader and state.sync_with_dataloader
@@ -161,14 +171,19 @@ class Window:
 
     def communicate(self, enabled: bool) -> None:
         """Say whether backwards of the group's models communicate; nothing if that was said already."""
-        if enabled is not self._communicates:
-            self._communicates = enabled
+        if enabled is not self._communicates or self.state.speaker is not self:
+            self._communicates, self.state.speaker = enabled, self
             for strategy in self._strategies:
                 strategy.sync_gradients(enabled)
 
     def begin(self) -> None:
-        """Forget the window that was stepped with."""
+        """Forget the window whose gradients were stepped with, or dropped."""
+        if self.cleared and not self.stepped:
+            self.items.items = 0
+        self.cleared = False
         self.count = 0
+        self._scale = None
+        self.local.clear()
         self._factor = None
         self.settled.clear()
         self.stepped.clear()
@@ -185,7 +200,7 @@ class Window:
         Raises:
             ValueError: a number for some losses only, or two numbers for one micro-batch.
         """
-        if self.free and self.stepped:
+        if self.free and (self.stepped or self.cleared):
             self.begin()
         first = self.free or not self.counted
         if first:
@@ -198,9 +213,20 @@ class Window:
                     "weighed. Pass it with every loss, or with none."
                 )
             self.by_items = num_items is not None
+        if self._precision.scaler is not None and self.state.num_steps > 1 and not self.free:
+            loss = self._at_one_scale(loss)
         if num_items is None:
             return loss / self.state.num_steps if self.state.num_steps > 1 else loss
         return self._weigh_items(loss, num_items, first)
+
+    def _at_one_scale(self, loss: Tensor) -> Tensor:
+        """The loss, so that fp16's scale is that of the window's first, whatever other windows' steps make of it."""
+        scale = self._precision.shared_scale(of_next_loss=True)
+        if scale is None:
+            return loss
+        if self._scale is None:
+            self._scale = scale
+        return loss * (self._scale / scale)
 
     def _weigh_items(self, loss: Tensor, num_items: Any, first: bool) -> Tensor:
         if first:
@@ -219,25 +245,39 @@ class Window:
             return
         self.settled.add(id(optimizer))
         strategy, inner, steps = optimizer.strategy, optimizer.optimizer, self.state.num_steps
-        if not self.counted and not self.free and steps > 1 and strategy.communicates_gradients:
-            strategy.complete_gradients(inner)  # the last micro-batch had no backward
+        if self.free and self.count < steps and not self.by_items and not self.state.by_hand:
+            messages.warn_once(
+                f"{type(inner).__name__} stepped after {self.count} micro-batch{'es' * (self.count > 1)} outside of "
+                f"`with accelerator.accumulate(model):`, although gradient_accumulation_steps is {steps}, by which "
+                "each loss was divided. Put the body of the loop in that block, or set gradient_accumulation_steps=1."
+            )
+        lacking = not self.counted and not self.free and steps > 1  # the last micro-batch had no backward
+        left = self.local & optimizer.strategies if optimizer.strategies else self.local
+        if left or (lacking and strategy.communicates_gradients):
+            strategy.complete_gradients(inner)
         if optimizer.scales:
             strategy.unscale_gradients(inner)
         factor = self._factor
         if factor is None:
             factor = self.items.finish() if self.by_items else 1.0 if self.free else steps / self.count
             self._factor = factor
-        if self.by_items or factor != 1.0:
+        if self._scale is not None:
+            now = self._precision.shared_scale()
+            factor = factor if now is None else factor * (now / self._scale)
+        if self.by_items or self._scale is not None or factor != 1.0:
             strategy.scale_gradients(inner, factor)
 
     def state_dict(self) -> dict[str, Any]:
         """The window under way, as plain data for a checkpoint."""
         waiting = not self.complete or (self.count > 0 and not self.stepped)
-        return {"count": self.count if waiting else 0, "by_items": self.by_items, "items": self.items.state_dict()}
+        scale = None if self._scale is None else float(self._scale)
+        kept = {"by_items": self.by_items, "items": self.items.state_dict(), "scale": scale}
+        return {"count": self.count if waiting else 0, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back :meth:`state_dict`; the gradients are in place by then, or the window is to begin anew."""
         self.begin()
         self.count, self.by_items = state["count"], state["by_items"]
+        self._scale = state.get("scale") if self.count else None
         self.complete = self.free or self.count == 0
         self.items.load_state_dict(state["items"], in_window=self.count > 0)

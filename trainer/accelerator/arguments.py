@@ -20,6 +20,7 @@ from .plugins import (
     choose_dynamo,
     given,
 )
+from .process_state import stays_on_cpu
 
 #: Arguments that are settings of the same name.
 _SETTINGS = (
@@ -90,6 +91,8 @@ def read_arguments(arguments: Mapping[str, Any]) -> Arguments:
     own["dynamo_backend"] = _word(_one_of_two(arguments, "dynamo_backend", "dynamo_plugin"))
     if arguments["dataloader_config"] is not None:
         _one_of_two(arguments, "split_batches", "dataloader_config")
+    if own["cpu"] is None and stays_on_cpu():
+        own["cpu"] = True
     project = _project(arguments)
     own["project_dir"] = project.project_dir
     settings = resolve(own)

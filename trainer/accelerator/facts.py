@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .process_state import type_of
 from .processes import Processes
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Facts(Processes):
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes share the work."""
-        return self.state.distributed_type
+        return type_of(self._strategy)
 
     @property
     def project_dir(self) -> str | None:

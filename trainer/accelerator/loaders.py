@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ...loggers import messages
 from ...strategies.base import Strategy
-from ..data.batches import Batches, batch_size_of
+from ..data.batches import Batches
 from ..data.combined import length_of
 from ..data.loaders import (
     load_loader_state,
@@ -28,6 +28,7 @@ from ..data.rounds import Division
 from ..data.sharding import is_split, last_share, repeats, shard
 from ..seed import host_random_states, mixed, set_random_states
 from .dispatch import Dispatched
+from .nested import rows_of
 
 INF = float("inf")
 
@@ -331,8 +332,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def batch_rows(self) -> int:
         """How many samples the batch handed out last has; 0 outside of a pass."""
-        batch = self._batch
-        return 0 if batch is None else batch_size_of(batch) or 0
+        return rows_of(self._batch)
 
     @property
     def rows(self) -> int:

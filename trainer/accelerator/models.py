@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 import weakref
@@ -106,14 +107,26 @@ class Routed:
             raise better from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _plain_forward(memo[id(self.module)])
+        return copy.deepcopy(self.plain, memo)
 
     def __reduce__(self) -> Any:
-        return _plain_forward, (self.module,)
+        if _is_class_forward(self.plain):
+            return _plain_forward, (self.module,)
+        return _itself, (self.plain,)
 
 
 def _plain_forward(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+def _is_class_forward(forward: Any) -> bool:
+    """Whether a forward is its module's class's, rather than one that was set on the module itself."""
+    function = getattr(forward, "__func__", None)
+    return function is not None and function is getattr(type(forward.__self__), "forward", None)
 
 
 def is_prepared(module: Any) -> bool:
@@ -124,7 +137,9 @@ def is_prepared(module: Any) -> bool:
 def restore(module: nn.Module) -> None:
     """Give a module its own forward back."""
     if is_prepared(module):
-        del module.forward
+        plain = vars(module).pop("forward").plain
+        if not _is_class_forward(plain):
+            module.forward = plain
 
 
 def unwrapped(model: Any) -> Any:

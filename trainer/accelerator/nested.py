@@ -222,3 +222,14 @@ class ConvertOutputsToFp32:
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose outputs are those of ``model_forward``, with half precision converted to float32."""
     return ConvertOutputsToFp32(model_forward)
+
+
+def rows_of(batch: Any) -> int:
+    """How many samples a batch has; where it holds no tensor, as many as its first list, 0 without one."""
+    found = batch_size_of(batch)
+    while found is None and isinstance(batch, Mapping):
+        batch = next(iter(batch.values()), None)
+    if found is None and isinstance(batch, (list, tuple)):
+        first = batch[0] if batch else None
+        return len(first if isinstance(first, (list, tuple)) else batch)
+    return found or 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -26,10 +26,12 @@ class AcceleratedOptimizer(Optimizer):
         optimizer: the user's.
         strategy: what steps it: that of its model.
         state: of the Accelerator.
-        placement: the prepared model whose parameters it has, if it has any of a prepared model.
+        placements: the prepared models whose parameters it has.
         clip_norm: what the norm of its gradients is clipped to before each step; None: they are not.
 
     Attributes:
+        placement: the first of its models; None if it has parameters of none.
+        strategies: ids of the strategies that hold its models.
         scales: its gradients have fp16's loss scale in them.
     """
 
@@ -38,12 +40,14 @@ class AcceleratedOptimizer(Optimizer):
         optimizer: Optimizer,
         strategy: Strategy,
         state: GradientState,
-        placement: PreparedModel | None = None,
+        placements: Sequence[PreparedModel] = (),
         clip_norm: float | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.strategy = strategy
-        self.placement = placement
+        self.placements = list(placements)
+        self.placement = self.placements[0] if self.placements else None
+        self.strategies = {id(one.strategy) for one in self.placements}
         self._state_of_gradients = state
         self._is_overflow = False
         self.scales = strategy.precision.scaler is not None
@@ -71,8 +75,8 @@ class AcceleratedOptimizer(Optimizer):
         window = state.window
         loss = None
         if closure is None:
-            if self.scales or window.by_items or window.count != state.num_steps:  # or there is nothing to settle
-                window.settle(self)
+            if self.scales or window.by_items or window.local or window.count != state.num_steps:
+                window.settle(self)  # elsewhere gradients have their final size
             if self._clip_norm is not None:
                 parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
                 self.strategy.clip_by_norm(parameters, self._clip_norm)
@@ -107,8 +111,10 @@ class AcceleratedOptimizer(Optimizer):
         """
         state = self._state_of_gradients
         window = state.window
-        if (state.sync_gradients and (window.counted or window.free)) or not window.count:
+        used = window.counted or window.free or id(self) in window.stepped
+        if (state.sync_gradients and used) or not window.count:
             self.optimizer.zero_grad(set_to_none)
+            window.cleared = window.count > 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)

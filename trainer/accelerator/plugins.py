@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...loggers import messages
+from ..compile_watch import watch_compiling
 from ..compiling import compile_repeated
 from .enums import DynamoBackend
 from .handlers import KwargsHandler
@@ -165,6 +166,7 @@ class TorchDynamoPlugin(KwargsHandler):
                 f"here. It has {messages.names(known, 'and')}; others come with packages of their own, which have to "
                 "be installed."
             )
+        watch_compiling()
         return partial(torch.compile, **arguments)
 
     def compile(self, module: nn.Module) -> Callable[[Any], Any] | None:

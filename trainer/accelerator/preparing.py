@@ -69,6 +69,8 @@ def start_model(
 ) -> PreparedModel:
     """Bring a model to its device, and shard or wrap it; its forward is routed when its optimizers are known."""
     model = migrated(model)
+    if accelerator._shards:
+        _refuse_shared(accelerator, model)
     strategy = accelerator._strategy.for_another_module()
     strategy.settle_batch_norm(model, False)
     prepared = PreparedModel(model, strategy, frozen=evaluation)
@@ -76,6 +78,19 @@ def start_model(
     accelerator._models.append(model)
     accelerator._placements[id(model)] = prepared
     return prepared
+
+
+def _refuse_shared(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise if a model shares parameters with one that is sharded, which has others in their place."""
+    for other in accelerator._placements.values():
+        shared = [name for name, parameter in model.named_parameters() if other.current(parameter) is not None]
+        if shared:
+            raise ValueError(
+                f"accelerator.prepare got a {type(model).__name__} that shares {shared[0]} with the prepared "
+                f"{type(other.module).__name__}: {type(other.strategy).__name__} puts a model's parameters in parts, "
+                "which two models cannot share, so they would be trained apart. Put both in one module (an nn.Module "
+                "with the two as children) and prepare that, or use strategy='ddp'."
+            )
 
 
 def finish_model(accelerator: Accelerator, model: PreparedModel, compiler: Callable[[Any], Any] | None) -> None:
@@ -91,9 +106,21 @@ def finish_model(accelerator: Accelerator, model: PreparedModel, compiler: Calla
 
 def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> AcceleratedOptimizer:
     """An optimizer that steps with complete windows, through the strategy of the model whose parameters it has."""
+    old, before = set(optimizer.state), optimizer.state_dict() if optimizer.state and accelerator._shards else None
     owners = [model for model in accelerator._placements.values() if model.adopt(optimizer)]
     placement = owners[0] if owners else None
+    now = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if before is not None and placement is not None and old - now:  # of parameters that were replaced since
+        optimizer.state.clear()
+        placement.strategy.load_optimizer_state(placement.module, optimizer, before)
     strategy = accelerator._strategy if placement is None else placement.strategy
+    if accelerator._shards and len(owners) > 1:
+        names = messages.names([type(model.module).__name__ for model in owners], last="and")
+        raise ValueError(
+            f"{type(optimizer).__name__} has parameters of {len(owners)} prepared models ({names}), and "
+            f"{type(strategy).__name__} steps each model by itself. Make an optimizer for each, or one model that "
+            "holds them all."
+        )
     if placement is None:
         if accelerator._shards:
             raise ValueError(
@@ -104,7 +131,7 @@ def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> Acceler
         strategy.setup_optimizers([optimizer])
     elif is_prepared(placement.module):
         placement.strategy.setup_optimizers([optimizer])
-    wrapper = AcceleratedOptimizer(optimizer, strategy, accelerator.gradient_state, placement, accelerator._clip_norm)
+    wrapper = AcceleratedOptimizer(optimizer, strategy, accelerator.gradient_state, owners, accelerator._clip_norm)
     accelerator._optimizers.append(wrapper)
     return wrapper
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,14 +39,16 @@ class _Process:
         strategy: by which the process stands in its group; None: nobody asked yet.
         state: of the Accelerator made last.
         resets: how often all was forgotten.
+        cpu: a PartialState was asked to stay on the CPU.
     """
 
     strategy: Strategy | None = None
     state: AcceleratorState | None = None
     resets: int = 0
+    cpu: bool = False
 
     def forget(self) -> None:
-        self.strategy, self.state, self.resets = None, None, self.resets + 1
+        self.strategy, self.state, self.resets, self.cpu = None, None, self.resets + 1, False
 
 
 _process = _Process()
@@ -63,6 +65,31 @@ def forgotten() -> Iterator[None]:
         vars(_process).update(before)
 
 
+class _Shared(Mapping[str, Any]):
+    """Read by programs that ask whether there is a state already: empty until then."""
+
+    def __init__(self, attribute: str) -> None:
+        self._attribute = attribute
+
+    def _shown(self) -> dict[str, Any]:
+        value = getattr(_process, self._attribute)
+        return {} if value is None else {self._attribute: value}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._shown()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shown())
+
+    def __len__(self) -> int:
+        return len(self._shown())
+
+
+def stays_on_cpu() -> bool:
+    """Whether a PartialState was asked to stay on the CPU."""
+    return _process.cpu
+
+
 class PartialState(Processes):
     """The device and the place of this process among the others; makes the process group if there is none.
 
@@ -73,6 +100,8 @@ class PartialState(Processes):
         **group: what InitProcessGroupKwargs takes: ``backend``, ``timeout``, ``init_method``.
     """
 
+    _shared_state = _Shared("strategy")
+
     def __init__(self, cpu: bool = False, **group: Any) -> None:
         if _process.strategy is None:
             _process.strategy = _made(cpu, group)
@@ -81,6 +110,7 @@ class PartialState(Processes):
                 f"PartialState(cpu=True), but this process stands on {_process.strategy.device} already. Pass cpu=True "
                 "where the first PartialState or Accelerator is made."
             )
+        _process.cpu = cpu or _process.cpu
         self._own = _process.strategy
         self._resets = _process.resets
 
@@ -95,19 +125,21 @@ class PartialState(Processes):
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the process's place, so that the next PartialState or Accelerator finds it anew."""
+        """Forget the process's place, so that the next PartialState or Accelerator finds it anew, for all of them."""
         _process.forget()
 
     @property
     def _strategy(self) -> Strategy:  # type: ignore[override]
         if self._resets != _process.resets:
-            raise AttributeError(_forgotten("PartialState", sys._getframe(1).f_code.co_name))
+            if _process.strategy is None:
+                raise AttributeError(_forgotten("PartialState", sys._getframe(1).f_code.co_name))
+            self._own, self._resets = _process.strategy, _process.resets
         return self._own
 
     @property
     def initialized(self) -> bool:
-        """Whether the place is known: False after it was forgotten."""
-        return self._resets == _process.resets
+        """Whether the place is known: False from when it is forgotten until it is found anew."""
+        return self._resets == _process.resets or _process.strategy is not None
 
     @property
     def default_device(self) -> torch.device:
@@ -171,6 +203,8 @@ class AcceleratorState:
     Raises:
         ValueError: there is no Accelerator yet, or it has another precision.
     """
+
+    _shared_state = _Shared("state")
 
     mixed_precision: str
     deepspeed_plugin: Any

@@ -39,15 +39,19 @@ class AcceleratedScheduler:
         self._times = times
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move on, as the scheduler's own ``step`` does with these arguments."""
+        """Move on, as the scheduler's own ``step`` does with these arguments.
+
+        One that is told a metric moves once a call, and after a pass also where that was left within a window.
+        """
+        state, told = self._state_of_gradients, bool(args or kwargs)
         if self.step_with_optimizer:
-            state = self._state_of_gradients
-            if not state.sync_gradients and state.adjust_scheduler:
+            after_pass = told and not state.depth and not state.in_dataloader
+            if not state.sync_gradients and state.adjust_scheduler and not after_pass:
                 return
             for optimizer in self.optimizers:
                 if optimizer._is_overflow:
                     return
-        for _ in range(self._times):
+        for _ in range(1 if told else self._times):
             self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:

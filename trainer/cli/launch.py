@@ -13,11 +13,18 @@ from typing import Any
 
 from ...loggers import messages
 from ...loggers.timings import STARTED
-from ..settings import SETTINGS, Settings, hand_over, resolve
+from ..settings import FLAGS, SETTINGS, Settings, hand_over, resolve
 from .launch_flags import add_flags, given, refuse
 from .launch_script import Script, find_script, point_out_config
 
 _NAMES = ("--main_process_ip", "--main_process_port", "--machine_rank")
+#: The place of a process that torch elastic has started; all of those have the first.
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_PLACE = (
+    *(_RUN_ID, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+)
 #: Flags for DeepSpeed's own launcher, which is not used.
 _DEEPSPEEDS_LAUNCHER = (
     "deepspeed_hostfile",
@@ -35,6 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Start the processes, wait for them, and return the script's exit status."""
     refuse(arguments)
+    _leave_outer_launch()
     script = find_script(arguments)
     settings = resolve(flags=given(arguments), config_file=arguments.config_file, door="paceline launch")
     return start(script, settings, arguments)
@@ -87,6 +95,15 @@ def start(script: Script, settings: Settings, arguments: Namespace) -> int:
     if script.kind != "program":
         command = worker.command(script.target, script.arguments, module=script.kind == "module")
     return launch.run(command, plan.num_processes, place, plan.kind, plan.binds_gpus, options)
+
+
+def _leave_outer_launch() -> None:
+    """Forget the place and the flags that a launcher gave this process: a launch from within one is one of its own."""
+    for name in filter(None, os.environ.pop(FLAGS, "").split(",")):
+        os.environ.pop(SETTINGS[name].variable, None)
+    if _RUN_ID in os.environ:
+        for name in _PLACE:
+            os.environ.pop(name, None)
 
 
 def _replace(command: list[str]) -> int:

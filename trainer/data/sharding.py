@@ -382,8 +382,8 @@ def _say_all_read(source: Any, world: int) -> None:
     messages.info_once(
         f"Each of the {world} processes reads everything that {type(source).__name__} yields and keeps its own part, "
         "because something that can only be iterated over cannot be asked for a part. To read less, split it by rank "
-        "yourself and pass Trainer(use_distributed_sampler=False), or let one process read for all with "
-        "DataLoaderConfiguration(dispatch_batches=True).",
+        "yourself and pass Trainer(use_distributed_sampler=False) (in a loop of your own, do not prepare its loader), "
+        "or let one process read for all with DataLoaderConfiguration(dispatch_batches=True).",
         key="each process reads everything",
     )
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from .files import CONFIG_VARIABLE, ConfigFile, find_file, own_file, read_file, write_file
 from .names import SETTINGS, Setting
-from .resolver import Given, Origin, Row, Settings, hand_over, resolve
+from .resolver import FLAGS, Given, Origin, Row, Settings, hand_over, resolve
 
 __all__ = [
     "CONFIG_VARIABLE",
+    "FLAGS",
     "SETTINGS",
     "ConfigFile",
     "Given",

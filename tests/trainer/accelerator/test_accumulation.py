@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,16 +15,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline.trainer.accelerator.accelerator import Accelerator
+from paceline.trainer.accelerator.handlers import GradScalerKwargs
 
 
-def test_a_step_is_made_at_each_windows_end_and_at_the_loaders_end() -> None:
+def test_b10_b11_b13_a_step_is_made_at_each_windows_end_and_at_the_loaders_end() -> None:
     # 7 batches in windows of 3, twice: ceil(7 / 3) updates an epoch
     assert train(count=28, batch_size=4, gradient_accumulation_steps=3)[2] == 6
 
 
 @pytest.mark.parametrize("count", [24, 28, 26], ids=["full", "short window", "short window and batch"])
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_windows_of_an_accelerator_learn_what_one_big_batch_learns(count: int, clip: float | None) -> None:
+def test_b12_windows_of_an_accelerator_learn_what_one_big_batch_learns(count: int, clip: float | None) -> None:
     in_windows, _, updates = train(count, 2, clip=clip, shuffle=False, gradient_accumulation_steps=3)
     at_once, _, expected = train(count, 6, clip=clip, shuffle=False)
     assert updates == expected
@@ -68,7 +70,7 @@ def test_gradients_that_the_loop_drops_on_purpose_are_dropped() -> None:
     sizes=st.lists(st.integers(0, 5), min_size=2, max_size=7).filter(lambda sizes: sum(sizes) > 0),
     steps=st.integers(1, 4),
 )
-def test_num_items_gives_the_mean_over_all_items_of_a_window(sizes: list[int], steps: int) -> None:
+def test_b12_num_items_gives_the_mean_over_all_items_of_a_window(sizes: list[int], steps: int) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     torch.manual_seed(0)
     model = nn.Linear(3, 1, dtype=torch.float64)
@@ -193,7 +195,7 @@ def test_a_second_accelerator_leaves_the_first_one_as_it_was() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("count", "accumulate"), [(24, 1), (26, 3), (13, 2)])
-def test_two_processes_learn_what_one_with_their_batches_together_learns(
+def test_b4_b7_b9_two_processes_learn_what_one_with_their_batches_together_learns(
     strategy: str, count: int, accumulate: int
 ) -> None:
     alone, rates, updates = train(count, 4, clip=0.5, gradient_accumulation_steps=accumulate)
@@ -232,3 +234,212 @@ def _reductions() -> list[int]:
             optimizer.step()
             optimizer.zero_grad()
     return counts
+
+
+# ---- micro-batches that a loop leaves out ----------------------------------------------------------------------------
+
+
+def pull(accelerator: Accelerator, model: nn.Module, by: float, **given: Any) -> None:
+    """A backward whose gradient is ``by``."""
+    accelerator.backward(model(torch.ones(1, 1)).sum() * by, **given)
+
+
+def one_weight(**given: Any) -> tuple[Accelerator, nn.Module, Any]:
+    accelerator = Accelerator(cpu=True, **given)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def test_gradients_of_a_window_whose_last_micro_batch_has_no_backward_are_used_once() -> None:
+    accelerator, model, optimizer = one_weight(gradient_accumulation_steps=2)
+    for by in (1.0, None, 10.0, 10.0):
+        with accelerator.accumulate(model):
+            if by is not None:
+                pull(accelerator, model, by)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert float(model.weight) == -11.0
+
+
+def test_a_window_whose_last_micro_batch_is_left_out_takes_the_next_one() -> None:
+    accelerator, model, optimizer = one_weight(gradient_accumulation_steps=2)
+    for by in (1.0, None, 10.0, 4.0, 6.0):
+        with accelerator.accumulate(model):
+            if by is None:
+                continue
+            pull(accelerator, model, by)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert float(model.weight) == -(1 + 10) / 2 - (4 + 6) / 2
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_items_of_gradients_that_the_loop_drops_do_not_count(accumulates: bool) -> None:
+    accelerator, model, optimizer = one_weight()
+    for by, bad in ((1.0, True), (10.0, False)):
+        with accelerator.accumulate(model) if accumulates else nullcontext():
+            pull(accelerator, model, by, num_items=4)
+            if not bad:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert float(model.weight) == -10.0
+
+
+def test_clipping_one_of_two_models_that_share_an_optimizer_sees_gradients_of_their_final_size() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1.0)
+    first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, DataLoader([torch.ones(1)]))
+    for batch in loader:  # one micro-batch in a window of four
+        with accelerator.accumulate(first, second):
+            accelerator.backward((first(batch) + second(batch)).sum())
+            assert float(accelerator.clip_grad_norm_(second.parameters(), 0.5)) == 1.0
+
+
+# ---- gradients that torch would leave with their process -------------------------------------------------------------
+
+
+def _other_method(accelerator: Accelerator, model: nn.Sequential, x: torch.Tensor) -> None:
+    accelerator.backward(model[2](model[1](model[0](x))).mean())
+
+
+def _two_losses(accelerator: Accelerator, model: nn.Module, x: torch.Tensor) -> None:
+    out = model(x)
+    accelerator.backward(out.mean(), retain_graph=True)
+    accelerator.backward(out.square().mean())
+
+
+def _train_by(step: Any, accumulate: int) -> torch.Tensor:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, _ = data(16)[:]
+    for batch in x.chunk(accelerator.num_processes)[accelerator.process_index].chunk(4):
+        with accelerator.accumulate(model):
+            step(accelerator, model, batch)
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("step", [_other_method, _two_losses])
+def test_ranks_agree_where_no_forward_of_the_model_goes_before_a_backward(step: Any, accumulate: int) -> None:
+    first, second = ranks(2, _train_by, step, accumulate)
+    assert torch.equal(first, second)
+
+
+def test_two_losses_of_one_forward_are_averaged_over_the_ranks() -> None:
+    def alike(accelerator: Accelerator, model: nn.Module, x: torch.Tensor) -> None:
+        out = model(x)
+        accelerator.backward(out.mean() + out.square().mean())
+
+    found, expected = (ranks(2, _train_by, step, 2)[0] for step in (_two_losses, alike))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def _thaw(model: nn.Sequential) -> None:
+    model[0].requires_grad_(True)
+
+
+def _replace_head(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(8, 1, dtype=torch.float64)
+    for parameter in model[2].parameters():
+        nn.init.ones_(parameter)
+
+
+def _change_late(change: Any, all_frozen: bool) -> torch.Tensor:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = network()
+    (model if all_frozen else model[0]).requires_grad_(False)
+    model = accelerator.prepare(model)
+    change(model)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in (data(16)[part :: accelerator.num_processes * 2] for part in range(accelerator.process_index, 4, 2)):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("all_frozen", [False, True])
+@pytest.mark.parametrize("change", [_thaw, _replace_head])
+def test_parameters_that_come_or_thaw_after_prepare_are_averaged_over_the_ranks(change: Any, all_frozen: bool) -> None:
+    first, second = ranks(2, _change_late, change, all_frozen)
+    assert torch.equal(first, second)
+
+
+def _switch_windows() -> torch.Tensor:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = network()
+    model, other, optimizer = accelerator.prepare(model, nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = data(8)[accelerator.process_index :: 2]
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, batch))
+    accelerator.gradient_accumulation_steps = 1
+    with accelerator.accumulate(model, other):
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+    return weights(model)
+
+
+def test_a_window_of_other_models_communicates_although_one_of_them_was_kept_from_it() -> None:
+    first, second = ranks(2, _switch_windows)
+    assert torch.equal(first, second)
+
+
+# ---- schedulers that are told a metric -------------------------------------------------------------------------------
+
+
+def test_a_scheduler_that_is_told_a_metric_moves_after_a_pass_that_was_left_within_a_window() -> None:
+    accelerator, model, optimizer = one_weight(gradient_accumulation_steps=4)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer.optimizer, patience=0)
+    plateau, loader = accelerator.prepare(plateau, DataLoader(data(4)))
+    for _ in range(3):
+        for _ in loader:
+            with accelerator.accumulate(model):
+                pull(accelerator, model, 1.0)
+                optimizer.step()
+                plateau.step(9.0)  # not counted: the window is open
+            break
+        plateau.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def _on_a_plateau() -> float:
+    accelerator, _, optimizer = one_weight(scheduler_steps="per_sample")
+    plateau = accelerator.prepare(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer.optimizer, patience=1))
+    for _ in range(3):
+        plateau.step(1.0)
+    return optimizer.param_groups[0]["lr"]
+
+
+def test_a_metric_is_told_once_where_schedules_count_the_batches_of_all_processes() -> None:
+    assert ranks(2, _on_a_plateau) == [0.1, 0.1]
+
+
+# ---- fp16 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_step_of_one_optimizer_does_not_change_the_loss_scale_within_a_window(together: bool) -> None:
+    scaling = GradScalerKwargs(init_scale=8.0, growth_interval=1)
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=[scaling]
+    )
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    models, optimizers = accelerator.prepare(*models), accelerator.prepare(*optimizers)
+    pairs = list(zip(models, optimizers, strict=True))
+    for _ in range(4):
+        for window in [pairs] if together else [[pair] for pair in pairs]:
+            with accelerator.accumulate(*(model for model, _ in window)):
+                accelerator.backward(sum(model(torch.ones(1, 1)).sum() for model, _ in window))
+                for _, optimizer in window:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert [float(model.weight) for model in models] == [-2.0, -2.0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -9,11 +11,12 @@ import torch
 from own_loop import data, loss_of, network, weights
 from processes import RanksError, ranks
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import DataLoader
 
 from paceline.trainer.accelerator.accelerator import Accelerator
 
 
-def test_an_optimizer_that_was_not_prepared_is_named_where_it_would_step_too_early() -> None:
+def test_k2_an_optimizer_that_was_not_prepared_is_named_where_it_would_step_too_early() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -21,6 +24,16 @@ def test_an_optimizer_that_was_not_prepared_is_named_where_it_would_step_too_ear
     with pytest.raises(RuntimeError, match=r"SGD has parameters of the prepared Sequential .* every micro-batch of 4"):
         accelerator.backward(loss_of(model, data(4)[:]))
     assert optimizer.param_groups
+
+
+def test_looking_for_optimizers_passes_over_weak_proxies_of_what_has_gone() -> None:
+    class Gone: ...
+
+    proxy = weakref.proxy(Gone())
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(network())
+    accelerator.backward(loss_of(model, data(4)[:]))
+    assert type(proxy) is weakref.ProxyType
 
 
 def test_an_optimizer_that_was_not_prepared_is_harmless_where_every_batch_steps() -> None:
@@ -66,7 +79,7 @@ def test_a_sharded_model_and_its_optimizer_may_be_prepared_one_after_the_other()
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_scaler_of_the_scripts_own_changes_nothing_where_none_is_needed(precision: str) -> None:
+def test_b15_a_scaler_of_the_scripts_own_changes_nothing_where_none_is_needed(precision: str) -> None:
     def loop(scaled: bool) -> torch.Tensor:
         accelerator = Accelerator(cpu=True, mixed_precision=precision)
         model = network(torch.float32)
@@ -88,7 +101,7 @@ def test_a_scaler_of_the_scripts_own_changes_nothing_where_none_is_needed(precis
 
 
 @pytest.mark.parametrize("settings", [{"mixed_precision": "fp16"}, {"gradient_accumulation_steps": 2}])
-def test_a_scaler_of_the_scripts_own_is_named_where_it_would_spoil_gradients(settings: dict[str, Any]) -> None:
+def test_b15_a_scaler_of_the_scripts_own_is_named_where_it_would_spoil_gradients(settings: dict[str, Any]) -> None:
     accelerator = Accelerator(cpu=True, **settings)
     model = network(torch.float32)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -108,7 +121,7 @@ def test_a_model_that_was_not_prepared_is_named_by_accumulate() -> None:
         Accelerator(cpu=True).accumulate(network())
 
 
-def test_moving_by_hand_is_harmless() -> None:
+def test_b15_moving_by_hand_is_harmless() -> None:
     accelerator = Accelerator(cpu=True)
     model = network().to(accelerator.device)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -128,6 +141,66 @@ def _unused_parameters() -> None:
         optimizer.zero_grad()
 
 
-def test_parameters_without_gradients_are_named_on_several_processes() -> None:
+def test_k2_parameters_without_gradients_are_named_on_several_processes() -> None:
     with pytest.raises(RanksError, match=r"idle.*DistributedDataParallelKwargs\(find_unused_parameters=True\)"):
         ranks(2, _unused_parameters)
+
+
+def test_an_optimizer_that_was_not_prepared_is_named_where_losses_are_weighed_by_items() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    with pytest.raises(RuntimeError, match="has not divided by the number of items"):
+        accelerator.backward(loss_of(model, data(4)[:]), num_items=4)
+    del optimizer
+
+
+def _messages_of_the_first_step(prepared: str, **settings: Any) -> list[str]:
+    accelerator = Accelerator(cpu=True, **settings)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"model": model, "optimizer": optimizer, "loader": DataLoader(data(8), batch_size=2)}
+    given.update({name: accelerator.prepare(given[name]) for name in prepared.split()})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in given["loader"]:
+            accelerator.backward(loss_of(given["model"], batch))
+            given["optimizer"].step()
+            given["optimizer"].zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("prepared", "said"),
+    [
+        ("optimizer loader", "SGD has no parameter of a prepared model"),
+        ("loader", "no model was prepared"),
+        ("model optimizer", "no prepared loader"),
+    ],
+)
+def test_what_was_not_prepared_is_named_on_several_processes(prepared: str, said: str) -> None:
+    own, other = ranks(2, _messages_of_the_first_step, prepared)
+    assert [said in message for message in own] == [True]
+    assert other == []
+
+
+def test_complete_scripts_hear_nothing() -> None:
+    assert ranks(2, _messages_of_the_first_step, "model optimizer loader") == [[], []]
+    assert _messages_of_the_first_step("") == []
+
+
+def test_steps_outside_of_accumulate_are_named_where_gradients_are_to_be_accumulated() -> None:
+    (said,) = _messages_of_the_first_step("model optimizer loader", gradient_accumulation_steps=2)
+    assert "SGD stepped after 1 micro-batch outside of `with accelerator.accumulate(model):`" in said
+
+
+def _one_optimizer_for_two_sharded_models() -> None:
+    first, second = network(), network()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    Accelerator(cpu=True, strategy="fsdp").prepare(first, second, optimizer)
+
+
+def test_one_optimizer_for_two_sharded_models_is_refused() -> None:
+    with pytest.raises(RanksError, match=r"SGD has parameters of 2 prepared models .* an optimizer for each"):
+        ranks(2, _one_optimizer_for_two_sharded_models)

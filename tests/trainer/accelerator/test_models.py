@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def names_of_prepared(strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_prepare_gives_back_the_same_object_with_the_same_names(strategy: str) -> None:
+def test_a8_b18_prepare_gives_back_the_same_object_with_the_same_names(strategy: str) -> None:
     assert ranks(2, names_of_prepared, strategy) == [(True, True, True, True, ["hook"])] * 2
 
 
@@ -51,7 +52,7 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize(("precision", "inside"), [("no", torch.float32), ("bf16", torch.bfloat16)])
-def test_outputs_are_float32_and_the_layers_compute_in_the_chosen_type(precision: str, inside: torch.dtype) -> None:
+def test_a13_outputs_are_float32_and_the_layers_compute_in_the_chosen_type(precision: str, inside: torch.dtype) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     model = accelerator.prepare(Named())
     seen: list[torch.dtype] = []
@@ -121,7 +122,7 @@ def _wrapped_before(wrap: str) -> Any:
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "dp"])
-def test_a_model_that_the_script_wrapped_itself_is_wrapped_once(wrap: str) -> None:
+def test_b15_a_model_that_the_script_wrapped_itself_is_wrapped_once(wrap: str) -> None:
     model = network()
     (loss_of(model, data(4)[:]) * 1.5).backward()
     expected = torch.cat([p.grad.reshape(-1) for p in model.parameters()])  # type: ignore[union-attr]
@@ -130,7 +131,7 @@ def test_a_model_that_the_script_wrapped_itself_is_wrapped_once(wrap: str) -> No
         torch.testing.assert_close(grads, expected)
 
 
-def test_a_compiled_model_is_compiled_inside() -> None:
+def test_a8_a_compiled_model_is_compiled_inside() -> None:
     accelerator = Accelerator(cpu=True)
     model = network()
     compiled: list[Any] = []
@@ -146,7 +147,7 @@ def test_a_compiled_model_is_compiled_inside() -> None:
     assert compiled
 
 
-def test_frozen_layers_train_on_two_processes_without_looking_for_unused_ones() -> None:
+def test_b22_frozen_layers_train_on_two_processes_without_looking_for_unused_ones() -> None:
     found = ranks(2, _with_frozen_base)
     assert torch.equal(found[0][0], found[1][0])
     assert all(same for _, same in found)
@@ -205,3 +206,19 @@ def _evaluate_on_one_rank() -> int:
 
 def test_one_rank_may_evaluate_alone() -> None:
     assert ranks(2, _evaluate_on_one_rank) == [2, 2]
+
+
+@pytest.mark.parametrize("how", ["copied", "restored"])
+def test_a_forward_that_was_set_on_the_model_itself_is_kept(how: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = nn.Linear(1, 1)
+    model.forward = MethodType(_plus_100, model)
+    model = accelerator.prepare(model)
+    if how == "restored":
+        accelerator.free_memory()
+    found = copy.deepcopy(model) if how == "copied" else model
+    assert found(torch.zeros(1)) == 100.0
+
+
+def _plus_100(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + 100.0

@@ -118,6 +118,24 @@ def test_h1_gather_for_metrics_returns_the_data_set_once_each_in_order() -> None
     assert ranks(2, evaluate) == [[], []]
 
 
+@pytest.mark.parametrize("collate", [None, list])
+@pytest.mark.parametrize("shape", [str, lambda i: {"text": str(i)}])
+def test_samples_without_tensors_come_back_once_each(shape: Any, collate: Any) -> None:
+    def evaluate() -> bool:
+        strategy = joined()
+        samples = [shape(i) for i in range(5)]
+        found = []
+        for size in (1, 2):
+            loader = prepare_data_loader(DataLoader(samples, size, collate_fn=collate), strategy)  # type: ignore[arg-type]
+            for batch in loader:
+                rows = batch["text"] if isinstance(batch, dict) else batch
+                rows = [row["text"] if isinstance(row, dict) else row for row in rows]
+                found += gather_for_metrics(rows, strategy, loader)
+        return found == [str(i) for i in range(5)] * 2
+
+    assert ranks(2, evaluate) == [True, True]
+
+
 def test_u5_what_was_reduced_before_comes_back_whole_with_one_warning() -> None:
     def evaluate() -> Any:
         import warnings
@@ -165,6 +183,8 @@ def test_h3_metrics_of_torchmetrics_work_on_what_is_gathered() -> None:
 
 def test_errors_of_gather_for_metrics_are_not_swallowed() -> None:
     class Broken(Strategy):
+        world_size = 2  # type: ignore[assignment]
+
         def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
             raise RuntimeError("no line")
 

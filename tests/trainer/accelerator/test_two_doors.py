@@ -76,12 +76,12 @@ def by_hand(strategy: str, precision: str, accumulate: int) -> Any:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_both_doors_train_to_the_same_bits(precision: str, accumulate: int) -> None:
+def test_b16_both_doors_train_to_the_same_bits(precision: str, accumulate: int) -> None:
     assert torch.equal(by_trainer("auto", precision, accumulate), by_hand("auto", precision, accumulate))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_both_doors_train_to_the_same_bits_on_two_processes(strategy: str) -> None:
+def test_b16_both_doors_train_to_the_same_bits_on_two_processes(strategy: str) -> None:
     for accumulate in (1, 3):
         found = [ranks(2, door, strategy, "no", accumulate)[0] for door in (by_trainer, by_hand)]
         assert torch.equal(*found)

@@ -373,7 +373,17 @@ def test_c9_more_processes_than_gpus_are_refused_with_the_count(
     assert "asks for 3 GPUs on this machine, which shows 2 (CUDA_VISIBLE_DEVICES=0,5)" in err
 
 
-def test_deepspeed_that_is_not_there_is_named_with_what_does_the_same(
+@pytest.mark.parametrize(("words", "kind"), [([], "MULTI_CPU"), (["--use_fsdp"], "FSDP")])
+def test_c15_one_command_starts_replicas_and_shards(
+    capfd: pytest.CaptureFixture[str], words: list[str], kind: str
+) -> None:
+    text = "from paceline import Accelerator; print('KIND', Accelerator().distributed_type.value)"
+    status, out, _ = launched(capfd, "--cpu", "--num_processes", "2", *words, script(text))
+    assert status == 0
+    assert out.split() == ["KIND", kind] * 2
+
+
+def test_c15_deepspeed_that_is_not_there_is_named_with_what_does_the_same(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.loggers.messages.is_installed", lambda package: False)
@@ -495,9 +505,26 @@ def test_a6_hardware_and_precision_come_from_the_command(capfd: pytest.CaptureFi
 
 
 def test_the_page_about_launching_names_flags_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(ROOT) / Path(paceline.__file__).parent.name / "docs" / "launching.md").read_text()
+    page = (Path(ROOT) / Path(paceline.__file__).parent.name / "docs" / "commands.md").read_text()
+    page = page.partition("## Launch\n")[2].partition("\n## ")[0]
     with pytest.raises(SystemExit):
         main(["launch", "--help"])
     flags = set(re.findall(r"--\w+", capsys.readouterr().out))
     named = set(re.findall(r"--[a-z]\w*(?!-)", page.replace("--nproc-per-node", "").replace("--lr", "")))
     assert named <= flags
+
+
+# ---- a launch from within a launched process -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_a_launch_within_a_launched_process_is_one_of_its_own(count: str) -> None:
+    script("from paceline import Accelerator; a = Accelerator(); print(a.num_processes, a.gradient_state.num_steps)")
+    outer = f"""
+import os, subprocess, sys
+if os.environ["RANK"] == "0":
+    command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--num_processes", "{count}", "train.py"]
+    sys.stdout.write(subprocess.run(command, stdout=-1, text=True, timeout=60).stdout)
+"""
+    found = typed("--cpu", "--num_processes", "2", "--gradient_accumulation_steps", "3", script(outer, "outer.py"))
+    assert found.stdout.split("\n") == [f"{count} 1"] * int(count) + [""]

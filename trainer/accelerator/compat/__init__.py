@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import os
@@ -65,6 +66,9 @@ class Alias(ModuleType):
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = names.find(name)
+        inner = f"{self.__name__}.{name}"
+        if value is names.UNKNOWN and inner.removeprefix(f"{NAME}.") in names.MODULES:
+            return importlib.import_module(inner)
         if value is names.UNKNOWN:
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}: Paceline stands in for {NAME}, and has nothing "
@@ -82,7 +86,7 @@ class Alias(ModuleType):
         return sorted({*vars(self), *names.ALL})
 
 
-class Finder:
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules of ``accelerate``, and the version of that package; stands in ``sys.meta_path``."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:

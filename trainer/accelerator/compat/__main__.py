@@ -1,5 +1,6 @@
-"""``python -m paceline.trainer.accelerator.compat train.py ...``"""
+"""For ``python -m paceline.trainer.accelerator.compat train.py ...``."""
 
 from . import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -119,9 +119,9 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     if operation not in ("==", "!=", ">", ">=", "<", "<="):
         raise ValueError(messages.unknown("operation", operation, ("==", "!=", ">", ">=", "<", "<=")))
     try:
-        found = library_or_version if isinstance(library_or_version, Version) else Version(str(library_or_version))
+        found = Version(str(library_or_version))
     except InvalidVersion:
-        found = Version(version(library_or_version))
+        found = Version(version(str(library_or_version)))
     return SpecifierSet(f"{operation}{requirement_version}").contains(found, prereleases=True)
 
 

@@ -13,54 +13,23 @@ from . import probes
 #: What programs that ask are told: the version whose names these are.
 VERSION = "1.15.0"
 
-MODULES = frozenset(
-    [
-        "accelerator",
-        "big_modeling",
-        "checkpointing",
-        "commands",
-        "commands.config",
-        "commands.launch",
-        "data_loader",
-        "hooks",
-        "inference",
-        "launchers",
-        "local_sgd",
-        "logging",
-        "memory_utils",
-        "optimizer",
-        "parallelism_config",
-        "scheduler",
-        "state",
-        "tracking",
-        "utils",
-        "utils.ao",
-        "utils.bnb",
-        "utils.constants",
-        "utils.dataclasses",
-        "utils.deepspeed",
-        "utils.environment",
-        "utils.fsdp_utils",
-        "utils.imports",
-        "utils.launch",
-        "utils.megatron_lm",
-        "utils.memory",
-        "utils.modeling",
-        "utils.offload",
-        "utils.operations",
-        "utils.other",
-        "utils.random",
-        "utils.torch_xla",
-        "utils.tqdm",
-        "utils.transformer_engine",
-        "utils.versions",
-    ]
-)
+#: Modules, by the package that they are in; "" is accelerate itself.
+_MODULES = {
+    "": (
+        "accelerator big_modeling checkpointing commands data_loader hooks inference launchers local_sgd logging "
+        "memory_utils optimizer parallelism_config scheduler state tracking utils"
+    ),
+    "commands.": "config launch",
+    "utils.": (
+        "ao bnb constants dataclasses deepspeed environment fsdp_utils imports launch megatron_lm memory modeling "
+        "offload operations other random torch_xla tqdm transformer_engine versions"
+    ),
+}
+MODULES = frozenset(f"{package}{name}" for package, listed in _MODULES.items() for name in listed.split())
 
 #: Modules of Paceline, and what they have under Accelerate's names.
 _PLACES = {
-    "..accelerator": "Accelerator",
-    "..accumulation": "GradientState",
+    ".accelerator": "Accelerator GradientState",
     "..enums": (
         "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
         "LoggerType PrecisionType RNGType SageMakerDistributedType"
@@ -94,6 +63,7 @@ _PLACES = {
         "register_tracker_class"
     ),
     "...memory": "clear_device_cache find_executable_batch_size release_memory",
+    ".empty": "init_empty_weights init_on_device set_module_tensor_to_device",
     ".environment": (
         "are_libraries_initialized check_os_kernel clear_environment compare_versions convert_dict_to_env_variables "
         "default_config_file get_current_device_type get_int_from_env is_port_in_use is_torch_version "
@@ -109,14 +79,16 @@ _PLACES = {
         "broadcast broadcast_object_list copy_tensor_to_devices gather gather_object load pad_across_processes "
         "prepare_data_loader reduce save wait_for_everyone"
     ),
+    ".sharded": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
     ".values": (
-        "convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name is_tensor_information merge_dicts "
-        "recursive_getattr"
+        "CannotPadNestedTensorWarning convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name "
+        "is_tensor_information merge_dicts recursive_getattr"
     ),
 }
 
 #: Names that Paceline has under another one.
 _RENAMED = {
+    "BaseEnum": ("..enums", "Word"),
     "DataLoaderAdapter": ("..loaders", "PreparedLoader"),
     "DataLoaderShard": ("..loaders", "PreparedLoader"),
     "DataLoaderStateMixin": ("..loaders", "PreparedLoader"),
@@ -138,12 +110,14 @@ CONSTANTS: dict[str, Any] = {
     "SAFE_MODEL_NAME": "model",
     "SAFE_WEIGHTS_INDEX_NAME": "model.safetensors.index.json",
     "SAFE_WEIGHTS_NAME": "model.safetensors",
+    "SAFE_WEIGHTS_PATTERN_NAME": "model{suffix}.safetensors",
     "SAMPLER_NAME": "sampler",
     "SCALER_NAME": "scaler.pt",
     "SCHEDULER_NAME": "scheduler",
     "TORCH_DYNAMO_MODES": ["default", "reduce-overhead", "max-autotune"],
     "WEIGHTS_INDEX_NAME": "pytorch_model.bin.index.json",
     "WEIGHTS_NAME": "pytorch_model.bin",
+    "WEIGHTS_PATTERN_NAME": "pytorch_model{suffix}.bin",
 }
 
 #: Names that can be imported, and what they say when they are called.
@@ -158,17 +132,17 @@ _LEFT_OUT = {
         "disk_offload dispatch_model extract_submodules_state_dict find_tied_parameters get_balanced_memory "
         "get_max_layer_size get_max_memory get_module_size_with_ties get_non_persistent_buffers "
         "get_state_dict_from_offload get_state_dict_offloaded_model id_tensor_storage infer_auto_device_map "
-        "init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model "
+        "load_checkpoint_and_dispatch load_checkpoint_in_model "
         "load_offloaded_weight load_offloaded_weights load_state_dict named_module_tensors offload_state_dict "
-        "offload_weight prepare_pippy retie_parameters save_offload_index set_module_tensor_to_device"
+        "offload_weight prepare_pippy retie_parameters save_offload_index"
     ),
     "Paceline's checkpoints hold sharded states. Call accelerator.save_state() and accelerator.load_state(), and "
     "accelerator.get_state_dict(model) for whole weights": (
         "compile_regions_fsdp2 disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
         "ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict "
         "fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler "
-        "get_parameters_from_modules load_accelerator_state load_custom_state load_fsdp_model load_fsdp_optimizer "
-        "merge_fsdp_weights save_accelerator_state save_custom_state save_fsdp_model save_fsdp_optimizer"
+        "get_parameters_from_modules load_accelerator_state load_custom_state "
+        "merge_fsdp_weights save_accelerator_state save_custom_state"
     ),
     "Paceline makes DeepSpeed's engine in accelerator.prepare. Pass prepare an optimizer and a scheduler of torch": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "

@@ -47,24 +47,10 @@ _PACKAGES = {
     "wandb": "wandb",
 }
 #: What Paceline does not run on or with, whether it is installed or not.
-_NEVER = [
-    "bitsandbytes_multi_backend",
-    "4bit_bnb",
-    "8bit_bnb",
-    "fp8",
-    "hpu",
-    "megatron_lm",
-    "mlu",
-    "musa",
-    "neuron",
-    "npu",
-    "pippy",
-    "sdaa",
-    "torch_xla",
-    "transformer_engine_mxfp8",
-    "xccl",
-    "xpu",
-]
+_NEVER = (
+    "bitsandbytes_multi_backend 4bit_bnb 8bit_bnb fp8 hpu megatron_lm mlu musa neuron npu pippy sdaa torch_xla "
+    "transformer_engine_mxfp8 xccl xpu"
+)
 
 
 def _installed(packages: str) -> bool:
@@ -115,15 +101,20 @@ def _always() -> bool:
     return True
 
 
+def is_peft_model(model: Any) -> bool:
+    """Whether it is a model of the package peft."""
+    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+
+
 _ANSWERS: dict[str, Callable[..., bool]] = {
     **{f"is_{name}_available": partial(_installed, packages) for name, packages in _PACKAGES.items()},
-    **{f"is_{name}_available": _no for name in _NEVER},
+    **{f"is_{name}_available": _no for name in _NEVER.split()},
     "is_bf16_available": _bf16,
     "is_cuda_available": _cuda,
     "is_fp16_available": _fp16,
     "is_habana_gaudi1": _no,
     "is_mps_available": _mps,
-    "is_peft_model": lambda model: any(kind.__module__.startswith("peft.") for kind in type(model).__mro__),
+    "is_peft_model": is_peft_model,
     "is_rocm_available": _rocm,
     "is_torch_distributed_available": _distributed,
     "is_weights_only_available": _always,

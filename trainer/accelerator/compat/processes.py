@@ -48,7 +48,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """The main process's tensor on every process; the others give none."""
-    found = _strategy().broadcast(None if tensor is None else tensor.cpu())
+    found: Any = _strategy().broadcast(None if tensor is None else tensor.cpu())
     return found.to(_strategy().device)
 
 

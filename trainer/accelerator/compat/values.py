@@ -11,6 +11,10 @@ from ..nested import TensorInformation
 from ..weights import size_in_bytes
 
 
+class CannotPadNestedTensorWarning(UserWarning):
+    """A category that programs filter; Paceline never warns with it."""
+
+
 def convert_bytes(size: float) -> str:
     """A number of bytes with a unit, at 1024 each: ``"1.25 KB"``."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):

@@ -1,0 +1,92 @@
+"""What compiling costs: how long it took, and which argument makes torch compile again and again."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from time import perf_counter
+from typing import Any
+
+from ..loggers import messages
+
+#: So many recompilations of one function are said, with their reason.
+MANY = 4
+#: Shorter compilations are not worth a line, in seconds.
+WORTH_SECONDS = 0.5
+#: The logger to which torch explains each recompilation, if it is asked to.
+_REASONS = "torch._dynamo.guards.__recompiles"
+_FUNCTION = re.compile(r"Recompiling function (\S+)")
+_SIZE = re.compile(r"tensor '([^']+)' (?:size|rank|stride) mismatch[^\n]*")
+
+
+class CompileWatch(logging.Handler):
+    """Counts what torch.compile does in this process.
+
+    Attributes:
+        seconds: spent compiling, all together.
+        compilations: graphs made.
+        recompilations: by function, as torch names it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.seconds = 0.0
+        self.compilations = 0
+        self.recompilations: Counter[str] = Counter()
+        self._begun = 0.0
+
+    def begin(self, *_: Any) -> None:
+        """A compilation begins."""
+        self._begun = perf_counter()
+
+    def end(self, *_: Any) -> None:
+        """It is over; the first long one is said, so that nobody takes it for a slow step."""
+        took = perf_counter() - self._begun
+        self.seconds += took
+        self.compilations += 1
+        if took >= WORTH_SECONDS:
+            messages.info_once(
+                f"torch.compile took {took:.1f} s for a graph; the call that waits for it is no measure of a step.",
+                key="compiling takes time",
+            )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Torch compiles a function again, and says why."""
+        text = record.getMessage()
+        found = _FUNCTION.search(text)
+        if found is None:
+            return
+        name = found.group(1)
+        self.recompilations[name] += 1
+        if self.recompilations[name] >= MANY:
+            why = _SIZE.search(text)
+            reason = why.group(0) if why else text.splitlines()[-1].strip(" -")
+            messages.warn_once(
+                f"torch.compile has compiled {name} {self.recompilations[name] + 1} times, each of which costs as much "
+                f"as the first, and gives up after a few more. The last reason: {reason}. Bring batches to few shapes "
+                "(drop_last=True, padding, buckets), or compile for shapes that change (dynamic=True).",
+                key=f"recompiles {name}",
+            )
+
+
+_watch = CompileWatch()
+
+
+def watch_compiling() -> CompileWatch:
+    """Watch what torch.compile does from here on; costs nothing where nothing is compiled."""
+    from torch._dynamo import guards  # noqa: F401 (it sets the level of its logger when it is imported)
+    from torch._dynamo.callback import callback_handler
+    from torch._logging._internal import log_state  # `set_logs` would undo what the user has asked of torch's logs
+
+    if _watch.begin not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_watch.begin)
+        callback_handler.register_end_callback(_watch.end)
+    reasons = logging.getLogger(_REASONS)
+    if _watch not in reasons.handlers:
+        if not reasons.isEnabledFor(logging.DEBUG) or reasons.level == logging.NOTSET:
+            reasons.setLevel(logging.DEBUG)
+            reasons.propagate = False  # torch's own lines are for who asked for them (TORCH_LOGS=recompiles)
+        log_state.enable_artifact("recompiles")
+        reasons.addHandler(_watch)
+    return _watch
