@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import callbacks, loggers, strategies
     from .callbacks.base import Callback
+    from .strategies.big_model.loading import load_checkpoint_in_model
     from .trainer.accelerator.accelerator import Accelerator
     from .trainer.accelerator.enums import DDPCommunicationHookType, DistributedType, DynamoBackend
     from .trainer.accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -75,6 +76,7 @@ __all__ = [
     "debug_launcher",
     "find_executable_batch_size",
     "get_logger",
+    "load_checkpoint_in_model",
     "loggers",
     "notebook_launcher",
     "seed_everything",
@@ -111,6 +113,7 @@ _HOME = {
     "TrainingModule": ".trainer.module",
     "debug_launcher": ".trainer.accelerator.launchers",
     "find_executable_batch_size": ".trainer.memory",
+    "load_checkpoint_in_model": ".strategies.big_model.loading",
     "get_logger": ".trainer.accelerator.logging",
     "notebook_launcher": ".trainer.accelerator.launchers",
     "seed_everything": ".trainer.seed",

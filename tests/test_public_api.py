@@ -58,6 +58,7 @@ def test_the_public_names_are_these() -> None:
         "debug_launcher",
         "find_executable_batch_size",
         "get_logger",
+        "load_checkpoint_in_model",
         "loggers",
         "notebook_launcher",
         "seed_everything",

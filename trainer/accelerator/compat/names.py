@@ -62,6 +62,7 @@ _PLACES = {
         "GeneralTracker TensorBoardTracker WandBTracker filter_trackers get_available_trackers on_main_process "
         "register_tracker_class"
     ),
+    "....strategies.big_model.loading": "load_checkpoint_in_model",
     "...memory": "clear_device_cache find_executable_batch_size release_memory",
     ".empty": "init_empty_weights init_on_device set_module_tensor_to_device",
     ".environment": (
@@ -132,7 +133,7 @@ _LEFT_OUT = {
         "disk_offload dispatch_model extract_submodules_state_dict find_tied_parameters get_balanced_memory "
         "get_max_layer_size get_max_memory get_module_size_with_ties get_non_persistent_buffers "
         "get_state_dict_from_offload get_state_dict_offloaded_model id_tensor_storage infer_auto_device_map "
-        "load_checkpoint_and_dispatch load_checkpoint_in_model "
+        "load_checkpoint_and_dispatch "
         "load_offloaded_weight load_offloaded_weights load_state_dict named_module_tensors offload_state_dict "
         "offload_weight prepare_pippy retie_parameters save_offload_index"
     ),

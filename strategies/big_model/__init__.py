@@ -1,0 +1,1 @@
+"""Models whose weights come from files that others wrote."""
