@@ -38,7 +38,8 @@ def main() -> None:
     bind()
     register_failure_hook()
     if sys.stdout is not None and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # several processes write into one stream: by whole lines
+        # Several processes write into one stream: by whole lines, also under PYTHONUNBUFFERED.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     kind, target, *arguments = sys.argv[1:]
     sys.argv = [target, *arguments]
     namespace = sys.modules["__main__"].__dict__

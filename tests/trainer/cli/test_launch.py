@@ -519,7 +519,10 @@ def test_the_page_about_launching_names_flags_that_are_there(capsys: pytest.Capt
 
 @pytest.mark.parametrize("count", ["1", "2"])
 def test_a_launch_within_a_launched_process_is_one_of_its_own(count: str) -> None:
-    script("from paceline import Accelerator; a = Accelerator(); print(a.num_processes, a.gradient_state.num_steps)")
+    script(
+        "import os; from paceline import Accelerator; a = Accelerator(); "
+        "os.write(1, f'{a.num_processes} {a.gradient_state.num_steps}\\n'.encode())"  # in one piece
+    )
     outer = f"""
 import os, subprocess, sys
 if os.environ["RANK"] == "0":
