@@ -17,7 +17,7 @@ from pathlib import Path
 from .affinity import bind
 from .failure import register_failure_hook
 
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(__file__).absolute().parents[2])
 # Of this program's own path only the package is needed: a file of the user's must not stand in for a library's.
 _PROGRAM = """import sys
 if sys.path[:1] == [""]: del sys.path[0]
