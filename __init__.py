@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import callbacks, loggers, strategies
     from .callbacks.base import Callback
-    from .strategies.big_model.loading import load_checkpoint_in_model
+    from .strategies.big_model.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+    from .strategies.big_model.empty import init_empty_weights, init_on_device
+    from .strategies.big_model.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+    from .strategies.big_model.placement import infer_auto_device_map, plan_device_map
+    from .strategies.big_model.sizes import compute_module_sizes
     from .trainer.accelerator.accelerator import Accelerator
     from .trainer.accelerator.enums import DDPCommunicationHookType, DistributedType, DynamoBackend
     from .trainer.accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -73,12 +77,22 @@ __all__ = [
     "TrainingModule",
     "__version__",
     "callbacks",
+    "compute_module_sizes",
+    "cpu_offload",
+    "cpu_offload_with_hook",
     "debug_launcher",
+    "disk_offload",
+    "dispatch_model",
     "find_executable_batch_size",
     "get_logger",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "loggers",
     "notebook_launcher",
+    "plan_device_map",
     "seed_everything",
     "set_seed",
     "skip_first_batches",
@@ -111,11 +125,21 @@ _HOME = {
     "TorchDynamoPlugin": ".trainer.accelerator.plugins",
     "Trainer": ".trainer.trainer",
     "TrainingModule": ".trainer.module",
+    "compute_module_sizes": ".strategies.big_model.sizes",
+    "cpu_offload": ".strategies.big_model.dispatch",
+    "cpu_offload_with_hook": ".strategies.big_model.dispatch",
     "debug_launcher": ".trainer.accelerator.launchers",
+    "disk_offload": ".strategies.big_model.dispatch",
+    "dispatch_model": ".strategies.big_model.dispatch",
     "find_executable_batch_size": ".trainer.memory",
-    "load_checkpoint_in_model": ".strategies.big_model.loading",
     "get_logger": ".trainer.accelerator.logging",
+    "infer_auto_device_map": ".strategies.big_model.placement",
+    "init_empty_weights": ".strategies.big_model.empty",
+    "init_on_device": ".strategies.big_model.empty",
+    "load_checkpoint_and_dispatch": ".strategies.big_model.loading",
+    "load_checkpoint_in_model": ".strategies.big_model.loading",
     "notebook_launcher": ".trainer.accelerator.launchers",
+    "plan_device_map": ".strategies.big_model.placement",
     "seed_everything": ".trainer.seed",
     "set_seed": ".trainer.accelerator.randomness",
     "skip_first_batches": ".trainer.accelerator.loaders",

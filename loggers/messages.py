@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 log = logging.getLogger("paceline")
@@ -132,6 +132,21 @@ def names(values: Iterable[Any], last: str = "or") -> str:
     if len(quoted) < 2:
         return "".join(quoted)
     return f"{', '.join(quoted[:-1])} {last} {quoted[-1]}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def size(number: float) -> str:
+    """Bytes for a person: ``"1.5 MB"``, of 1000 kB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"
 
 
 def ranks(numbers: Iterable[int]) -> str:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..loggers import messages
 
+_CGROUP = "/sys/fs/cgroup"
+_CGROUPS = (
+    (f"{_CGROUP}/memory.max", f"{_CGROUP}/memory.current"),
+    (f"{_CGROUP}/memory/memory.limit_in_bytes", f"{_CGROUP}/memory/memory.usage_in_bytes"),
+)
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 
 
@@ -20,6 +26,21 @@ def count(kind: str) -> int:
     if kind == "mps":
         return int(torch.backends.mps.is_available())
     return 1
+
+
+def available_memory() -> int:
+    """Bytes of the host's memory that this process can still take, within the limit of its control group."""
+    try:
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, current in _CGROUPS:
+        try:
+            free = min(free, int(Path(limit).read_text()) - int(Path(current).read_text()))
+        except (OSError, ValueError):  # none, or the word "max"
+            continue
+    return max(0, free)
 
 
 def find_kind(accelerator: Any) -> str:

@@ -108,18 +108,8 @@ def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> d
 
 
 def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """The repeated block: of the classes that containers hold at least twice, the one with the most parameters.
-
-    What lies inside such a block is part of it, also if it repeats there (the layers of its own containers, experts).
-    """
-    elements: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    for name, module in root.named_modules():
-        for key, child in module.named_children() if isinstance(module, CONTAINERS) else ():
-            if id(child) not in seen and type(child) not in _NO_FORWARD and any(True for _ in child.parameters()):
-                seen.add(id(child))
-                elements[f"{name}.{key}" if name else key] = child
-    outer = _outermost(_of_repeated_classes(elements))
+    """The repeated block: of the classes that containers hold at least twice, the one with the most parameters."""
+    outer = repeated_elements(root)
     kinds = {type(module) for module in _of_repeated_classes(outer).values()}
     if not kinds:
         messages.info_once(
@@ -132,6 +122,21 @@ def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     kind = type(next(iter(blocks.values()))).__name__
     messages.info_once(f"FSDP gathers the {len(blocks)} {kind} modules of {type(root).__name__} one by one.")
     return blocks
+
+
+def repeated_elements(root: nn.Module) -> dict[str, nn.Module]:
+    """What containers hold of a class at least twice, by name: blocks.
+
+    What lies inside such a block is part of it, also if it repeats there (the layers of its own containers, experts).
+    """
+    elements: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for name, module in root.named_modules():
+        for key, child in module.named_children() if isinstance(module, CONTAINERS) else ():
+            if id(child) not in seen and type(child) not in _NO_FORWARD and any(True for _ in child.parameters()):
+                seen.add(id(child))
+                elements[f"{name}.{key}" if name else key] = child
+    return _outermost(_of_repeated_classes(elements))
 
 
 def _of_repeated_classes(found: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import random
 import shutil
@@ -48,6 +50,8 @@ def fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     random.seed(0)
     torch.manual_seed(0)
     messages.forget()
+    if multiprocessing.active_children():  # workers of a loader that an earlier test's traceback still holds
+        gc.collect()
     environment = dict(os.environ)
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
@@ -64,7 +68,10 @@ def no_leftovers(fresh_start: None) -> Iterator[None]:
     """Fail a test that leaves a thread running or a mode of torch switched."""
     threads = set(threading.enumerate())
     yield
-    leftovers = [t.name for t in threading.enumerate() if t not in threads and not t.daemon]
+    started = [t for t in threading.enumerate() if t not in threads and not t.daemon]
+    for thread in started:  # one that was told to end may still be at it
+        thread.join(10)
+    leftovers = [t.name for t in started if t.is_alive()]
     assert not leftovers, f"still running: {leftovers}"
     try:
         assert torch.get_default_dtype() is torch.float32, "the default dtype was left changed"

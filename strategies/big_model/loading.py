@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...loggers import messages
-
-#: What the weights of a whole model are called in a folder, the first that is there counts.
-_NAMES = ("model.safetensors", "pytorch_model.bin")
-_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
+from .device_map import check_device_map, device_of, main_device_of, torch_device
+from .dispatch import dispatch_model
+from .files import Pages, copy_into, is_aligned, mapped_tensors, weight_files
+from .hooks import put
+from .offload import load_offloaded_weight, offload_weight, save_offload_index
+from .placement import plan_device_map
+from .sizes import as_dtype, named_tensors
 
 
 class Loaded(NamedTuple):
@@ -31,120 +32,208 @@ class Loaded(NamedTuple):
     unexpected_keys: list[str]
 
 
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: Any = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Any = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load weights into a model, each straight to its place, and let it run from there. The same object.
+
+    Args:
+        model: usually made under :func:`init_empty_weights`.
+        checkpoint: a ``.safetensors`` file, one that torch saved, an index, or a folder with one of these.
+        device_map: a word or a map, as :func:`plan_device_map` and :func:`dispatch_model` take them. None: all weights
+            where they are; from the meta device to the CPU.
+        max_memory: see :func:`plan_device_map`.
+        no_split_module_classes: see there.
+        offload_folder: for weights on disk that cannot be used from their files: of another dtype, or not aligned to
+            64 bytes there. The former need it; the latter are copied at each use without it.
+        offload_buffers: buffers of offloaded parts lie with them.
+        dtype: what floating-point tensors become; None: the model's, or the file's where the model has no values.
+        offload_state_dict: accepted; no more than a chunk is ever held besides the model.
+        skip_keys: keyword arguments that are not moved to a part's device.
+        preload_module_classes: what is fetched whole; None: what is not split.
+        force_hooks: attach hooks also if all lies on one device.
+        strict: missing and unexpected names are an error; otherwise one warning.
+        full_state_dict: accepted; files are read by each process.
+        broadcast_from_rank0: accepted, likewise.
+
+    Raises:
+        FileNotFoundError: there are no weights, or the index names a file that is not there.
+        ValueError: a file is damaged, a tensor has another shape, or the map or a limit cannot be kept.
+        RuntimeError: names do not fit (``strict``), or something is left without values.
+
+    Example:
+        >>> with init_empty_weights():                                             # doctest: +SKIP
+        ...     model = MyModel(config)
+        >>> model = load_checkpoint_and_dispatch(model, "weights/", device_map="auto", max_memory={"cpu": "2GB"})
+    """
+    weight_files(Path(checkpoint))  # complain before a plan is shown
+    whole = no_split_module_classes if preload_module_classes is None else preload_module_classes
+    if isinstance(device_map, str):
+        limits = (max_memory, no_split_module_classes, dtype)
+        device_map = plan_device_map(model, device_map, *limits, offload_buffers=offload_buffers).device_map
+    load_checkpoint_in_model(
+        model, checkpoint, device_map, offload_folder, dtype, offload_buffers=offload_buffers, strict=strict
+    )
+    if device_map is None:
+        device_map = {"": next((str(tensor.device) for _, tensor in named_tensors(model)), "cpu")}
+    return dispatch_model(
+        model,
+        device_map,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=whole,
+        force_hooks=force_hooks,
+    )
+
+
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
+    device_map: Mapping[str, Any] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
     strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
 ) -> Loaded:
-    """Fill a model's parameters and buffers, one tensor after the other, where each of them is.
+    """Fill a model's parameters and buffers from files, each straight to its place and type.
 
-    Parameters on the meta device come to the CPU. Files are mapped into memory, so that a tensor is in memory once
-    besides its place in the model. What a file names is never run.
+    Files are mapped into memory and copied chunk by chunk, so that besides the model no more than a chunk is in memory.
+    A tensor whose place is ``"disk"`` is not copied at all: it stays mapped from its file, and its pages come and go.
+    What a file names is never run.
 
     Args:
-        model: as it was built.
+        model: as it was built; what is on the meta device comes to its place.
         checkpoint: a ``.safetensors`` file, one that torch saved, an index (``.index.json``), or a folder with one of
             these.
+        device_map: name of module or tensor to device; None: where each tensor is, from the meta device to the CPU.
+        offload_folder: for what is on disk and not usable from its file; see :func:`load_checkpoint_and_dispatch`.
         dtype: what floating-point tensors become; None: the model's, or the file's where the model has no values yet.
+        offload_state_dict: accepted; nothing is held.
+        offload_buffers: buffers on disk too.
+        keep_in_fp32_modules: parts of names whose floating-point tensors become float32 instead.
+        offload_8bit_bnb: must be False: there are no 8-bit weights.
         strict: missing and unexpected names are an error; otherwise one warning.
+        full_state_dict: accepted; files are read by each process.
+        broadcast_from_rank0: accepted, likewise.
 
     Raises:
         FileNotFoundError: there are no weights, or the index names a file that is not there.
         ValueError: a file is damaged, or a tensor has another shape.
         RuntimeError: with ``strict``, what is missing or unexpected.
     """
+    if offload_8bit_bnb:
+        raise NotImplementedError("load_checkpoint_in_model(offload_8bit_bnb=True): Paceline has no 8-bit weights.")
     files = weight_files(Path(checkpoint))
-    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    twins: dict[int, list[str]] = {}
-    for name, tensor in own.items():
-        twins.setdefault(id(tensor), []).append(name)
-    found: set[str] = set()
+    if device_map is not None:
+        check_device_map(model, device_map)
+    filler = _Filler(model, device_map, offload_folder, as_dtype(dtype), offload_buffers, keep_in_fp32_modules or ())
     unexpected: list[str] = []
     for file in files:
-        for name, value in _tensors(file):
-            if name not in own:
+        pages: Pages | None = None
+        for name, value in mapped_tensors(file):
+            pages = pages or Pages()
+            if name not in filler.tensors:
                 unexpected.append(name)
-                continue
-            _check_shape(name, own[name], value, file, model)
-            for twin in twins[id(own[name])]:
-                _fill(model, twin, own[name], value, dtype)
-                found.add(twin)
-    wanted = [name for name in model.state_dict() if name not in found]
-    loaded = Loaded(wanted, unexpected)
+            elif name not in filler.filled:
+                _check_shape(name, filler.tensors[name], value, file, model)
+                filler.fill(name, value, pages)
+    filler.close()
+    loaded = Loaded([name for name in model.state_dict() if name not in filler.filled], unexpected)
     _tell(model, loaded, strict, Path(checkpoint))
     return loaded
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The files that hold a model's weights.
+class _Filler:
+    """Gives a model's tensors their values; a tied one once, under all its names."""
 
-    Raises:
-        FileNotFoundError: there are none, or an index names one that is not there.
-    """
-    if path.is_dir():
-        entries = sorted(entry.name for entry in path.iterdir())
-        index = [name for name in entries if name.endswith(".index.json")]
-        whole = [name for name in _NAMES if name in entries]
-        others = [name for name in entries if name.endswith(_ENDINGS)]
-        chosen = (whole or index or (others if len(others) == 1 else []))[:1]
-        if not chosen:
-            listed = ", ".join(entries[:10]) or "nothing"
-            raise FileNotFoundError(
-                f"There are no weights of one model in {str(path)!r}, only {listed}. Name the file, or a folder with "
-                f"{' or '.join(map(repr, _NAMES))} or an index (.index.json) of several."
+    def __init__(
+        self,
+        model: nn.Module,
+        device_map: Mapping[str, Any] | None,
+        folder: str | os.PathLike[str] | None,
+        dtype: torch.dtype | None,
+        offload_buffers: bool,
+        in_float32: Sequence[str],
+    ) -> None:
+        self.model = model
+        self.device_map = device_map
+        self.folder = folder
+        self.dtype = dtype
+        self.in_float32 = in_float32
+        self.tensors = dict(named_tensors(model))
+        self.filled: set[str] = set()
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            self._names.setdefault(id(tensor), []).append(name)
+        self._buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
+        self._index: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def fill(self, name: str, value: Tensor, pages: Pages) -> None:
+        """Give one tensor its value, which is mapped from a file."""
+        own = self.tensors[name]
+        dtype = self._dtype(name, own, value)
+        device = self._device(name, own)
+        if device == "disk":
+            put(self.model, name, own, self._on_disk(name, value, dtype))
+        elif own.device == device and own.dtype == dtype:
+            copy_into(own.data, value, pages)
+        else:
+            made = torch.empty(value.shape, dtype=dtype, device=device)
+            copy_into(made, value, pages)
+            put(self.model, name, own, made)
+        self.filled.update(self._names[id(own)])
+
+    def _dtype(self, name: str, own: Tensor, value: Tensor) -> torch.dtype:
+        if not value.is_floating_point():
+            return value.dtype if own.is_meta else own.dtype
+        if any(part in name for part in self.in_float32):
+            return torch.float32
+        return self.dtype or (value.dtype if own.is_meta else own.dtype)
+
+    def _device(self, name: str, own: Tensor) -> torch.device | str:
+        if self.device_map is None:
+            return torch.device("cpu") if own.is_meta else own.device
+        device = device_of(self._names[id(own)][0], self.device_map)
+        if device == "disk" and id(own) in self._buffers:
+            device = main_device_of(self.device_map)
+        return device if device == "disk" else torch_device(device, f"device_map for {name!r}")
+
+    def _on_disk(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype == value.dtype and (is_aligned(value) or self.folder is None):
+            return value
+        if self.folder is None:
+            raise ValueError(
+                f"{name!r} is to lie on disk as {dtype}, but its file has {value.dtype}, and there is no folder to "
+                f"convert it into. Pass offload_folder=..., or dtype={value.dtype}."
             )
-        path = path / chosen[0]
-    if not path.exists():
-        near = messages.did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
-        raise FileNotFoundError(f"There are no weights at {str(path)!r}.{near}")
-    if path.suffix != ".json":
-        return [path]
-    names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-    missing = [name for name in names if not (path.parent / name).exists()]
-    if missing:
-        raise FileNotFoundError(
-            f"The index {str(path)!r} names {len(names)} files, of which {len(missing)} are not there: "
-            f"{', '.join(missing[:5])}. Bring them to its folder."
-        )
-    return [path.parent / name for name in names]
+        offload_weight(value, name, self.folder, self._index, dtype)
+        return load_offloaded_weight(Path(self.folder) / f"{name}.dat", self._index[name])
 
-
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file by name, mapped into memory."""
-    if file.suffix == ".safetensors":
-        yield from _of_safetensors(file)
-        return
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise _damaged(file, error) from error
-    for name, value in state.get("state_dict", state).items():
-        if isinstance(value, Tensor):
-            yield name, value
-
-
-def _of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    if not messages.is_installed("safetensors"):
-        raise ModuleNotFoundError(
-            f"{file.name!r} needs the package 'safetensors'. Install it: pip install safetensors.", name="safetensors"
-        )
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                yield name, opened.get_tensor(name)
-    except SafetensorError as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, error: Exception) -> ValueError:
-    why = str(error).splitlines()[0] if str(error) else repr(error)
-    return ValueError(
-        f"The weights in {str(file)!r} cannot be read: {why}. The file is damaged or of another kind; download or "
-        "write it again."
-    )
+    def close(self) -> None:
+        """List what was written."""
+        if self.folder is not None:
+            save_offload_index(self._index, self.folder)
 
 
 def _check_shape(name: str, own: Tensor, value: Tensor, file: Path, model: nn.Module) -> None:
@@ -153,22 +242,6 @@ def _check_shape(name: str, own: Tensor, value: Tensor, file: Path, model: nn.Mo
             f"{name} has the shape {tuple(value.shape)} in {file.name!r}, but {tuple(own.shape)} in "
             f"{type(model).__name__}. Build the model with the arguments it had when its weights were written."
         )
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, name: str, own: Tensor, value: Tensor, dtype: torch.dtype | None) -> None:
-    """Give the parameter or buffer of this name its value."""
-    floating = value.is_floating_point()
-    if not own.is_meta and (dtype is None or not floating or own.dtype == dtype):
-        own.copy_(value)
-        return
-    place, _, last = name.rpartition(".")
-    part = model.get_submodule(place)
-    kept = value.to("cpu" if own.is_meta else own.device, dtype if floating else None, copy=True)
-    if last in part._parameters:
-        part._parameters[last] = nn.Parameter(kept, requires_grad=own.requires_grad)
-    else:
-        part._buffers[last] = kept
 
 
 def _tell(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:

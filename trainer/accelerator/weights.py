@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from ...callbacks.locations import Location, location
 from ...loggers import messages
+from ...strategies.big_model.sizes import size_in_bytes
 from ..checkpoint import bare, replace
 from ..checkpoint.sharded import together
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class Layout(NamedTuple):
@@ -101,7 +100,7 @@ def save_model(
         ModuleNotFoundError: the package safetensors is not installed.
         OSError: a file could not be written; raised on every rank.
     """
-    limit = size_in_bytes(max_shard_size)
+    limit = size_in_bytes(max_shard_size, "max_shard_size")
     strategy = accelerator._strategy
     folder = location(save_directory)
     strategy.barrier(f"save_model({str(folder)!r})")
@@ -187,23 +186,6 @@ def _write_index(path: Path, files: dict[str, list[str]], state: Mapping[str, An
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
     bare.sync(path)
-
-
-def size_in_bytes(size: int | str) -> int:
-    """``"10GB"`` -> 10,000,000,000; ``"10GiB"`` -> 10,737,418,240.
-
-    Raises:
-        ValueError: it is not a size.
-    """
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", size.upper()) if isinstance(size, str) else None
-    number = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if number <= 0:
-        raise ValueError(
-            f"max_shard_size={size!r} is not a size. Pass a number of bytes, or text such as '5GB', '500MB' or '2GiB'."
-        )
-    return number
 
 
 def save(obj: Any, f: Any, accelerator: Accelerator, safe_serialization: bool = False) -> None:

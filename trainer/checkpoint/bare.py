@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,26 @@ import torch
 from torch import Tensor
 
 from ...loggers import messages
+from ...strategies.big_model.files import ALIGNMENT
+
+#: What the format calls dtypes, in the order in which it writes their tensors, last first.
+_KINDS = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
+#: Metadata whose length lets the tensors begin at such a boundary, so that they can be computed with where they are.
+_PADDING = "padding"
 
 
 class Bare(NamedTuple):
@@ -79,8 +100,22 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
         alone = whole and memory_of(tensor) not in seen
         seen.add(memory_of(tensor))
         apart[name] = tensor.detach().contiguous() if alone else tensor.detach().contiguous().clone()
-    save_file(apart, path, {"format": "pt", **metadata})
+    metadata = {"format": "pt", **metadata}
+    head = _head_bytes(apart, metadata)
+    save_file(apart, path, {**metadata, _PADDING: " " * (-head % ALIGNMENT)})
     sync(path)
+
+
+def _head_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+    """Where the first tensor begins in a file of safetensors 0.4 to 0.8, with empty padding; 0 if that is not known."""
+    entries: dict[str, Any] = {"__metadata__": {**metadata, _PADDING: ""}}
+    order, end = list(_KINDS), 0
+    if not {tensor.dtype for tensor in tensors.values()} <= _KINDS.keys():
+        return 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-order.index(item[1].dtype), item[0])):
+        start, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    return 8 + len(json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode())
 
 
 def safetensors_writer(who: str) -> Any:

@@ -126,7 +126,7 @@ def test_every_name_can_be_imported(accelerate: Any) -> None:
         value = getattr(module, name)
         assert isinstance(value, (str, list)) or callable(value), name
     assert set(dir(module)) >= set(names.ALL)
-    assert "dispatch_model" not in module.__all__
+    assert "BatchSamplerShard" not in module.__all__
 
 
 def test_every_name_that_transformers_imports_is_there(accelerate: Any) -> None:
@@ -172,7 +172,7 @@ def test_what_accelerate_does_not_have_is_not_there(accelerate: Any) -> None:
 
 
 def test_what_paceline_leaves_out_can_be_imported_and_says_so_when_it_is_called(accelerate: Any) -> None:
-    class Own(accelerate.utils.ModelHook):
+    class Own(accelerate.utils.MegatronEngine):
         pass
 
     for name in names.UNSUPPORTED:
@@ -180,7 +180,7 @@ def test_what_paceline_leaves_out_can_be_imported_and_says_so_when_it_is_called(
             getattr(accelerate, name)()
     with pytest.raises(NotImplementedError):
         Own()
-    assert not isinstance(nn.Linear(1, 1), accelerate.utils.AlignDevicesHook)
+    assert not isinstance(nn.Linear(1, 1), accelerate.utils.AbstractTrainStep)
 
 
 def test_install_refuses_to_mix_with_the_real_package(monkeypatch: pytest.MonkeyPatch) -> None:

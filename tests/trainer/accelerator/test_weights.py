@@ -14,6 +14,7 @@ from processes import ranks
 from torch import nn
 
 from paceline import Accelerator
+from paceline.strategies.big_model.sizes import size_in_bytes
 from paceline.trainer.accelerator import weights
 
 pytest.importorskip("safetensors")
@@ -139,7 +140,7 @@ def test_wrong_arguments_are_errors_that_say_what_to_do(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(("text", "size"), [("10GB", 10**10), ("1.5MB", 1_500_000), ("2 GiB", 2**31), (7, 7)])
 def test_sizes_are_read(text: Any, size: int) -> None:
-    assert weights.size_in_bytes(text) == size
+    assert size_in_bytes(text, "max_shard_size") == size
 
 
 def test_the_state_dict_of_a_compiled_model_has_the_models_own_names() -> None:

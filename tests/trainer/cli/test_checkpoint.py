@@ -213,7 +213,7 @@ def test_safetensors_hold_the_weights_and_a_tied_one_once(tmp_path: Path, capsys
     assert list(found) == ["first.weight"]
     assert torch.equal(found["first.weight"], net.first.weight)
     with safe_open(tmp_path / "x.safetensors", "pt") as opened:
-        assert opened.metadata() == {"format": "pt", "last.weight": "first.weight"}
+        assert opened.metadata().items() >= {"format": "pt", "last.weight": "first.weight"}.items()
     again = Tied()
     load_model(again, str(tmp_path / "x.safetensors"))
     assert torch.equal(again.last.weight, net.first.weight)

@@ -89,17 +89,3 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
             value = value.contiguous()
         kept[name] = value
     return kept
-
-
-def has_offloaded_params(module: nn.Module) -> bool:
-    """False: no parameters are kept elsewhere and fetched."""
-    return False
-
-
-def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """The module: it has no hooks of Accelerate, which add nothing here."""
-    return module
-
-
-def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Nothing: no module has hooks of Accelerate."""

@@ -62,9 +62,31 @@ _PLACES = {
         "GeneralTracker TensorBoardTracker WandBTracker filter_trackers get_available_trackers on_main_process "
         "register_tracker_class"
     ),
-    "....strategies.big_model.loading": "load_checkpoint_in_model",
+    "....strategies.big_model.device_map": "check_device_map",
+    "....strategies.big_model.dispatch": (
+        "attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model"
+    ),
+    "....strategies.big_model.empty": "init_empty_weights init_on_device",
+    "....strategies.big_model.hooks": (
+        "AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook "
+        "add_hook_to_module remove_hook_from_module remove_hook_from_submodules"
+    ),
+    "....strategies.big_model.loading": "load_checkpoint_and_dispatch load_checkpoint_in_model",
+    "....strategies.big_model.offload": (
+        "OffloadedWeightsLoader PrefixedDataset load_offloaded_weight offload_state_dict offload_weight "
+        "save_offload_index"
+    ),
+    "....strategies.big_model.placement": "get_balanced_memory get_max_memory infer_auto_device_map",
+    "....strategies.big_model.sizes": "compute_module_sizes find_tied_parameters",
     "...memory": "clear_device_cache find_executable_batch_size release_memory",
-    ".empty": "init_empty_weights init_on_device set_module_tensor_to_device",
+    ".big_model": (
+        "align_module_device attach_align_device_hook attach_align_device_hook_on_blocks "
+        "attach_execution_device_hook calculate_maximum_sizes check_tied_parameters_in_config "
+        "check_tied_parameters_on_same_device clean_device_map compute_module_total_buffer_size "
+        "extract_submodules_state_dict get_max_layer_size get_module_size_with_ties get_non_persistent_buffers "
+        "get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params id_tensor_storage "
+        "load_offloaded_weights load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device"
+    ),
     ".environment": (
         "are_libraries_initialized check_os_kernel clear_environment compare_versions convert_dict_to_env_variables "
         "default_config_file get_current_device_type get_int_from_env is_port_in_use is_torch_version "
@@ -73,8 +95,7 @@ _PLACES = {
     ),
     ".models": (
         "clean_state_dict_for_safetensors compile_regions extract_model_from_parallel get_module_children_bottom_up "
-        "has_compiled_regions has_offloaded_params is_compiled_module model_has_dtensor remove_hook_from_module "
-        "remove_hook_from_submodules"
+        "has_compiled_regions is_compiled_module model_has_dtensor"
     ),
     ".processes": (
         "broadcast broadcast_object_list copy_tensor_to_devices gather gather_object load pad_across_processes "
@@ -123,19 +144,8 @@ CONSTANTS: dict[str, Any] = {
 
 #: Names that can be imported, and what they say when they are called.
 _LEFT_OUT = {
-    "Paceline does not spread a model for inference over devices, memory and disk. Train a large one with "
-    "Accelerator(strategy='fsdp'), or load this one whole": (
-        "AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook OffloadedWeightsLoader PrefixedDataset "
-        "SequentialHook UserCpuOffloadHook add_hook_to_module align_module_device attach_align_device_hook "
-        "attach_align_device_hook_on_blocks attach_execution_device_hook attach_layerwise_casting_hooks "
-        "calculate_maximum_sizes check_device_map check_tied_parameters_in_config "
-        "check_tied_parameters_on_same_device clean_device_map compute_module_sizes cpu_offload cpu_offload_with_hook "
-        "disk_offload dispatch_model extract_submodules_state_dict find_tied_parameters get_balanced_memory "
-        "get_max_layer_size get_max_memory get_module_size_with_ties get_non_persistent_buffers "
-        "get_state_dict_from_offload get_state_dict_offloaded_model id_tensor_storage infer_auto_device_map "
-        "load_checkpoint_and_dispatch "
-        "load_offloaded_weight load_offloaded_weights load_state_dict named_module_tensors offload_state_dict "
-        "offload_weight prepare_pippy retie_parameters save_offload_index"
+    "Paceline has no pipeline for inference alone. Spread the model with dispatch_model(model, device_map='auto')": (
+        "prepare_pippy"
     ),
     "Paceline's checkpoints hold sharded states. Call accelerator.save_state() and accelerator.load_state(), and "
     "accelerator.get_state_dict(model) for whole weights": (

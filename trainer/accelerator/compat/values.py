@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ....strategies.big_model.sizes import size_in_bytes
 from ..nested import TensorInformation
-from ..weights import size_in_bytes
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -26,7 +26,7 @@ def convert_bytes(size: float) -> str:
 
 def convert_file_size_to_int(size: int | str) -> int:
     """Bytes of ``"10GB"`` (or ``"10GiB"``, of 1024s)."""
-    return size_in_bytes(size)
+    return size_in_bytes(size, "size")
 
 
 def dtype_byte_size(dtype: Any) -> float:

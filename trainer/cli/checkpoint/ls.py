@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from ....loggers import messages
@@ -26,7 +25,7 @@ def run(arguments: Namespace) -> int:
         messages.answer(json.dumps([_facts(one) for one in found], indent=1))
     else:
         names = _short([str(one.path) for one in found])
-        messages.answer(table([_HEADINGS, *(_row(name, one) for name, one in zip(names, found, strict=True))]))
+        messages.answer(messages.table([_HEADINGS, *(_row(name, one) for name, one in zip(names, found, strict=True))]))
     return 0
 
 
@@ -48,23 +47,8 @@ def _short(paths: list[str]) -> list[str]:
 def _row(name: str, one: Found) -> tuple[str, ...]:
     known = one.known
     if known is None:
-        return (name, "-", "-", "-", "-", one.kind, "-", size(one.size), "-", one.state)
+        return (name, "-", "-", "-", "-", one.kind, "-", messages.size(one.size), "-", one.state)
     score = "-" if known.score is None else f"{known.monitor}={known.score:.4g}"
     counts = (str(number) for number in (known.sequence, known.epoch, known.global_step))
     written = known.written[:16].replace("T", " ")
-    return (name, *counts, score, one.kind, str(known.world_size), size(one.size), written, one.state)
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def size(number: float) -> str:
-    """Bytes for a person: ``"1.5 MB"``, of 1000 kB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.4g} TB"
+    return (name, *counts, score, one.kind, str(known.world_size), messages.size(one.size), written, one.state)

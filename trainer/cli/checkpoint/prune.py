@@ -12,7 +12,6 @@ from ....loggers import messages
 from ...checkpoint.replace import sync_folder
 from ...checkpoint.verify import problem
 from .found import Found, checkpoints
-from .ls import size
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -39,7 +38,7 @@ def run(arguments: Namespace) -> int:
     gone = [one for one in found if one.path not in why]
     for one in found:
         messages.answer(f"{'keep' if one.path in why else 'delete'}  {one.path}  {why.get(one.path, '')}".rstrip())
-    total = f"{len(gone)} of {len(found)} checkpoints, {size(sum(one.size for one in gone))}"
+    total = f"{len(gone)} of {len(found)} checkpoints, {messages.size(sum(one.size for one in gone))}"
     if arguments.dry_run or not gone:
         messages.answer(f"To delete: {total}. Nothing was deleted.")
         return 0

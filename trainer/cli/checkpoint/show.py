@@ -8,7 +8,6 @@ from typing import Any
 
 from ....loggers import messages
 from .found import Found, checkpoints, the_one
-from .ls import size, table
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -23,7 +22,7 @@ def run(arguments: Namespace) -> int:
     found = next(checkpoints(str(path)))
     if found.path != path:
         raise ValueError(f"{arguments.file!r} is a folder of checkpoints. Pass one, such as {str(found.path)!r}.")
-    messages.answer(table([("path", str(found.path)), *_facts(found)]))
+    messages.answer(messages.table([("path", str(found.path)), *_facts(found)]))
     if arguments.keys:
         for line in _contents(found):
             messages.answer(line)
@@ -32,7 +31,7 @@ def run(arguments: Namespace) -> int:
 
 def _facts(found: Found) -> Iterator[tuple[str, str]]:
     yield "state", found.state
-    yield "size", size(found.size)
+    yield "size", messages.size(found.size)
     yield "kind", found.kind
     known = found.known
     if known is None:
@@ -64,7 +63,7 @@ def _contents(found: Found) -> Iterator[str]:
     rows = [_weight(name, value) for name, value in checkpoint["state_dict"].items()]
     total = sum(value.numel() for value in checkpoint["state_dict"].values() if hasattr(value, "numel"))
     yield f"\nstate_dict: {len(rows)} entries, {total:,} numbers"
-    yield table([("  name", "shape", "type", "bytes"), *rows])
+    yield messages.table([("  name", "shape", "type", "bytes"), *rows])
 
 
 def _weight(name: str, value: Any) -> tuple[str, str, str, str]:

@@ -1,0 +1,62 @@
+"""Models that are made with shapes and without values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
+    """Within, modules are made with parameters that have shapes and no values, on the meta device: no memory, no time.
+
+    Args:
+        include_buffers: buffers too; None: by ACCELERATE_INIT_INCLUDE_BUFFERS, else no: they may be computed, and then
+            no file has them.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = nn.Linear(1_000_000, 1_000_000)
+        >>> model.weight.is_meta
+        True
+    """
+    return init_on_device(torch.device("meta"), include_buffers)
+
+
+@contextmanager
+def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator[None]:
+    """Within, modules are made with their parameters on a device.
+
+    Args:
+        device: where.
+        include_buffers: buffers too; None: by ACCELERATE_INIT_INCLUDE_BUFFERS, else no.
+    """
+    if include_buffers is None:
+        include_buffers = os.environ.get("ACCELERATE_INIT_INCLUDE_BUFFERS", "").lower() in ("1", "true", "yes")
+    if include_buffers:
+        with torch.device(device):
+            yield
+        return
+    register = nn.Module.register_parameter
+
+    def place(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and param.device != torch.device(device):  # one that is there already may be tied
+            module._parameters[name] = like(param, param.detach().to(device))
+
+    nn.Module.register_parameter = place  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter of other values that is the same in everything else."""
+    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made

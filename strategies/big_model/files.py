@@ -1,0 +1,213 @@
+"""The files that hold a model's weights: which they are, and their tensors mapped into memory."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...loggers import messages
+
+#: What the weights of a whole model are called in a folder, the first that is there counts.
+_NAMES = ("model.safetensors", "pytorch_model.bin")
+_ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
+#: From <sys/mman.h> of Linux; the last needs Linux 5.14.
+_MADV_DONTNEED, _MADV_POPULATE_READ = 4, 22
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+#: Bytes that are copied before the pages they came from are given back.
+_CHUNK = 16 * 2**20
+#: Of addresses, for matrix products that give the same bits: the kernels of a CPU sum up in another order where a
+#: matrix does not begin at such a boundary (seen with oneMKL for float32 and float64; torch's own memory does).
+ALIGNMENT = 64
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that hold a model's weights.
+
+    Raises:
+        FileNotFoundError: there are none, or an index names one that is not there.
+        ValueError: the index cannot be read.
+    """
+    if path.is_dir():
+        path = path / _in_folder(path)
+    if not path.exists():
+        near = messages.did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
+        raise FileNotFoundError(f"There are no weights at {str(path)!r}.{near}")
+    if path.suffix != ".json":
+        return [path]
+    try:
+        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{str(path)!r} is no index of weights ({type(error).__name__}: {error}). It holds JSON with 'weight_map', "
+            "a file for each name; download or write it again, or name one file of weights."
+        ) from error
+    missing = [name for name in names if not (path.parent / name).exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"The index {str(path)!r} names {len(names)} files, of which {len(missing)} are not there: "
+            f"{', '.join(missing[:5])}. Bring them to its folder."
+        )
+    return [path.parent / name for name in names]
+
+
+def _in_folder(path: Path) -> str:
+    entries = sorted(entry.name for entry in path.iterdir())
+    index = [name for name in entries if name.endswith(".index.json")]
+    whole = [name for name in _NAMES if name in entries]
+    others = [name for name in entries if name.endswith(_ENDINGS)]
+    chosen = (whole or index or (others if len(others) == 1 else []))[:1]
+    if not chosen:
+        listed = ", ".join(entries[:10]) or "nothing"
+        raise FileNotFoundError(
+            f"There are no weights of one model in {str(path)!r}, only {listed}. Name the file, or a folder with "
+            f"{' or '.join(map(repr, _NAMES))} or an index (.index.json) of several."
+        )
+    return chosen[0]
+
+
+def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file by name, mapped into memory: a page is read when it is first looked at.
+
+    What a tensor is changed to stays in memory and never reaches the file.
+
+    Raises:
+        ValueError: the file is damaged.
+        ModuleNotFoundError: the package safetensors is not installed.
+    """
+    if file.suffix == ".safetensors":
+        yield from _of_safetensors(file)
+        return
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise _damaged(file, error) from error
+    for name, value in state.get("state_dict", state).items():
+        if isinstance(value, Tensor):
+            yield name, value
+
+
+def _of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    if not messages.is_installed("safetensors"):
+        raise ModuleNotFoundError(messages.missing(f"Reading {file.name!r}", "safetensors"), name="safetensors")
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                yield name, opened.get_tensor(name)
+    except SafetensorError as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> ValueError:
+    why = str(error).splitlines()[0] if str(error) else repr(error)
+    return ValueError(
+        f"The weights in {str(file)!r} cannot be read: {why}. The file is damaged or of another kind; download or "
+        "write it again."
+    )
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether the CPU computes the same bits with a tensor as with a copy of it in memory of torch's own."""
+    return not tensor.is_floating_point() or tensor.data_ptr() % ALIGNMENT == 0
+
+
+def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A file that holds the bytes of one tensor and nothing else, mapped into memory."""
+    size = torch.Size(shape).numel()
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_file(str(path), shared=False, size=size, dtype=dtype).view(shape)
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> None:
+    """Copy a tensor of a file to its place and type; what was read does not stay in memory.
+
+    Args:
+        target: any device and dtype, of the same shape.
+        source: as it came from the file.
+        pages: the mapped files, looked up where many tensors are copied; None: looked up now.
+    """
+    if not (source.is_contiguous() and target.is_contiguous()) or source.numel() == 0:
+        target.copy_(source)
+        return
+    pages = pages or Pages()
+    flat, into = source.view(-1), target.view(-1)
+    step = max(1, _CHUNK // source.element_size())
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step]
+        into[start : start + step].copy_(part)
+        pages.give_back(part)
+
+
+class Pages:
+    """Which memory is mapped from files at this moment, and what the system is told about it.
+
+    Only such memory may be given back: the system would fill any other with zeros. On systems other than Linux nothing
+    is mapped as far as this knows, and pages stay until memory runs short.
+    """
+
+    def __init__(self) -> None:
+        self._ranges = _mapped_ranges()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether all of a tensor lies in a mapped file."""
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return False
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(low <= start and end <= high for low, high in self._ranges)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Drop the pages that hold nothing but this tensor, if a file has them; they are read again when looked at."""
+        if self.holds(tensor):
+            advise_unneeded(tensor)
+
+
+def advise_unneeded(tensor: Tensor) -> None:
+    """Drop the whole pages of a tensor that is known to be mapped from a file, and unchanged."""
+    start = -(-tensor.data_ptr() // _PAGE) * _PAGE
+    end = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
+    if end > start:
+        _madvise()(start, end - start, _MADV_DONTNEED)
+
+
+def advise_needed(tensor: Tensor) -> None:
+    """Bring the pages of a tensor that is known to be mapped from a file into memory. Blocks, without the GIL."""
+    start = tensor.data_ptr() // _PAGE * _PAGE
+    end = -(-(tensor.data_ptr() + tensor.nbytes) // _PAGE) * _PAGE
+    _madvise()(start, end - start, _MADV_POPULATE_READ)
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int]:
+    found = ctypes.CDLL(None, use_errno=True).madvise
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return found
+
+
+def _mapped_ranges() -> list[tuple[int, int]]:
+    if not sys.platform.startswith("linux"):
+        return []
+    found: list[tuple[int, int]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
+        if inode != "0" and rights.startswith("r") and not (name and name[0].startswith(("/dev/", "/memfd:"))):
+            low, high = (int(number, 16) for number in addresses.split("-"))
+            if found and found[-1][1] == low:
+                found[-1] = (found[-1][0], high)
+            else:
+                found.append((low, high))
+    return found

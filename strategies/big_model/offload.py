@@ -1,0 +1,319 @@
+"""Weights that lie on disk or in the host's memory, and are brought to where they run, the next part in advance."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .files import Pages, advise_needed, advise_unneeded, is_aligned, map_file
+from .sizes import as_dtype
+
+_INDEX = "index.json"
+_CHUNK = 16 * 2**20
+
+
+# ---- a folder of weights ---------------------------------------------------------------------------------------------
+
+
+def offload_weight(
+    weight: Tensor,
+    weight_name: str,
+    offload_folder: str | os.PathLike[str],
+    index: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Write a tensor to a folder: its bytes in a file of its own, which appears whole or not at all.
+
+    Args:
+        weight: the tensor.
+        weight_name: its name.
+        offload_folder: made if it does not exist.
+        index: gets an entry with dtype and shape.
+        dtype: to convert to.
+
+    Returns:
+        The index.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    index = {} if index is None else index
+    folder = Path(offload_folder)
+    path = folder / f"{weight_name}.dat"
+    dtype = dtype or weight.dtype
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    pages = Pages()
+    flat = weight.detach().reshape(-1)
+    step = max(1, _CHUNK // max(flat.element_size(), dtype.itemsize))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            for start in range(0, flat.numel(), step):
+                part = flat[start : start + step]
+                file.write(part.to("cpu", dtype).contiguous().view(torch.uint8).numpy().data)
+                pages.give_back(part)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        size = flat.numel() * dtype.itemsize
+        raise OSError(
+            error.errno, f"{weight_name!r} ({size} bytes) cannot be offloaded: {error.strerror}", str(path)
+        ) from error
+    index[weight_name] = {"dtype": str(dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return index
+
+
+def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
+    """Add entries to the list of what is in a folder."""
+    if index:
+        path = Path(offload_folder) / _INDEX
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({**known, **index}, indent=2), encoding="utf-8")
+        temporary.replace(path)
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
+    """Write all tensors of a state to a folder, with an index."""
+    index: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        offload_weight(tensor, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
+    """A tensor that :func:`offload_weight` wrote, mapped into memory.
+
+    Raises:
+        ValueError: the file does not have the size that the index says.
+    """
+    path, shape = Path(weight_file), tuple(weight_info["shape"])
+    dtype = as_dtype(weight_info["dtype"]) or torch.float32
+    expected = torch.Size(shape).numel() * dtype.itemsize
+    if path.stat().st_size != expected:
+        raise ValueError(
+            f"{str(path)!r} has {path.stat().st_size} bytes, but a tensor of {dtype} and shape {shape} has {expected}. "
+            "The folder was changed or belongs to another model: offload again."
+        )
+    return map_file(path, dtype, shape)
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """Tensors by name, from a state in memory and from folders; those of files are mapped when they are asked for.
+
+    Args:
+        state_dict: tensors in memory.
+        save_folder: what :func:`offload_state_dict` wrote.
+        index: entries of its index, or for a tensor of a safetensors file ``{"safetensors_file": path, "weight_name":
+            name}``; None: that of the folder.
+        device: accepted; tensors come on the CPU.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: Any = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("OffloadedWeightsLoader needs a state_dict, a save_folder or an index. Pass one of them.")
+        self.state_dict = dict(state_dict or {})
+        self.save_folder = save_folder
+        if index is None and save_folder is not None:
+            index = json.loads((Path(save_folder) / _INDEX).read_text(encoding="utf-8"))
+        self.index = dict(index or {})
+        self.device = device
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        if entry.get("safetensors_file") is None:
+            return load_offloaded_weight(Path(self.save_folder or ".") / f"{key}.dat", entry)
+        from safetensors import safe_open
+
+        with safe_open(entry["safetensors_file"], framework="pt", device="cpu") as opened:
+            found = opened.get_tensor(entry.get("weight_name", key))
+        dtype = as_dtype(entry.get("dtype"))
+        return found if dtype is None else found.to(dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.state_dict, **self.index})
+
+    def __len__(self) -> int:
+        return len({**self.state_dict, **self.index})
+
+
+class PrefixedDataset(Mapping[str, Tensor]):
+    """The tensors of a mapping whose names begin with a prefix, without it.
+
+    Args:
+        dataset: the mapping.
+        prefix: in front of each name.
+    """
+
+    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self.prefix) for name in self.dataset if name.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+# ---- while the model runs --------------------------------------------------------------------------------------------
+
+
+class _Lodger:
+    """A tensor of a part: where it lies, and how it comes to where it runs.
+
+    One that is mapped from a file where the CPU can compute with it is used right there: fetching it reads its pages,
+    leaving it gives them back. Any other is copied.
+
+    Args:
+        tensor: the parameter or buffer; its ``data`` is what lies on disk or in the host's memory.
+        device: where it runs.
+        pages: the mapped files.
+    """
+
+    __slots__ = ("_changed", "_version", "copied", "device", "home", "mapped", "tensor")
+
+    def __init__(self, tensor: Tensor, device: torch.device, pages: Pages) -> None:
+        self.tensor = tensor
+        self.home = tensor.data
+        self.device = device
+        self.mapped = pages.holds(self.home)
+        self.copied = self.home.device != device or (self.mapped and not is_aligned(self.home))
+        self._version = tensor._version
+        self._changed = self._version > 0  # in memory, where the file knows nothing of it
+
+    def fetch(self) -> Tensor | None:
+        """The copy that runs, if there is to be one."""
+        if self.mapped:
+            advise_needed(self.home)
+        return self.home.to(self.device, copy=True, non_blocking=True) if self.copied else None
+
+    def leave(self) -> None:
+        if self.tensor._version != self._version:
+            self._version, self._changed = self.tensor._version, True
+            if self.copied:
+                self.home.copy_(self.tensor.data)
+        if self.copied:
+            self.tensor.data = self.home
+        self.give_back()
+
+    def give_back(self) -> None:
+        if self.mapped and not self._changed and self.tensor._version == self._version:
+            advise_unneeded(self.home)
+
+
+class Part:
+    """Tensors that come and go together: a block, or a layer outside of blocks.
+
+    Args:
+        tensors: its parameters and buffers, each once.
+        device: where it runs.
+        fetcher: shared by the parts of a model.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device, fetcher: Fetcher) -> None:
+        self.device = device
+        self.following: Part | None = None
+        self._lodgers = [_Lodger(tensor, device, fetcher.pages) for tensor in tensors]
+        self._fetcher = fetcher
+        self._depth = 0
+
+    def enter(self) -> None:
+        """Have the tensors where they run, and begin to fetch the part that came after this one the last time."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        fetched = self._fetcher.take(self)
+        for lodger, tensor in zip(self._lodgers, fetched, strict=True):
+            if tensor is not None:
+                lodger.tensor.data = tensor
+        self._fetcher.begin(self.following)
+
+    def leave(self) -> None:
+        """Give the memory back. Values that were changed while it ran are kept."""
+        self._depth -= 1
+        if not self._depth:
+            for lodger in self._lodgers:
+                lodger.leave()
+
+    def fetch(self) -> list[Tensor | None]:
+        """What :meth:`enter` puts in place. Runs in the fetcher's thread."""
+        return [lodger.fetch() for lodger in self._lodgers]
+
+    def give_back(self) -> None:
+        """Drop what was fetched and not used."""
+        for lodger in self._lodgers:
+            lodger.give_back()
+
+
+class _Fetched(NamedTuple):
+    part: Part
+    tensors: Future[list[Tensor | None]]
+
+
+class Fetcher:
+    """Fetches one part in advance, in a thread of its own, for all parts of a model."""
+
+    def __init__(self) -> None:
+        self.pages = Pages()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-fetch")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._advance: _Fetched | None = None
+        self._last: Part | None = None
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A model with offloaded weights cannot be copied or pickled: its weights are mapped from files. Save it "
+            "(model.state_dict() reads them), or call remove_hook_from_submodules(model) first."
+        )
+
+    def begin(self, part: Part | None) -> None:
+        """Start to fetch a part, while others run."""
+        if part is not None and self._advance is None:
+            self._advance = _Fetched(part, self._thread.submit(self._fetch, part))
+
+    def take(self, part: Part) -> list[Tensor | None]:
+        """The tensors of a part, now. Remembers that it follows the one that was taken before."""
+        if self._last is not None:
+            self._last.following = part if part is not self._last else None
+        self._last = part
+        advance, self._advance = self._advance, None
+        if advance is None or advance.part is not part:
+            if advance is not None:
+                advance.tensors.result()
+                advance.part.give_back()
+            advance = _Fetched(part, self._thread.submit(self._fetch, part))
+        found = advance.tensors.result()
+        stream = self._streams.get(part.device)
+        if stream is not None:
+            current = torch.cuda.current_stream(part.device)
+            current.wait_stream(stream)
+            for tensor in found:
+                if tensor is not None:
+                    tensor.record_stream(current)
+        return found
+
+    def _fetch(self, part: Part) -> list[Tensor | None]:
+        if part.device.type != "cuda":
+            return part.fetch()
+        stream = self._streams.setdefault(part.device, torch.cuda.Stream(part.device))
+        with torch.cuda.stream(stream):
+            return part.fetch()

@@ -1,0 +1,155 @@
+"""How many bytes a model's parts take, and which of its parameters are one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def size_in_bytes(size: int | str, what: str) -> int:
+    """``"10GB"`` -> 10,000,000,000; ``"10GiB"`` -> 10,737,418,240.
+
+    Args:
+        size: a number of bytes, or text.
+        what: what it is called in the error.
+
+    Raises:
+        ValueError: it is not a size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", size.upper()) if isinstance(size, str) else None
+    number = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if number <= 0:
+        raise ValueError(
+            f"{what}={size!r} is not a size. Pass a number of bytes, or text such as '5GB', '500MB' or '2GiB'."
+        )
+    return number
+
+
+class Sizes:
+    """Bytes of a model's tensors as they are to be loaded.
+
+    Args:
+        model: may be on the meta device.
+        dtype: that floating-point tensors get; None: as they are.
+        special_dtypes: the same for single tensors, by name.
+        buffers: count these too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | str | None = None,
+        special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+        buffers: bool = True,
+    ) -> None:
+        self.model = model
+        self._dtype = as_dtype(dtype)
+        self._special = {name: as_dtype(value) for name, value in (special_dtypes or {}).items()}
+        self._buffers = buffers
+        self.bytes: dict[int, int] = {}
+        self.names: dict[int, list[str]] = {}
+        for name, tensor in named_tensors(model, buffers=buffers):
+            self.bytes[id(tensor)] = self._size(name, tensor)
+            self.names.setdefault(id(tensor), []).append(name)
+
+    def _size(self, name: str, tensor: Tensor) -> int:
+        dtype = self._special.get(name, self._dtype if tensor.is_floating_point() else None)
+        return tensor.numel() * (dtype or tensor.dtype).itemsize
+
+    def within(self, module: nn.Module, recurse: bool = True) -> set[int]:
+        """The ids of the tensors in a module; each once, however many names it has."""
+        return {id(tensor) for _, tensor in named_tensors(module, recurse=recurse, buffers=self._buffers)}
+
+    def of(self, module: nn.Module) -> int:
+        """Bytes of a module with all that is in it."""
+        return self.sum(self.within(module))
+
+    def sum(self, ids: set[int]) -> int:
+        """Bytes of some tensors."""
+        return sum(self.bytes[one] for one in ids)
+
+
+def named_tensors(
+    module: nn.Module, recurse: bool = True, buffers: bool = True, persistent_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name; a tied one under each of its names.
+
+    Args:
+        module: the module.
+        recurse: also those of the modules in it.
+        buffers: also these.
+        persistent_only: without the buffers that a ``state_dict`` leaves out.
+    """
+    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
+    if buffers:
+        left_out = non_persistent_buffers(module) if persistent_only else set()
+        for name, buffer in module.named_buffers(recurse=recurse, remove_duplicate=False):
+            if name not in left_out:
+                yield name, buffer
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of the buffers that a ``state_dict`` leaves out."""
+    return {
+        f"{name}.{key}" if name else key
+        for name, part in module.named_modules(remove_duplicate=False)
+        for key in part._non_persistent_buffers_set
+    }
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes under each name of a model: its modules (``""``: all of it) and its tensors.
+
+    Args:
+        model: the model.
+        dtype: that floating-point tensors get; None: as they are.
+        special_dtypes: the same for single tensors, by name.
+        buffers_only: leave parameters out.
+    """
+    sizes = Sizes(model, dtype, special_dtypes)
+    found: dict[str, int] = {}
+    seen: dict[str, set[int]] = {}
+    for name, tensor in model.named_buffers(remove_duplicate=False) if buffers_only else named_tensors(model):
+        parts = name.split(".")
+        for end in range(len(parts) + 1):
+            prefix = ".".join(parts[:end])
+            counted = seen.setdefault(prefix, set())
+            if id(tensor) not in counted:
+                counted.add(id(tensor))
+                found[prefix] = found.get(prefix, 0) + sizes.bytes[id(tensor)]
+    return found or {"": 0}
+
+
+def find_tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same, a list for each."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [sorted(found) for found in names.values() if len(found) > 1]
+
+
+def as_dtype(dtype: Any) -> torch.dtype | None:
+    """A dtype by itself or by name: ``"bfloat16"``, ``"torch.bfloat16"``.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is no dtype of torch. Pass one such as torch.bfloat16, or 'bfloat16'.")
+    return found
