@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from itertools import groupby
@@ -32,13 +33,13 @@ WORDS = 1024
 
 
 def configuration(gigabytes: float) -> LlamaConfig:
-    """A network of about so many bytes of float32 weights."""
+    """A network of at least so many bytes of float32 weights."""
     width = 256 if gigabytes < 1 else 2048
     block = 4 * (4 * width**2 + 3 * width * 4 * width + 2 * width)
     return LlamaConfig(
         hidden_size=width,
         intermediate_size=4 * width,
-        num_hidden_layers=max(1, round(gigabytes * 1e9 / block)),
+        num_hidden_layers=math.ceil(gigabytes * 1e9 / block),
         num_attention_heads=width // 64,
         num_key_value_heads=width // 64,
         vocab_size=WORDS,
