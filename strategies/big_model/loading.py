@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...loggers import messages
+from . import sharded
+from .noted import Note, is_to_be_noted, write_note
 
 #: What the weights of a whole model are called in a folder, the first that is there counts.
 _NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -54,7 +56,14 @@ def load_checkpoint_in_model(
         ValueError: a file is damaged, or a tensor has another shape.
         RuntimeError: with ``strict``, what is missing or unexpected.
     """
-    files = weight_files(Path(checkpoint))
+    with sharded.together(model):
+        loaded = _load(model, weight_files(Path(checkpoint)), dtype)
+        _tell(model, loaded, strict, Path(checkpoint))
+    return loaded
+
+
+def _load(model: nn.Module, files: list[Path], dtype: torch.dtype | None) -> Loaded:
+    sharded.reshard(model)
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     twins: dict[int, list[str]] = {}
     for name, tensor in own.items():
@@ -67,13 +76,10 @@ def load_checkpoint_in_model(
                 unexpected.append(name)
                 continue
             _check_shape(name, own[name], value, file, model)
-            for twin in twins[id(own[name])]:
-                _fill(model, twin, own[name], value, dtype)
-                found.add(twin)
+            _fill(model, twins[id(own[name])], own[name], value, dtype, Note(file, name, dtype, _tensors))
+            found.update(twins[id(own[name])])
     wanted = [name for name in model.state_dict() if name not in found]
-    loaded = Loaded(wanted, unexpected)
-    _tell(model, loaded, strict, Path(checkpoint))
-    return loaded
+    return Loaded(wanted, unexpected)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -156,19 +162,23 @@ def _check_shape(name: str, own: Tensor, value: Tensor, file: Path, model: nn.Mo
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, name: str, own: Tensor, value: Tensor, dtype: torch.dtype | None) -> None:
-    """Give the parameter or buffer of this name its value."""
+def _fill(
+    model: nn.Module, names: list[str], own: Tensor, value: Tensor, dtype: torch.dtype | None, note: Note
+) -> None:
+    """Give the parameter or buffer of these names its value, or a note of where it is."""
+    if is_to_be_noted(own):
+        write_note(model, names, own, note, (dtype if value.is_floating_point() else None) or value.dtype)
+        return
+    if sharded.in_parts(own):
+        sharded.fill_parts(model, names, own, value, dtype)  # type: ignore[arg-type]
+        return
     floating = value.is_floating_point()
     if not own.is_meta and (dtype is None or not floating or own.dtype == dtype):
         own.copy_(value)
         return
-    place, _, last = name.rpartition(".")
-    part = model.get_submodule(place)
     kept = value.to("cpu" if own.is_meta else own.device, dtype if floating else None, copy=True)
-    if last in part._parameters:
-        part._parameters[last] = nn.Parameter(kept, requires_grad=own.requires_grad)
-    else:
-        part._buffers[last] = kept
+    is_parameter = isinstance(own, nn.Parameter)
+    sharded.put(model, names, nn.Parameter(kept, requires_grad=own.requires_grad) if is_parameter else kept)
 
 
 def _tell(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:
@@ -179,4 +189,4 @@ def _tell(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:
     text = f"The weights in {str(path)!r} do not fit {type(model).__name__} in all: {said}."
     if strict:
         raise RuntimeError(f"{text} Build the model they were written from, or load with strict=False.")
-    messages.warn(f"{text} What is missing keeps the values it had.")
+    messages.warn(f"{text} What is missing keeps the values it had, or gets its layer's initial ones.")

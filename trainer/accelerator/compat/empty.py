@@ -39,7 +39,7 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
 
     def place(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        if param is not None:
+        if param is not None and param.device.type != torch.device(device).type:  # one that is tied stays one
             module._parameters[name] = _like(param, param.detach().to(device))
 
     nn.Module.register_parameter = place  # type: ignore[method-assign]
