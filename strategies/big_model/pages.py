@@ -16,7 +16,7 @@ _LEAST = 1 << 20
 
 
 def give_back(tensor: Tensor) -> None:
-    """Let go of the pages that lie wholly in a tensor, if a file was mapped there; reading it again brings them back."""
+    """Let go of the pages that lie wholly in a tensor, if a file is mapped there; who reads it again gets them back."""
     size, start = tensor.nbytes, tensor.data_ptr()
     if size < _LEAST or not sys.platform.startswith("linux") or not _is_mapped(start, start + size):
         return

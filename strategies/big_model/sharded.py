@@ -36,13 +36,14 @@ def part_of(whole: Tensor, like: DTensor) -> Tensor:
         NotImplementedError: torch would lay it out in another way than ``like`` is.
     """
     part, held = whole, local(like)
-    if any(hasattr(placement, "split_factor") for placement in like.placements):
-        for dim in {placement.dim for placement in like.placements if hasattr(placement, "dim")}:
+    placements: list[Any] = list(like.placements)
+    if any(hasattr(placement, "split_factor") for placement in placements):
+        for dim in {placement.dim for placement in placements if hasattr(placement, "dim")}:
             part = _pick(part, dim, _indices(like, dim))
     else:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+        shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, placements)
         for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
             part = part.narrow(dim, start if length else 0, length)
     if part.shape != held.shape:
@@ -61,9 +62,8 @@ def _indices(like: DTensor, dim: int) -> Tensor:
     def along(placement: Any) -> Any:
         if getattr(placement, "dim", None) != dim:
             return Replicate()
-        return (
-            type(placement)(0, split_factor=placement.split_factor) if hasattr(placement, "split_factor") else Shard(0)
-        )
+        factor = getattr(placement, "split_factor", None)
+        return Shard(0) if factor is None else type(placement)(0, split_factor=factor)
 
     numbers = torch.arange(like.shape[dim], device=like.device_mesh.device_type)
     spread = distribute_tensor(numbers, like.device_mesh, [along(p) for p in like.placements], src_data_rank=None)
@@ -132,11 +132,11 @@ def put(model: nn.Module, names: list[str], tensor: Tensor) -> None:
 
 def reshard(model: nn.Module) -> None:
     """Let a model have its parameters in parts: after a forward without a backward some are still whole."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules() if fsdp is not None else ():
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in model.modules():
         for part in (module, vars(module).get(HOLDER)):
-            if isinstance(part, fsdp.FSDPModule):  # type: ignore[union-attr]
-                part.reshard()
+            if isinstance(part, kind):
+                part.reshard()  # type: ignore[attr-defined]
 
 
 @contextmanager
