@@ -196,8 +196,9 @@ class Waiting:
             raise RuntimeError(
                 f"{type(module).__name__} was made on the meta device, and nothing gives "
                 f"{messages.names(self.unfilled[:10], 'and')} a value: the layer has no reset_parameters() that fills "
-                "it, no module around it has _init_weights(module), and no checkpoint was loaded. Write one of them, "
-                "or make that layer outside of torch.device('meta')."
+                "it, no module around it has _init_weights(module), and no checkpoint was loaded. Load one "
+                "(load_checkpoint_in_model), write one of those methods, or make that layer outside of "
+                "torch.device('meta')."
             )
 
 
