@@ -60,13 +60,13 @@ class Strategy:
     progress: Callable[[], str] = str
     #: Whether a step runs on micro-batches, pieces of a batch, one after the other.
     splits_batches: ClassVar[bool] = False
+    #: What of the module that was set up last still waits for values; each that is set up gets one of its own.
+    waiting: Waiting = Waiting()
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         self.device = torch.device(device)
         self.precision = precision or Precision()
         self.precision.use_on(self.device)
-        #: What of the module that was set up last still waits for values.
-        self.waiting = Waiting()
 
     # ---- processes ----------------------------------------------------------------------------------------------
 

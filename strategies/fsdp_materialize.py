@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +52,8 @@ class Materializer:
         }
         self.unfilled: list[str] = []
         self._filler: dict[int, Any] = {}
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the empty one, which is kept alive
+        #: By the id of the empty one, which is kept alive; the one that was made is let go of when it is sharded.
+        self._made: dict[int, tuple[Tensor, weakref.ref[Tensor]]] = {}
         self._find_fillers(root, None)
 
     def _find_fillers(self, module: nn.Module, nearest: Any) -> None:
@@ -104,12 +106,13 @@ class Materializer:
             for key, value in held.items():
                 if value is None or key not in keys:
                     continue
-                if id(value) not in self._made:
+                made = self._made[id(value)][1]() if id(value) in self._made else None
+                if made is None:
                     made = _with_sentinel(torch.empty_like(value, device=self.device))
                     if isinstance(value, nn.Parameter):
                         made = nn.Parameter(made, requires_grad=value.requires_grad)
-                    self._made[id(value)] = (value, made)
-                held[key] = self._made[id(value)][1]  # type: ignore[assignment]
+                    self._made[id(value)] = (value, weakref.ref(made))
+                held[key] = made
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
