@@ -11,7 +11,7 @@ trainer                 Trainer(strategy="fsdp"): configure_model builds it empt
 prepare, then load      Accelerator(strategy="fsdp"): prepare(model) with the layers' initial values, then the load
 load by prepare         the same within accelerator.init_module(), so that prepare reads the files
 load, then prepare      the usual way: each process loads the whole, prepare shards it
-accelerate              FSDP2 with cpu_ram_efficient_loading: rank 0 loads the whole, and sends it
+accelerate              its FSDP2 with cpu_ram_efficient_loading: rank 0 loads the whole, and sends it
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -158,20 +159,24 @@ def accelerator(folder: Path, layers: int, how: str) -> tuple[dict[str, float], 
 
 
 def accelerate(folder: Path, layers: int) -> tuple[dict[str, float], nn.Module]:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, init_empty_weights, load_checkpoint_in_model
+    """What its ``prepare`` does on GPUs; on a CPU it does not shard, so its functions are called one by one."""
+    from accelerate import init_empty_weights, load_checkpoint_in_model
+    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+    from torch.distributed.fsdp import fully_shard
 
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, cpu_ram_efficient_loading=True, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"], reshard_after_forward=True,
-    )  # fmt: skip
-    found = Accelerator(cpu=True, fsdp_plugin=plugin)
+    torch.distributed.init_process_group("gloo")
+    main = torch.distributed.get_rank() == 0
     peak = Peak()
     with init_empty_weights():
         network = Network(layers)
-    if found.is_main_process:
+    if main:
         load_checkpoint_in_model(network, str(folder))
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    network, _ = found.prepare(network, optimizer)
+    whole = network.state_dict()
+    network = network.to("meta")
+    for block in network.blocks:
+        fully_shard(block)
+    fully_shard(network)
+    fsdp2_load_full_state_dict(SimpleNamespace(is_main_process=main), network, whole)  # type: ignore[arg-type]
     return peak.stop(), network
 
 
