@@ -53,7 +53,8 @@ class FSDPStrategy(DistributedStrategy):
 
     Rank 0's initial weights count. Layers that ``configure_model`` makes on the meta device
     (``trainer.init_module(empty_init=True)``) get memory and values one after the other, each only until it is sharded:
-    the values that one process draws with the same seed, as far as each layer fills itself when it is made.
+    the values that one process draws with the same seed, as far as each layer fills itself when it is made. What
+    ``load_checkpoint_in_model`` loads into layers without memory each process reads its own part of, after the split.
 
     Buffers are whole on each process and not reduced; rank 0's are saved.
 
@@ -240,6 +241,11 @@ class FSDPStrategy(DistributedStrategy):
                 f"The run before left this {type(module).__name__} in the middle of a step, by an error, and torch "
                 f"{torch.__version__} cannot reset it. Build a new module and load the weights from a checkpoint, or "
                 "upgrade torch to 2.13."
+            )
+        elif any(parameter.is_meta for parameter in module.parameters()):
+            raise RuntimeError(
+                f"{type(module).__name__} is sharded already, and some of its layers were made again without memory. "
+                "configure_model is called in every run: let it return at once where the layers are there."
             )
         self._holder.set_requires_gradient_sync(True)
         if hasattr(self._holder, "set_reduce_scatter_unused_params"):

@@ -44,8 +44,14 @@ def load_checkpoint_in_model(
     Parameters on the meta device come to the CPU. Files are mapped into memory, so that a tensor is in memory once
     besides its place in the model. What a file names is never run.
 
+    Where a strategy splits the model over processes (``"fsdp"``, tensor parallel), no process holds the whole: each
+    copies its own part of a parameter that lies in parts already (of a prepared model, or of one that torch's
+    ``fully_shard`` has split). In ``configure_model``, and within ``accelerator.init_module()``, a parameter on the
+    meta device only gets a note of its file, which is read after the split; names and shapes are checked at once, and
+    a checkpoint that the run goes on from wins. Every process must call.
+
     Args:
-        model: as it was built.
+        model: as it was built, or split.
         checkpoint: a ``.safetensors`` file, one that torch saved, an index (``.index.json``), or a folder with one of
             these.
         dtype: what floating-point tensors become; None: the model's, or the file's where the model has no values yet.
@@ -166,11 +172,11 @@ def _fill(
     model: nn.Module, names: list[str], own: Tensor, value: Tensor, dtype: torch.dtype | None, note: Note
 ) -> None:
     """Give the parameter or buffer of these names its value, or a note of where it is."""
-    if is_to_be_noted(own):
-        write_note(model, names, own, note, (dtype if value.is_floating_point() else None) or value.dtype)
-        return
     if sharded.in_parts(own):
         sharded.fill_parts(model, names, own, value, dtype)  # type: ignore[arg-type]
+        return
+    if is_to_be_noted(own):
+        write_note(model, names, own, note, (dtype if value.is_floating_point() else None) or value.dtype)
         return
     floating = value.is_floating_point()
     if not own.is_meta and (dtype is None or not floating or own.dtype == dtype):

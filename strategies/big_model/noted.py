@@ -51,6 +51,15 @@ class NotedParameter(nn.Parameter):
         _attach(made, vars(self)[_NOTE][0])
         return made
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self.data, self.requires_grad, vars(self)[_NOTE][0])
+
+
+def _rebuilt(data: Tensor, requires_grad: bool, note: Note) -> nn.Parameter:
+    made = nn.Parameter(data, requires_grad)
+    _attach(made, note)
+    return made
+
 
 @contextmanager
 def noting() -> Iterator[None]:

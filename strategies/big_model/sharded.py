@@ -104,7 +104,9 @@ def fill_parts(
     """
     if own.is_meta:
         kept = (dtype if value.is_floating_point() else None) or value.dtype
-        made = nn.Parameter(memory_for(own, own.device_mesh.device_type, kept), requires_grad=own.requires_grad)
+        made = memory_for(own, own.device_mesh.device_type, kept)
+        if isinstance(own, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=own.requires_grad)
         put(model, names, made)
         own = made  # type: ignore[assignment]
     elif dtype is not None and value.is_floating_point() and own.dtype != dtype:

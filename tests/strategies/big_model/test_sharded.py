@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline import Accelerator, Trainer, TrainingModule, load_checkpoint_in_model
 from paceline.loggers.messages import PacelineWarning
 from paceline.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from paceline.strategies.big_model import loading, pages, sharded
+from paceline.strategies.big_model import loading, noted, pages, sharded
 from paceline.trainer.accelerator.compat.empty import init_empty_weights
 
 WORDS, WIDTH, LENGTH = 26, 8, 5
@@ -379,6 +380,42 @@ def test_a_copy_of_a_loaded_model_is_filled_too(folder: Path) -> None:
     for key, value in trained().state_dict().items():
         assert torch.equal(found["started"][f"teacher.{key}"], value)
         assert torch.equal(found["started"][f"network.{key}"], value)
+
+
+def test_a_loaded_model_may_be_sent_to_other_processes(folder: Path) -> None:
+    with init_empty_weights():
+        network = Network()
+    with noted.noting():
+        load_checkpoint_in_model(network, folder)
+    found = pickle.loads(pickle.dumps(network))
+    assert found.head.weight is found.embed.weight
+    assert str(noted.Waiting(found)) == str(noted.Waiting(network)) != ""
+
+
+def test_a_model_is_evaluated_without_a_fit(folder: Path) -> None:
+    class Evaluated(Language):
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.network(batch)
+
+    def run(strategy: Any) -> Any:
+        torch.manual_seed(11)
+        return torch.cat(Trainer(strategy=strategy, **QUIET).predict(Evaluated(folder), batches(1)))
+
+    rank_0 = batches(1)[0]
+    expected = trained().eval()(rank_0)
+    assert torch.allclose(run("single_device"), expected, atol=1e-6)
+    assert torch.allclose(ranks(2, lambda: run(FSDPStrategy()))[0], expected, atol=1e-6)
+
+
+def test_building_the_model_again_in_a_later_run_is_an_error(folder: Path) -> None:
+    def run() -> None:
+        module = Language(folder)
+        trainer = Trainer(strategy=FSDPStrategy(), **QUIET)
+        trainer.fit(module, batches(1))
+        with pytest.raises(RuntimeError, match=r"made again without memory.*in every run"):
+            trainer.fit(module, batches(1))
+
+    ranks(2, run)
 
 
 def zero(module: Any) -> None:
