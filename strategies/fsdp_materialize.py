@@ -112,7 +112,7 @@ class Materializer:
                     if isinstance(value, nn.Parameter):
                         made = nn.Parameter(made, requires_grad=value.requires_grad)
                     self._made[id(value)] = (value, weakref.ref(made))
-                held[key] = made
+                held[key] = made  # type: ignore[assignment]
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

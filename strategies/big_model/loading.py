@@ -82,7 +82,7 @@ def _load(model: nn.Module, files: list[Path], dtype: torch.dtype | None) -> Loa
                 unexpected.append(name)
                 continue
             _check_shape(name, own[name], value, file, model)
-            _fill(model, twins[id(own[name])], own[name], value, dtype, Note(file, name, dtype, _tensors))
+            _fill(model, twins[id(own[name])], own[name], value, dtype, Note(file.absolute(), name, dtype, _tensors))
             found.update(twins[id(own[name])])
     wanted = [name for name in model.state_dict() if name not in found]
     return Loaded(wanted, unexpected)
