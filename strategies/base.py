@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .big_model.noted import Waiting
+from .big_model.sharded import all_or_none
 from .precision.base import Precision, gradients
 from .stacks import stacks
 from .stopping import Stop
@@ -57,6 +60,8 @@ class Strategy:
     progress: Callable[[], str] = str
     #: Whether a step runs on micro-batches, pieces of a batch, one after the other.
     splits_batches: ClassVar[bool] = False
+    #: What of the module that was set up last still waits for values; each that is set up gets one of its own.
+    waiting: Waiting = Waiting()
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         self.device = torch.device(device)
@@ -143,8 +148,38 @@ class Strategy:
         )
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Convert the module's dtype, bring it to the device, and shard it if the strategy shards."""
-        return self.precision.convert_module(module).to(self.device)
+        """Convert the module's dtype, bring it to the device, and shard it if the strategy shards.
+
+        Layers without memory get it, and their initial values.
+        """
+        module = self.precision.convert_module(module)
+        self._materialize(module, self.device)
+        return module.to(self.device)
+
+    def _materialize(self, module: nn.Module, device: torch.device) -> None:
+        self.waiting = Waiting(module)
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            from .fsdp_materialize import materialize
+
+            self.waiting.unfilled = materialize(module, device, self.waiting.noted)
+            self.waiting.take_memory(module, device)
+
+    def settle_weights(self, module: nn.Module, required: bool = True) -> None:
+        """Read weights that were noted (see :mod:`.big_model.noted`), unless a checkpoint has brought them.
+
+        Called once the module is set up and a checkpoint's weights are in; every process must call.
+
+        Args:
+            module: the module that was set up.
+            required: everything must have values by now.
+
+        Raises:
+            RuntimeError: something has none.
+        """
+        if self.waiting.notes:
+            all_or_none(partial(self.waiting.read, module), self.gather_objects)
+        if required and self.waiting.unfilled:
+            self.waiting.check(module, self.gather_objects)
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
         """Let batch norms see the batches of all processes, if ``synchronize``. Called before :meth:`setup_module`."""
@@ -351,6 +386,7 @@ class Strategy:
 
     def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a whole ``state_dict`` into the unwrapped module."""
+        self.waiting.restored(state)
         return module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from torch.distributed.tensor import empty as dtensor_empty
 
 from ..loggers import messages
 from . import fsdp_window, shards
+from .big_model.noted import Waiting, noting
+from .big_model.sharded import HOLDER
 from .distributed import DistributedStrategy, StartMethod
 from .fsdp_materialize import Materializer
 from .fsdp_wrapping import Policy, bottom_up, check_shapes, checkpoint_activations, choose_blocks
@@ -33,7 +35,6 @@ T = TypeVar("T")
 
 SHARDING = ("full", "grad_op", "hybrid")
 STATE_KINDS = ("full", "sharded")
-_HOLDER = "_paceline_fsdp"
 _NO_SUCH_OP = ("Sharding propagation failed", "does not have a sharding strategy registered")
 
 
@@ -52,7 +53,8 @@ class FSDPStrategy(DistributedStrategy):
 
     Rank 0's initial weights count. Layers that ``configure_model`` makes on the meta device
     (``trainer.init_module(empty_init=True)``) get memory and values one after the other, each only until it is sharded:
-    the values that one process draws with the same seed, as far as each layer fills itself when it is made.
+    the values that one process draws with the same seed, as far as each layer fills itself when it is made. What
+    ``load_checkpoint_in_model`` loads into layers without memory each process reads its own part of, after the split.
 
     Buffers are whole on each process and not reduced; rank 0's are saved.
 
@@ -138,7 +140,6 @@ class FSDPStrategy(DistributedStrategy):
         self.find_unused_parameters = find_unused_parameters
         self.state_dict_type = state_dict_type
         self._holder: Any = None
-        self._unfilled: list[str] = []
         self._synced = True
         self._manual = self._inside = self._in_parts = False
 
@@ -195,15 +196,29 @@ class FSDPStrategy(DistributedStrategy):
         self._mesh()  # one for all of them
         return super().for_another_module()
 
-    def empty_init_context(self) -> AbstractContextManager[Any]:
-        return self.precision.init_context(torch.device("meta"))
+    @contextmanager
+    def init_context(self) -> Iterator[None]:
+        """Weights that are loaded within, where there is no memory yet, are read after the module is sharded."""
+        with super().init_context(), self._noting():
+            yield
+
+    @contextmanager
+    def empty_init_context(self) -> Iterator[None]:
+        with self.precision.init_context(torch.device("meta")), self._noting():
+            yield
+
+    def _noting(self) -> AbstractContextManager[Any]:
+        return noting()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the module in place. Rank 0's weights count; layers on the meta device get their values here."""
+        """Shard the module in place. Rank 0's weights count; layers on the meta device get their values here.
+
+        What is noted gets memory only; :meth:`settle_weights` reads it.
+        """
         self._manual = not getattr(module, "automatic_optimization", True)
         self._synced = True
-        self._unfilled = []
-        self._holder = vars(module).get(_HOLDER)
+        self.waiting = Waiting()
+        self._holder = vars(module).get(HOLDER)
         settings = (
             self._mesh(),
             self.wrap,
@@ -215,7 +230,7 @@ class FSDPStrategy(DistributedStrategy):
         if self._holder is None:
             self._holder = _Holder(self.precision.convert_module(module), settings)
             self._shard(module)
-            vars(module)[_HOLDER] = self._holder
+            vars(module)[HOLDER] = self._holder
         elif self._holder.settings != settings:
             raise RuntimeError(
                 f"This {type(module).__name__} is sharded already, by an FSDPStrategy with other arguments. Use that "
@@ -227,6 +242,11 @@ class FSDPStrategy(DistributedStrategy):
                 f"{torch.__version__} cannot reset it. Build a new module and load the weights from a checkpoint, or "
                 "upgrade torch to 2.13."
             )
+        elif any(parameter.is_meta for parameter in module.parameters()):
+            raise RuntimeError(
+                f"{type(module).__name__} is sharded already, and some of its layers were made again without memory. "
+                "configure_model is called in every run: let it return at once where the layers are there."
+            )
         self._holder.set_requires_gradient_sync(True)
         if hasattr(self._holder, "set_reduce_scatter_unused_params"):
             self._holder.set_reduce_scatter_unused_params(self.find_unused_parameters)
@@ -236,9 +256,10 @@ class FSDPStrategy(DistributedStrategy):
     def _shard(self, module: nn.Module) -> None:
         check_shapes(module)
         self.same_model(module)
+        waiting = self._same_notes(module)
         blocks = self._blocks(module)
         checkpoint_activations(module, self.activation_checkpointing, blocks)
-        materializer = Materializer(module, self.device)
+        materializer = Materializer(module, self.device, waiting.noted)
         chosen = {id(block) for block in blocks.values()}
         for name, part in bottom_up(module):
             materializer.fill(name, part)
@@ -246,7 +267,19 @@ class FSDPStrategy(DistributedStrategy):
             if id(part) in chosen:
                 self._shard_group(part, self.reshard_after_forward)
         self._shard_group(self._holder, self._reshard_root)
-        self._unfilled = materializer.unfilled
+        waiting.unfilled = materializer.unfilled
+        waiting.take_memory(module, torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device)
+        self.waiting = waiting
+
+    def _same_notes(self, module: nn.Module) -> Waiting:
+        """What waits for values from files; raises if it is not the same on every rank."""
+        waiting = Waiting(module)
+        if self.unlike(str(waiting)):
+            raise RuntimeError(
+                f"The ranks have loaded different weights into {type(module).__name__}, or only some have loaded any. "
+                "Call load_checkpoint_in_model on every rank: each reads its own part of the files."
+            )
+        return waiting
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         """The modules that are groups of their own."""
@@ -273,8 +306,9 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _give_rank_zeros_values(self, part: nn.Module) -> None:
-        """What is not sharded yet goes to the device and gets rank 0's values."""
-        tensors = [tensor for tensor in (*part.parameters(), *part.buffers()) if not isinstance(tensor, DTensor)]
+        """What has values and is not sharded yet goes to the device and gets rank 0's."""
+        tensors = (*part.parameters(), *part.buffers())
+        tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
         for tensor in tensors:
             if tensor.device != self.device:
                 tensor.data = tensor.data.to(self.device)
@@ -282,26 +316,12 @@ class FSDPStrategy(DistributedStrategy):
             with self._at("giving every rank rank 0's weights"):
                 _broadcast(tensors)
 
-    def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        self._must_be_filled(module)
-        return module
-
-    def _must_be_filled(self, module: nn.Module) -> None:
-        if self._unfilled:
-            raise RuntimeError(
-                f"{type(module).__name__} was made on the meta device, and nothing gives "
-                f"{messages.names(self._unfilled[:10], 'and')} a value: the layer has no reset_parameters() that fills "
-                "it, no module around it has _init_weights(module), and no checkpoint was loaded. Write one of them, "
-                "or make that layer outside of torch.device('meta')."
-            )
-
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         """Run the step as the forward of the sharded root: its parameters are whole in there."""
         if self.mixed_precision is None or not isinstance(self.precision, MixedPrecision):
             step = super().bind_step(step, wrapped, training)
         if self._holder is None:
             return step
-        self._must_be_filled(wrapped)
         if not training:
             return partial(self._evaluate, self._holder, step)
         return partial(self._by_hand, self._holder, step) if self._manual else partial(self._holder, step)
@@ -429,7 +449,7 @@ class FSDPStrategy(DistributedStrategy):
         own = module.state_dict(keep_vars=True)
         parts = {name: shards.cut_if_fits(value, own.get(name)) for name, value in state.items()}
         result = module.load_state_dict(parts, strict=strict)
-        self._unfilled = [name for name in self._unfilled if name not in state]
+        self.waiting.restored(state)
         return result
 
     def _reshard(self, module: nn.Module) -> None:

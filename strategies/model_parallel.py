@@ -299,7 +299,6 @@ class ModelParallelStrategy(FSDPStrategy):
             step = SplitSequences(self.mesh["cp"], self.context_dims).bind(step)
         if self.spreads_data:
             return super().bind_step(step, wrapped, training)
-        self._must_be_filled(wrapped)
         return DistributedStrategy.bind_step(self, step, wrapped, training)
 
     # ---- one step --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -14,7 +15,6 @@ from torch.distributed.tensor.experimental import implicit_replication
 from . import shards
 from .base import move_optimizer_state
 from .distributed import DistributedStrategy
-from .fsdp_materialize import Materializer
 from .fsdp_wrapping import bottom_up
 from .precision.base import Precision, gradients
 
@@ -85,6 +85,9 @@ class PipelineSteps(Base):
 
     # ---- module and optimizers -------------------------------------------------------------------------------------
 
+    def _noting(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # each process has the whole module before it is split
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Leave in each process its stages' blocks and what is outside of the blocks, with rank 0's values."""
         pipeline = self.pipeline
@@ -114,10 +117,7 @@ class PipelineSteps(Base):
 
     def _give_values(self, module: nn.Module) -> None:
         """Rank 0's values for all, one tensor at a time on the device; what has no memory gets initial ones first."""
-        materializer = Materializer(module, torch.device("cpu"))
-        for name, part in bottom_up(module):
-            materializer.fill(name, part)
-        self._unfilled = materializer.unfilled
+        self._materialize(module, torch.device("cpu"))
         with torch.no_grad(), self._at("giving every rank rank 0's weights"):
             for tensor in (*module.parameters(), *module.buffers()):
                 value = tensor.detach().to(self.device).contiguous()
@@ -125,7 +125,6 @@ class PipelineSteps(Base):
                 tensor.copy_(value)
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
-        self._must_be_filled(module)
         self.pipeline.check_training(module)
         self._agree_on_random_numbers()
         return module
@@ -188,7 +187,7 @@ class PipelineSteps(Base):
             return module.load_state_dict(state, strict=strict)
         own = module.state_dict(keep_vars=True)
         parts = {name: _cut_like(value, own.get(name)) for name, value in state.items()}
-        self._unfilled = [name for name in self._unfilled if name not in state]
+        self.waiting.restored(state)
         return self.pipeline.held.load_model_state(parts, strict)
 
     def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

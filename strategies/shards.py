@@ -55,7 +55,8 @@ def cut(full: Tensor, like: DTensor) -> DTensor:
         if full.device_mesh == like.device_mesh and full.placements == like.placements:
             return full
         full = full.full_tensor()
-    spread = distribute_tensor(full.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None)
+    full = full if like.is_meta else full.to(like.to_local().device)
+    spread = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
     local = spread.to_local().clone()  # a part that shares memory would keep the whole alive
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=full.shape, stride=full.stride()

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ..loggers import messages
+from .shards import cut_if_fits
 from .tensor_plan import Found, find, find_head, inputs, is_transposed
 
 if TYPE_CHECKING:
@@ -77,20 +78,23 @@ class Splitter:
         Raises:
             ValueError: it does something between its layers that needs all features.
         """
-        network, tensors = self.module.get_submodule(name), {}
+        network, tensors, split_ones = self.module.get_submodule(name), {}, {}
         if not self.automatic or name not in self.found.networks:
             return
+        generator = torch.Generator().manual_seed(0)
         for key, parameter in network.named_parameters():
             tensors[key] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if parameter.is_meta:  # its values come later; any show what the forward does
+                tensors[key] = _some_values(parameter, generator).to(self.mesh.device_type, parameter.dtype)
+                split_ones[key] = cut_if_fits(tensors[key], parameter)
         first = tensors[next(iter(tensors))]
-        generator = torch.Generator().manual_seed(0)
         layer = self.module.get_submodule(next(key for key in self.found.columns if key.startswith(f"{name}.")))
         x = torch.randn(2, inputs(layer), generator=generator).to(first)
         training = network.training
         network.eval()
         try:
             with torch.no_grad():
-                whole, split = functional_call(network, tensors, x), network(x)
+                whole, split = functional_call(network, tensors, x), functional_call(network, split_ones, x)
         except Exception:  # its forward takes something else than one tensor
             return
         finally:
@@ -115,6 +119,10 @@ class Splitter:
         if any(isinstance(layer, nn.TransformerEncoderLayer) for layer in self.module.modules()):
             torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights past the layers' own forward
         _tell(self.styles, self.found, changed, self.mesh.size(), self.automatic)
+
+
+def _some_values(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(parameter.shape, generator=generator) / max(parameter.shape[-1], 1) ** 0.5
 
 
 def _from_found(module: nn.Module, found: Found, size: int) -> dict[str, ParallelStyle]:

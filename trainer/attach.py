@@ -65,6 +65,7 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
     if request.fn != "fit":
         if checkpoint is not None:
             _restore_model(trainer, checkpoint, ("model",))
+        trainer.strategy.settle_weights(module)
         return None
     return start_fit(trainer, checkpoint, request.restore)
 
@@ -82,6 +83,7 @@ def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None, parts: tuple[
         trainer.max_epochs = 1000
     if checkpoint is not None:
         _restore_model(trainer, checkpoint, parts)
+    trainer.strategy.settle_weights(trainer.training_module)
     trainer.model = trainer.strategy.wrap_for_training(trainer.model)
     setup_optimizers(trainer)
     leave_no_window(trainer)

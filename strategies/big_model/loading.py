@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ...loggers import messages
+from . import sharded
 from .device_map import check_device_map, device_of, main_device_of, torch_device
 from .dispatch import dispatch_model
 from .files import Pages, copy_into, is_aligned, mapped_tensors, weight_files
 from .hooks import put
+from .noted import Note, is_to_be_noted, write_note
 from .offload import load_offloaded_weight, offload_weight, save_offload_index
 from .placement import plan_device_map
 from .sizes import as_dtype, named_tensors
@@ -121,8 +123,14 @@ def load_checkpoint_in_model(
     A tensor whose place is ``"disk"`` is not copied at all: it stays mapped from its file, and its pages come and go.
     What a file names is never run.
 
+    Where a strategy splits the model over processes (``"fsdp"``, tensor parallel), no process holds the whole: each
+    copies its own part of a parameter that lies in parts already (of a prepared model, or of one that torch's
+    ``fully_shard`` has split). In ``configure_model``, and within ``accelerator.init_module()``, a parameter on the
+    meta device only gets a note of its file, which is read after the split; names and shapes are checked at once, and
+    a checkpoint that the run goes on from wins. Every process must call.
+
     Args:
-        model: as it was built; what is on the meta device comes to its place.
+        model: as it was built, or split; what is on the meta device comes to its place.
         checkpoint: a ``.safetensors`` file, one that torch saved, an index (``.index.json``), or a folder with one of
             these.
         device_map: name of module or tensor to device; None: where each tensor is, from the meta device to the CPU.
@@ -143,10 +151,19 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise NotImplementedError("load_checkpoint_in_model(offload_8bit_bnb=True): Paceline has no 8-bit weights.")
-    files = weight_files(Path(checkpoint))
-    if device_map is not None:
-        check_device_map(model, device_map)
-    filler = _Filler(model, device_map, offload_folder, as_dtype(dtype), offload_buffers, keep_in_fp32_modules or ())
+    with sharded.together(model):
+        files = weight_files(Path(checkpoint))
+        if device_map is not None:
+            check_device_map(model, device_map)
+        sharded.reshard(model)
+        in_float32 = keep_in_fp32_modules or ()
+        filler = _Filler(model, device_map, offload_folder, as_dtype(dtype), offload_buffers, in_float32)
+        loaded = _load(model, files, filler)
+        _tell(model, loaded, strict, Path(checkpoint))
+    return loaded
+
+
+def _load(model: nn.Module, files: list[Path], filler: _Filler) -> Loaded:
     unexpected: list[str] = []
     for file in files:
         pages: Pages | None = None
@@ -156,11 +173,9 @@ def load_checkpoint_in_model(
                 unexpected.append(name)
             elif name not in filler.filled:
                 _check_shape(name, filler.tensors[name], value, file, model)
-                filler.fill(name, value, pages)
+                filler.fill(name, value, pages, file)
     filler.close()
-    loaded = Loaded([name for name in model.state_dict() if name not in filler.filled], unexpected)
-    _tell(model, loaded, strict, Path(checkpoint))
-    return loaded
+    return Loaded([name for name in model.state_dict() if name not in filler.filled], unexpected)
 
 
 class _Filler:
@@ -189,10 +204,18 @@ class _Filler:
         self._index: dict[str, Any] = {}
 
     @torch.no_grad()
-    def fill(self, name: str, value: Tensor, pages: Pages) -> None:
+    def fill(self, name: str, value: Tensor, pages: Pages, file: Path) -> None:
         """Give one tensor its value, which is mapped from a file."""
         own = self.tensors[name]
+        names = self._names[id(own)]
+        self.filled.update(names)
         dtype = self._dtype(name, own, value)
+        if sharded.in_parts(own):
+            sharded.fill_parts(self.model, names, own, value, self.dtype, pages)  # type: ignore[arg-type]
+            return
+        if is_to_be_noted(own):
+            write_note(self.model, names, own, Note(file.absolute(), name, self.dtype), dtype)
+            return
         device = self._device(name, own)
         if device == "disk":
             put(self.model, name, own, self._on_disk(name, value, dtype))
@@ -202,7 +225,6 @@ class _Filler:
             made = torch.empty(value.shape, dtype=dtype, device=device)
             copy_into(made, value, pages)
             put(self.model, name, own, made)
-        self.filled.update(self._names[id(own)])
 
     def _dtype(self, name: str, own: Tensor, value: Tensor) -> torch.dtype:
         if not value.is_floating_point():
@@ -252,4 +274,4 @@ def _tell(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:
     text = f"The weights in {str(path)!r} do not fit {type(model).__name__} in all: {said}."
     if strict:
         raise RuntimeError(f"{text} Build the model they were written from, or load with strict=False.")
-    messages.warn(f"{text} What is missing keeps the values it had.")
+    messages.warn(f"{text} What is missing keeps the values it had, or gets its layer's initial ones.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter, UserDict
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from processes import RanksError, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
@@ -466,6 +468,25 @@ class Lazy(Transformer):
 def test_layers_on_the_meta_device_get_the_values_that_one_process_gives_them() -> None:
     how = {"precision": "64-true", "batches": 3}
     assert furthest(run_at("single", partial(Lazy, False), **how), run_at("fsdp x2", Lazy, **how)) < EXACT
+
+
+def test_a_layer_that_was_made_on_the_meta_device_is_let_go_of_when_it_is_sharded() -> None:
+    """No process holds more than one group of the module whole."""
+
+    def run() -> list[int]:
+        alive: list[int] = []
+        whole_ones: list[weakref.ref[Tensor]] = []
+
+        class Watched(FSDPStrategy):
+            def _shard_group(self, part: nn.Module, reshard: Any) -> None:
+                whole_ones.extend(weakref.ref(p) for p in part.parameters() if not isinstance(p, DTensor))
+                super()._shard_group(part, reshard)
+                alive.append(sum(one() is not None for one in whole_ones))
+
+        train(Lazy(), Watched(), 2, 1)
+        return alive
+
+    assert ranks(2, run) == [[0] * 4] * 2
 
 
 def test_tied_layers_on_the_meta_device_stay_tied() -> None:

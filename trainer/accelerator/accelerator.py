@@ -203,6 +203,17 @@ class Accelerator(Facts):
         found = prepare(self, objects, device_placement or [None] * len(objects))
         return found[0] if len(found) == 1 else tuple(found)
 
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Context in which layers are made on the run's device and in its dtype.
+
+        Under a strategy that shards, weights which ``load_checkpoint_in_model`` loads within into layers without memory
+        are read by ``prepare``: each process reads the part that it holds.
+
+        Args:
+            empty_init: True makes layers without memory, under a strategy that shards.
+        """
+        return self._strategy.empty_init_context() if empty_init else self._strategy.init_context()
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:

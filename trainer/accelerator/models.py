@@ -43,6 +43,7 @@ class PreparedModel:
         """Bring the module to its device; shard or wrap it."""
         if place:
             self.module = self.strategy.setup_module(self.module)
+            self.strategy.settle_weights(self.module, required=False)
         self.parameters = dict(self.module.named_parameters())
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
@@ -75,8 +76,16 @@ class PreparedModel:
             step = partial(_in_float32, step)
         evaluate = strategy.bind_step(step, self._wrapped)
         train = evaluate if self.frozen else strategy.bind_step(step, self._wrapped, training=True)
+        if strategy.waiting.unfilled:
+            train, evaluate = partial(self._once_filled, train), partial(self._once_filled, evaluate)
         if train is not plain or evaluate is not plain:
             module.forward = Routed(module, strategy, train, evaluate)
+
+    def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A step of a model that needs weights which nobody had loaded when it was prepared."""
+        if self.strategy.waiting.unfilled:
+            self.strategy.settle_weights(self.module)
+        return step(*args, **kwargs)
 
 
 class Routed:
