@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..loggers import messages
 from ..strategies.base import Strategy
@@ -122,17 +124,53 @@ def estimate_memory(
         >>> found.weights, found.optimizer
         (4004000, 8008008)
     """
-    plan = _plan(strategy, precision, num_processes, torch.device(device), activation_checkpointing)
-    rehearsal = Rehearsal(
-        module, batch, plan.strategy, lambda one: optimizers_of(one, optimizer), loss, plan.activation_checkpointing
-    )
-    with rehearsal.running():
-        rehearsal.set_up()
-        if batch is None:
-            rehearsal.update_alone()
-        else:
-            _run(rehearsal, type(module).__name__, min(accumulate_grad_batches, 2))
-    return _read(rehearsal, plan, precision, num_processes, batch)
+    return estimate_strategies(
+        module,
+        batch,
+        [strategy],
+        optimizer=optimizer,
+        loss=loss,
+        precision=precision,
+        num_processes=num_processes,
+        accumulate_grad_batches=accumulate_grad_batches,
+        activation_checkpointing=activation_checkpointing,
+        device=device,
+    )[0]
+
+
+def estimate_strategies(
+    module: nn.Module,
+    batch: Any,
+    strategies: Iterable[str | Strategy],
+    *,
+    optimizer: str | Callable[[list[nn.Parameter]], Any] | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    precision: Any = "32-true",
+    num_processes: int = 1,
+    accumulate_grad_batches: int = 1,
+    activation_checkpointing: Any = None,
+    device: str | torch.device = "cpu",
+) -> list[MemoryEstimate]:
+    """As :func:`estimate_memory` for several strategies; what they have in common is run once.
+
+    ``num_processes`` is that of the strategies that have several.
+    """
+    asked_for, found, run = list(strategies), [], {}
+    for asked in asked_for:
+        processes = 1 if len(asked_for) > 1 and asked in _SINGLE else num_processes
+        plan = _plan(asked, precision, processes, torch.device(device), activation_checkpointing)
+        if plan.key not in run:
+            rehearsal = run[plan.key] = Rehearsal(
+                module,
+                batch,
+                plan.strategy,
+                partial(optimizers_of, asked=optimizer),
+                loss,
+                plan.activation_checkpointing,
+            )
+            _run(rehearsal, type(module).__name__, batch is not None, min(accumulate_grad_batches, 2))
+        found.append(_read(run[plan.key], plan, processes, batch))
+    return found
 
 
 class _Plan(NamedTuple):
@@ -141,9 +179,15 @@ class _Plan(NamedTuple):
     name: str
     strategy: Strategy
     activation_checkpointing: Any
+    shared: bool = True
     buckets: bool = False
     views: bool = False
     offload: bool = False
+
+    @property
+    def key(self) -> Any:
+        """Plans of one key are rehearsed once."""
+        return type(self.strategy) if self.shared else id(self.strategy)
 
 
 def _plan(asked: Any, precision: Any, processes: int, device: torch.device, checkpointing: Any) -> _Plan:
@@ -155,6 +199,7 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
                 "has one process. Write strategy='ddp' or 'fsdp'."
             )
         return _Plan("single_device", SingleDevice(device, chosen), checkpointing)
+    by_name = isinstance(asked, str)
     if isinstance(asked, str):
         if asked not in _NAMES:
             raise ValueError(messages.unknown("strategy for an estimate", asked, _NAMES))
@@ -163,13 +208,13 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
         found = copy.copy(asked)
     if isinstance(found, DDPStrategy):
         views = bool(found.ddp_options.get("gradient_as_bucket_view"))
-        return _Plan("ddp", SingleDevice(device, chosen), checkpointing, buckets=True, views=views)
-    if not isinstance(found, FSDPStrategy) or type(found) is not FSDPStrategy:
+        return _Plan("ddp", SingleDevice(device, chosen), checkpointing, True, buckets=True, views=views)
+    if type(found) is not FSDPStrategy:
         raise ValueError(
             f"estimate_memory(strategy={type(found).__name__}) is none that can be estimated. Pass a DDPStrategy, an "
             f"FSDPStrategy, or a name: {messages.names(_NAMES)}."
         )
-    offload = bool(type(found.offload).__name__ == "CPUOffloadPolicy")
+    offload = isinstance(found.offload, CPUOffloadPolicy)
     plain = FSDPStrategy()
     found.offload = plain.offload
     if checkpointing is not None:
@@ -178,7 +223,7 @@ def _plan(asked: Any, precision: Any, processes: int, device: torch.device, chec
     DistributedStrategy.place(found, [device] * processes)
     found._cluster = None  # a launcher's, if this process has one
     found._mesh_shape()
-    return _Plan("fsdp_cpu_offload" if offload else "fsdp", found, None, offload=offload)
+    return _Plan("fsdp_cpu_offload" if offload else "fsdp", found, None, by_name, offload=offload)
 
 
 def _precision(asked: Any, device: torch.device) -> Precision:
@@ -193,10 +238,19 @@ def _unchanged(module: nn.Module) -> nn.Module:
     return module
 
 
-def _run(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
+def _run(rehearsal: Rehearsal, owner: str, steps: bool, micro_batches: int) -> None:
+    with rehearsal.running():
+        rehearsal.set_up()
+        if not steps:
+            rehearsal.update_alone()
+            return
+        _train(rehearsal, owner, micro_batches)
+
+
+def _train(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
     try:
         rehearsal.infer()
-        rehearsal.train(micro_batches)
+        rehearsal.train(micro_batches)  # from now on there is an optimizer state
         rehearsal.train(micro_batches)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
@@ -208,7 +262,7 @@ def _run(rehearsal: Rehearsal, owner: str, micro_batches: int) -> None:
         ) from error
 
 
-def _read(rehearsal: Rehearsal, plan: _Plan, precision: Any, processes: int, batch: Any) -> MemoryEstimate:
+def _read(rehearsal: Rehearsal, plan: _Plan, processes: int, batch: Any) -> MemoryEstimate:
     ledger = rehearsal.ledger
     training = ledger.most
     constant: dict[str, int] = {}
@@ -237,15 +291,6 @@ def _read(rehearsal: Rehearsal, plan: _Plan, precision: Any, processes: int, bat
         host=rest if plan.offload else 0,
         guessed=ledger.guessed,
     )
-
-
-def loading_bytes(tensors: Iterable[Tensor], bits: int | None = None) -> int:
-    """Bytes of tensors whose floating-point values have so many bits each; None: as they are."""
-    total = 0
-    for tensor in tensors:
-        converts = bits is not None and tensor.is_floating_point()
-        total += -(-tensor.numel() * bits // 8) if converts and bits else tensor.numel() * tensor.element_size()
-    return total
 
 
 def largest_layer(sizes: dict[str, int]) -> tuple[str, int]:

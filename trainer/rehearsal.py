@@ -154,7 +154,9 @@ class Rehearsal:
             return
         from .trainer import Trainer
 
-        trainer = Trainer(max_steps=1000, max_epochs=-1, barebones=True, accelerator=self.strategy.device.type, devices=1)
+        trainer = Trainer(
+            max_steps=1000, max_epochs=-1, barebones=True, accelerator=self.strategy.device.type, devices=1
+        )
         trainer.strategy = self.strategy
         trainer._hooks = _NoHooks()
         module.trainer = trainer
@@ -216,7 +218,9 @@ class Rehearsal:
     def states(self) -> list[Tensor]:
         """The tensors of the optimizers' state."""
         states = [optimizer.state for optimizer in self.optimizers]
-        return [value for state in states for value in pytree.tree_leaves(list(state.values())) if isinstance(value, Tensor)]
+        return [
+            value for state in states for value in pytree.tree_leaves(list(state.values())) if isinstance(value, Tensor)
+        ]
 
     def update_alone(self) -> None:
         """The update with gradients that no backward has made, where the step cannot be run."""
@@ -295,7 +299,9 @@ def _choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
 def _call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
     import inspect
 
-    takes = [p for p in inspect.signature(step).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes = [
+        p for p in inspect.signature(step).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return step(batch, batch_idx) if len(takes) > 1 else step(batch)
 
 
