@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 #: What memory holds. ``gathered``: weights of other processes and what carries gradients to them; ``temporary``: what
 #: an operation or a backward needs for a moment.
-KINDS = ("weights", "gradients", "optimizer", "activations", "gathered", "temporary")
+KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "gathered", "temporary")
 
 _PATCHING = threading.RLock()
 
@@ -59,18 +59,17 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it says first which operations it is made of, and what it sends
         kwargs = kwargs or {}
-        try:
-            result = func(*args, **kwargs)
-        except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default:
-                raise
-            self.guessed = True
-            dtype = args[0].dtype
-            return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-        except RuntimeError:
-            if func is not torch.ops.aten._grouped_mm.default:
-                raise
+        if func is torch.ops.aten._grouped_mm.default:
             result = _grouped(*args, **kwargs)
+        else:
+            try:
+                result = func(*args, **kwargs)
+            except DataDependentOutputException:
+                if func is not torch.ops.aten._local_scalar_dense.default:
+                    raise
+                self.guessed = True
+                dtype = args[0].dtype
+                return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         for value in pytree.tree_leaves(result):
             if isinstance(value, Tensor):
                 self._see(value)
@@ -177,7 +176,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """The shape of a grouped matrix product, for dtypes that torch's own shape function refuses."""
+    """The shape of a grouped matrix product; torch's own shape function takes bfloat16 alone."""
     if a.dim() == 2 and b.dim() == 2:
         groups = 1 if offs is None else offs.shape[0]
         shape = (groups, a.shape[0], b.shape[1])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from tiny import TinyModule, tiny_loader
 
-from paceline import Trainer, find_executable_batch_size
+from paceline import Accelerator, Trainer, find_executable_batch_size
+from paceline.strategies import SingleDevice
+from paceline.trainer.out_of_memory import TRAINER, Situation, _advice, measure
 
 
 class Hungry(TinyModule):
@@ -28,15 +33,114 @@ def test_b14_running_out_of_memory_says_where_and_what_to_try_with_numbers(quiet
     said = str(caught.value)
     assert "train, epoch 0, batch 1, step 0, 8 samples in the batch" in said
     assert "Tried to allocate 2.00 GiB." in said
-    assert "batch_size=4 and accumulate_grad_batches=6" in said
-    assert "precision='bf16-mixed'" in said
-    assert "strategy='fsdp' with devices=2" in said
+    assert "weights of 20 bytes, gradients of 20 bytes and optimizer state of 0 bytes" in said
+    assert "(1) batch_size=4 with accumulate_grad_batches=6, which learns the same (saves up to" in said
+    assert "(2) precision='bf16-mixed', which keeps 16 bits for backward (saves up to" in said
+    assert "(3) activation checkpointing" in said
+    # Of 20 bytes of weights and as many of gradients the other process holds a half.
+    assert (
+        "(4) strategy='fsdp' with devices=2: each process holds 1/2 of weights, gradients and optimizer state" in said
+    )
+    assert "(saves 20 bytes)" in said
     assert "More of torch's words" in str(caught.value.__cause__)
 
 
 def test_a_real_allocation_that_fails_on_the_cpu_is_explained(quiet: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"The cpu of rank 0 is out of memory \(validate, 2 samples.*batch_size=1;"):
+    with pytest.raises(
+        RuntimeError, match=r"The cpu of rank 0 is out of memory \(validate, 2 samples.*\(1\) batch_size=1 \(saves"
+    ):
         Trainer(**quiet).validate(Hungry(), tiny_loader())
+
+
+def test_the_sizes_are_those_of_weights_gradients_and_state_and_the_gpu_is_told_to_offload() -> None:
+    layer = torch.nn.Linear(1000, 1000, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    sizes = measure([layer], [optimizer], torch.device("cpu"))
+    assert (sizes.weights, sizes.gradients, sizes.optimizer) == (4_000_000, 4_000_000, 8_000_004)
+    strategy = SingleDevice()
+    strategy.device = torch.device("meta")  # a device that is not the host
+    now = Situation(TRAINER, "here", strategy, [layer], [optimizer], 8, 1, True)
+    advice = list(_advice(now, sizes._replace(weights=2**30, gradients=2**30, optimizer=2**31, highest=2**33)))
+    assert [one.rpartition("(saves ")[2] for one in advice] == [
+        "up to 2 GiB)",  # half of the 4 GiB that are neither of the three
+        "up to 2 GiB)",
+        "most of 4 GiB)",
+        "2 GiB)",  # half of the 4 GiB that are
+        "up to 4 GiB)",
+    ]
+    assert "FSDPStrategy(cpu_offload=True)" in advice[-1]
+
+
+class Greedy(torch.autograd.Function):
+    """Runs out of memory in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.empty(1 << 60)
+
+
+class Failing(torch.nn.Linear):
+    def __init__(self, where: str) -> None:
+        super().__init__(4, 1)
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.where == "forward":
+            torch.empty(1 << 60)
+        return Greedy.apply(y) if self.where == "backward" else y  # type: ignore[return-value]
+
+
+class HungryOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize("where", ["forward", "forward in accumulate", "backward", "step"])
+def test_a_loop_of_ones_own_gets_the_words_of_an_accelerator_once(where: str) -> None:
+    precision = "bf16" if where == "forward" else "no"
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+    model = Failing(where.partition(" ")[0])
+    kind = HungryOptimizer if where == "step" else torch.optim.SGD
+    loader = torch.utils.data.DataLoader(torch.ones(8, 4), 4)
+    model, optimizer, loader = accelerator.prepare(model, kind(model.parameters(), lr=0.1), loader)
+
+    def train() -> None:
+        for batch in loader:
+            with accelerator.accumulate(model) if "accumulate" in where or where == "step" else nullcontext():
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        train()
+    said = str(caught.value)
+    assert said.count("Try, in this order") == 1
+    assert "4 samples in the batch" in said
+    assert "(1) batch_size=2 with gradient_accumulation_steps=4" in said
+    assert ("mixed_precision='bf16'" in said) is (precision == "no")
+    assert "Accelerator(strategy='fsdp') on 2 processes" in said
+    assert "you tried to allocate" in str(caught.value.__cause__)
+
+
+def test_an_error_that_nothing_of_ours_can_catch_is_answered_when_it_ends_the_program() -> None:
+    program = (
+        "import torch; from paceline import Accelerator\n"
+        "class Hungry(torch.nn.Linear):\n"
+        "    def forward(self, x): return torch.empty(1 << 60)\n"
+        "accelerator = Accelerator(cpu=True); model = accelerator.prepare(Hungry(4, 1)); model(torch.ones(1, 4))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Hungry" not in done.stderr.splitlines()[-1]
+    assert "weights of 20 bytes" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("Try, in this order") == 1
 
 
 def test_the_batch_size_is_halved_until_it_fits_and_an_update_learns_from_as_many_samples() -> None:

@@ -106,9 +106,9 @@ def _not_here(name: str) -> str:
     close = messages.did_you_mean(Path(name).name, [one.name for one in near.iterdir()] if near.is_dir() else [])
     return (
         f"There is no file or folder {name!r} here.{close} If it is a model of the Hugging Face Hub: nothing is "
-        "fetched from there, so that an estimate works without a network. Its config.json (a few kB) is enough: fetch it "
-        f"(hf download {name} config.json --local-dir FOLDER) and run paceline estimate-memory FOLDER. For a model of "
-        "your own write module:factory or file.py:factory."
+        "fetched from there, so that an estimate works without a network. Its config.json (a few kB) is enough: fetch "
+        f"it (hf download {name} config.json --local-dir FOLDER) and run paceline estimate-memory FOLDER. For a model "
+        "of your own write module:factory or file.py:factory."
     )
 
 
