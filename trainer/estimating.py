@@ -53,7 +53,8 @@ class MemoryEstimate:
         training_at_peak: what the peak is made of: ``weights``, ``gradients``, ``optimizer``, ``activations``,
             ``gathered`` (DDP's buckets; under FSDP what is put together of the other processes' parts) and
             ``temporary``.
-        inference: the peak of a pass without gradients; None where no batch was given.
+        inference: the peak of a pass without gradients; None where no batch was given, or the step runs
+            backward itself.
         host: what lies in the host's memory instead (``cpu_offload``).
         guessed: the step reads values out of tensors, which had none: its memory may depend on them.
     """
@@ -124,6 +125,11 @@ def estimate_memory(
         >>> found.weights, found.optimizer
         (4004000, 8008008)
     """
+    if strategy in _SINGLE and num_processes != 1:
+        raise ValueError(
+            f"estimate_memory(strategy={strategy!r}, num_processes={num_processes}) contradict each other: that "
+            "strategy has one process. Write strategy='ddp' or 'fsdp'."
+        )
     return estimate_strategies(
         module,
         batch,
@@ -155,9 +161,9 @@ def estimate_strategies(
 
     ``num_processes`` is that of the strategies that have several.
     """
-    asked_for, found, run = list(strategies), [], {}
-    for asked in asked_for:
-        processes = 1 if len(asked_for) > 1 and asked in _SINGLE else num_processes
+    found, run = [], {}
+    for asked in strategies:
+        processes = 1 if asked in _SINGLE else num_processes
         plan = _plan(asked, precision, processes, torch.device(device), activation_checkpointing)
         if plan.key not in run:
             rehearsal = run[plan.key] = Rehearsal(
@@ -193,11 +199,6 @@ class _Plan(NamedTuple):
 def _plan(asked: Any, precision: Any, processes: int, device: torch.device, checkpointing: Any) -> _Plan:
     chosen = _precision(precision, device)
     if isinstance(asked, str) and asked in _SINGLE:
-        if processes != 1:
-            raise ValueError(
-                f"estimate_memory(strategy={asked!r}, num_processes={processes}) contradict each other: that strategy "
-                "has one process. Write strategy='ddp' or 'fsdp'."
-            )
         return _Plan("single_device", SingleDevice(device, chosen), checkpointing)
     by_name = isinstance(asked, str)
     if isinstance(asked, str):
@@ -287,7 +288,7 @@ def _read(rehearsal: Rehearsal, plan: _Plan, processes: int, batch: Any) -> Memo
         training=peak.bytes,
         training_phase=peak.phase,
         training_at_peak=peak.by_kind,
-        inference=None if batch is None else inference.bytes,
+        inference=inference.bytes or None,
         host=rest if plan.offload else 0,
         guessed=ledger.guessed,
     )

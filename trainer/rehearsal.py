@@ -159,6 +159,7 @@ class Rehearsal:
         )
         trainer.strategy = self.strategy
         trainer._hooks = _NoHooks()
+        trainer._module = module
         module.trainer = trainer
         for one in module.modules():
             if isinstance(one, TrainingModule):
@@ -174,8 +175,15 @@ class Rehearsal:
 
     # ---- what is run -----------------------------------------------------------------------------------------------
 
+    @property
+    def automatic(self) -> bool:
+        """Whether the step leaves backward and update to whoever runs it."""
+        return getattr(self.module, "automatic_optimization", True)
+
     def infer(self) -> None:
-        """One pass without gradients."""
+        """One pass without gradients; nothing for a step that runs backward itself."""
+        if not self.automatic:
+            return
         self.ledger.begin("inference")
         self.module.eval()
         with torch.no_grad():
@@ -185,7 +193,7 @@ class Rehearsal:
 
     def train(self, micro_batches: int = 1) -> None:
         """One window of micro-batches and its update, as :class:`~.step.TrainStep` does it."""
-        automatic = getattr(self.module, "automatic_optimization", True)
+        automatic = self.automatic
         for number in range(micro_batches):
             self.strategy.sync_gradients(number + 1 == micro_batches)
             self.ledger.begin("forward")

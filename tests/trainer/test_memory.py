@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from processes import ranks
 from tiny import TinyModule, tiny_loader
 
-from paceline import Accelerator, Trainer, find_executable_batch_size
+from paceline import Accelerator, Trainer, find_executable_batch_size, seed_everything
 from paceline.strategies import SingleDevice
+from paceline.trainer import attempts
 from paceline.trainer.out_of_memory import TRAINER, Situation, _advice, measure
 
 
@@ -188,3 +190,100 @@ def test_other_errors_are_raised_as_they_are_and_wrong_arguments_are_refused() -
         find_executable_batch_size(lambda: None)
     with pytest.raises(ValueError, match=r"factor=1\.5"):
         find_executable_batch_size(broken, factor=1.5)
+
+
+def test_the_sizes_that_were_tried_are_told_in_one_message(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="paceline")
+
+    def train(batch_size: int, accumulate_grad_batches: int) -> None:
+        if batch_size > 16:
+            torch.empty(1 << 60)
+
+    find_executable_batch_size(train, 64)()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "train() was tried with: 64 ran out of memory; 32 ran out of memory; 16 ran. 16 it is, with" in said[0]
+    assert "accumulate_grad_batches=4, so that an update learns from 64" in said[0]
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def uneven(limits: tuple[int, int], steps: tuple[int, int] | None = None) -> tuple[int, list[int]]:
+    """A search on ranks of which each has its own limit; returns the size that it ended with, and those it saw."""
+    torch.distributed.init_process_group("gloo")
+    rank, sizes = torch.distributed.get_rank(), []
+
+    def train(batch_size: int) -> int:
+        sizes.append(batch_size)
+        if batch_size > limits[rank]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return batch_size
+
+    smaller = None if steps is None else lambda: sizes[-1] - steps[rank]
+    return find_executable_batch_size(train, 64, reduce_batch_size_fn=smaller)(), sizes
+
+
+def test_u20_ranks_with_different_limits_go_down_together() -> None:
+    assert ranks(2, uneven, (64, 10)) == [(8, [64, 32, 16, 8])] * 2
+    assert ranks(3, uneven, (20, 64, 64)) == [(16, [64, 32, 16])] * 3
+    assert ranks(2, uneven, (40, 64), (10, 1)) == [(34, [64, 54, 44, 34])] * 2  # rank 0's function counts
+
+
+def wrong_on_rank_1() -> str:
+    torch.distributed.init_process_group("gloo")
+
+    def train(batch_size: int) -> None:
+        if torch.distributed.get_rank() == 1:
+            raise KeyError("mine")
+
+    with pytest.raises((RuntimeError, KeyError)) as caught:
+        find_executable_batch_size(train)()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_an_error_of_one_rank_ends_the_search_of_all() -> None:
+    first, second = ranks(2, wrong_on_rank_1)
+    assert "ended on rank 1 with an error, so that rank 0 cannot go on alone" in first
+    assert "KeyError: 'mine'" in first
+    assert second == "KeyError: 'mine'"
+
+
+class HungryOnRank1(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1 and batch_idx == 1 and len(batch[0]) > 4:
+            torch.empty(1 << 60)
+        return super().training_step(batch, batch_idx)
+
+
+def train_with_ddp(strategy: str) -> tuple[int, list[int], list[float]]:
+    attempts.GRACE_SECONDS = 0.5
+    sizes: list[int] = []
+
+    def train(batch_size: int) -> tuple[int, list[float]]:
+        sizes.append(batch_size)
+        seed_everything(1)
+        module = HungryOnRank1()
+        trainer = Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(module, tiny_loader(64, batch_size=batch_size))
+        weights = [getattr(p, "full_tensor", lambda p=p: p)().flatten().tolist() for p in module.parameters()]
+        return trainer.global_step, [value for part in weights for value in part]
+
+    steps, weights = find_executable_batch_size(train, 16)()
+    return steps, sizes, weights
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_u20_a_rank_that_waits_in_a_collective_for_one_that_ran_out_is_released(strategy: str) -> None:
+    first, second = ranks(2, train_with_ddp, strategy)
+    assert first == second
+    assert first[0] > 1
+    assert first[1] == [16, 8, 4]

@@ -273,14 +273,14 @@ class Verdict:
         if self.machine.shared:
             return
         for name in ("fsdp", "fsdp_cpu_offload"):
-            processes = self._processes(next((one for one in trained if one.strategy == name), None))
+            (found,) = self.trainings.of(precision, [name])
+            yield "", found
+            processes = self._processes(found)
             if processes is not None:
                 yield from (("", one) for one in self.trainings.of(precision, [name], num_processes=processes))
 
-    def _processes(self, found: MemoryEstimate | None) -> int | None:
+    def _processes(self, found: MemoryEstimate) -> int | None:
         """How many would have room, from what is divided among processes in an estimate, as a power of two."""
-        if found is None:
-            return None
         divided = sum(found.training_at_peak[kind] for kind in ("weights", "gradients", "optimizer"))
         processes = found.num_processes
         while processes < _MOST_PROCESSES:

@@ -74,7 +74,7 @@ def test_c16_a_factory_gives_loading_and_training_for_each_dtype(
     single = training["single_device", "32-true"]
     assert (single["weights"], single["gradients"], single["optimizer"]) == (16 * MB, 16 * MB, 32 * MB + 16)
     assert single["training"] == loading["float32"]["training"]
-    assert 64 * MB <= single["training"] < 75 * MB
+    assert 64 * MB <= single["training"] < 80 * MB
     assert training["fsdp", "32-true"]["weights"] == 4 * MB
     assert training["fsdp", "32-true"]["num_processes"] == 4
     assert training["fsdp_cpu_offload", "bf16-true"]["host"] == 8 * MB + 16
@@ -93,9 +93,10 @@ def test_i8_a_model_that_does_not_fit_is_told_with_what_would(factory: str, caps
     assert {row["fits"] for row in nothing["training"]} == {"no"}
     said = " ".join(nothing["verdict"])
     assert "What would: " in said
-    assert "fsdp x8 in bf16-mixed" in said or "fsdp x4 in bf16-mixed" in said
+    assert "fsdp x32 in bf16-mixed (" in said
+    assert "fsdp_cpu_offload x2 in bf16-mixed (" in said
     small = asked(capsys, *arguments, "--device_memory", "10MB", "--dtypes", "float32", "int8")
-    assert "Loaded in float32 it does not fit on one device of 9.54 MiB. In int8 (3.82 MiB) it does." in " ".join(
+    assert "Loaded in float32 it does not fit on one device of 9.54 MiB. In int8 (3.83 MiB) it does." in " ".join(
         small["verdict"]
     )
 
