@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable
 from itertools import count
@@ -23,14 +24,14 @@ _NOTICE_SECONDS = 60.0
 _searches = count()
 
 #: How an attempt ended on a rank.
-DONE, OUT_OF_MEMORY, ERROR = "done", "out of memory", "error"
+DONE, OUT_OF_MEMORY, RELEASED, ERROR = "done", "out of memory", "released", "error"
 
 
 class Outcome(NamedTuple):
     """How an attempt ended on one rank.
 
     Attributes:
-        kind: :data:`DONE`, :data:`OUT_OF_MEMORY` or :data:`ERROR`.
+        kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (it waited for one that ran out) or :data:`ERROR`.
         text: of the error.
         peak: bytes of GPU memory that were in use at most; 0 where nobody counts.
     """
@@ -81,9 +82,9 @@ class Together:
         self._store.set(self._key(f"end/{self.rank}"), json.dumps(own))
         left = False
         if failed and not self._wait("end", GRACE_SECONDS):
-            gc.collect()  # what still holds the group would keep its connections open
             left = True
             leave()
+            _forget_meshes()  # what still holds the group would keep its connections open
         self._wait("end", None)
         found = [Outcome(*json.loads(self._store.get(self._key(f"end/{rank}")))) for rank in range(self.size)]
         self._store.set(self._key(f"left/{self.rank}"), json.dumps(left))
@@ -111,7 +112,7 @@ class Together:
 
     def _join_again(self) -> None:
         leave()
-        gc.collect()
+        _forget_meshes()
         store = dist.PrefixStore(self._key("group"), self._store.clone())  # type: ignore[reportPrivateImportUsage]
         more = {} if self._device is None else {"device_id": self._device}
         dist.init_process_group(
@@ -126,3 +127,15 @@ class Together:
         found = json.loads(self._store.get(self._key("next")))
         self._attempt += 1
         return found
+
+
+def _forget_meshes() -> None:
+    """Let go of what torch remembers of sharded tensors, with their meshes and the groups in them."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None:
+        propagator = tensors.DTensor._op_dispatcher.sharding_propagator
+        found = [getattr(getattr(propagator, name), "cache_clear", None) for name in dir(propagator)]
+        for clear in (*found, getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)):
+            if callable(clear):
+                clear()
+    gc.collect()

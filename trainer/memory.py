@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 
 from ..loggers import messages
-from .attempts import DONE, ERROR, OUT_OF_MEMORY, Outcome, Together
+from .attempts import DONE, ERROR, OUT_OF_MEMORY, RELEASED, Outcome, Together
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -161,7 +161,8 @@ class _Search:
             # Its frames hold the model, and with it the memory.
             self.error = error.with_traceback(None)
             self.error.__cause__ = self.error.__context__ = None
-            return None, Outcome(OUT_OF_MEMORY, str(error), torch.cuda.max_memory_allocated() if gpu else 0)
+            kind = OUT_OF_MEMORY if is_out_of_memory(error) else RELEASED
+            return None, Outcome(kind, str(error), torch.cuda.max_memory_allocated() if gpu else 0)
         return result, Outcome(DONE, "", torch.cuda.max_memory_allocated() if gpu else 0)
 
     def is_end_of_memory(self, error: Exception) -> bool:

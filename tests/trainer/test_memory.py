@@ -13,6 +13,7 @@ from processes import ranks
 from tiny import TinyModule, tiny_loader
 
 from paceline import Accelerator, Trainer, find_executable_batch_size, seed_everything
+from paceline.loggers import messages
 from paceline.strategies import SingleDevice
 from paceline.trainer import attempts
 from paceline.trainer.out_of_memory import TRAINER, Situation, _advice, measure
@@ -277,7 +278,10 @@ def train_with_ddp(strategy: str) -> tuple[int, list[int], list[float]]:
         weights = [getattr(p, "full_tensor", lambda p=p: p)().flatten().tolist() for p in module.parameters()]
         return trainer.global_step, [value for part in weights for value in part]
 
+    said: list[str] = []
+    messages.info = said.append
     steps, weights = find_executable_batch_size(train, 16)()
+    assert "16 ran out of memory on rank 1; 8 ran out of memory on rank 1; 4 ran" in said[-1]
     return steps, sizes, weights
 
 
