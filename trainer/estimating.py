@@ -47,8 +47,9 @@ class MemoryEstimate:
         weights: parameters and buffers, of which a sharded process holds its part.
         gradients: those that the update finds.
         optimizer: the optimizer's state.
-        activations: what forward leaves for backward, with the batch; None where no batch was given.
-        training: the peak of a training; a lower bound where ``activations`` is None.
+        activations: what forward leaves for backward, with the batch; None where no batch was given, or the step runs
+            backward itself.
+        training: the peak of a training; a lower bound where no batch was given.
         training_phase: what runs at the peak: ``"forward"``, ``"backward"``, ``"optimizer step"`` or ``"setup"``.
         training_at_peak: what the peak is made of: ``weights``, ``gradients``, ``optimizer``, ``activations``,
             ``gathered`` (DDP's buckets; under FSDP what is put together of the other processes' parts) and
@@ -284,7 +285,7 @@ def _read(rehearsal: Rehearsal, plan: _Plan, processes: int, batch: Any) -> Memo
         weights=training["weights"],
         gradients=training["gradients"],
         optimizer=training["optimizer"],
-        activations=None if batch is None else training["activations"],
+        activations=training["activations"] if batch is not None and rehearsal.automatic else None,
         training=peak.bytes,
         training_phase=peak.phase,
         training_at_peak=peak.by_kind,

@@ -198,9 +198,9 @@ class Rehearsal:
             self.strategy.sync_gradients(number + 1 == micro_batches)
             self.ledger.begin("forward")
             output = self.step()
-            self.ledger.claim_living("forward", "activations")
-            if not automatic:
+            if not automatic:  # its backward and update are over
                 continue
+            self.ledger.claim_living("forward", "activations")
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if not isinstance(loss, Tensor):
                 raise TypeError(f"{type(self.module).__name__}: the step returned {type(loss).__name__}, and no loss.")

@@ -13,7 +13,7 @@ import torch
 from ...loggers import messages
 from ..accelerator.weights import size_in_bytes
 from ..estimating import MemoryEstimate, estimate_strategies, largest_layer
-from .estimate_memory import DTYPES
+from .estimate_choices import DTYPES
 from .estimate_sources import Source, resized
 
 #: A training that takes more than this share of a device leaves little for what an estimate does not count.

@@ -24,7 +24,6 @@ from ...strategies.big_model.loading import weight_files
 from ..data.batches import batch_size_of
 from ..ledger import Ledger
 
-LIBRARIES = ("transformers", "timm", "safetensors")
 #: Tokens of a sequence where none is asked for; fewer if the model has fewer positions.
 SEQUENCE_LENGTH = 512
 _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64}
@@ -67,7 +66,7 @@ class Wish:
     """How a model was asked for.
 
     Attributes:
-        library: which of :data:`LIBRARIES` reads it; None: found out.
+        library: which of ``LIBRARIES`` reads it; None: found out.
         trust_remote_code: whether a folder's own code may run.
         batch_size: samples in a batch; None: the factory's, else 1.
         sequence_length: tokens in a sequence; None: :data:`SEQUENCE_LENGTH`.
