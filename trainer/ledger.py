@@ -138,7 +138,7 @@ class Ledger(TorchDispatchMode):
     def most(self) -> dict[str, int]:
         """The most bytes of each kind that lived at one moment of the training."""
         now, most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-        start = max((index for index, phase in self.phases if phase == "inference"), default=0)
+        start = max((index for index, phase in self.phases if phase == "ready"), default=0)
         for index, (number, grown) in enumerate(self._events):
             kind = self._kinds.get(number, "temporary")
             now[kind] += grown

@@ -142,6 +142,7 @@ class Rehearsal:
         ledger.guessed = False  # what is compared between processes is no matter of memory
         step = self.strategy.bind_step(self._step(), self.module, training=True)
         self.step = lambda: step(self.batch, 0)
+        self.ledger.begin("ready")
 
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -133,6 +133,7 @@ def test_a_plain_module_is_trained_on_its_own_loss_or_a_given_one() -> None:
     alone = estimate_memory(net)
     assert alone.activations is alone.inference is None
     assert alone.training >= own.weights + own.gradients + own.optimizer
+    assert estimate_memory(net, strategy="fsdp", num_processes=2).weights == own.weights // 2
 
 
 def test_a_step_that_reads_values_is_guessed_and_one_that_cannot_run_says_why() -> None:
