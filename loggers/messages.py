@@ -161,6 +161,16 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"rank{'' if listed.isdecimal() else 's'} {listed}"
 
 
+def size(number: float) -> str:
+    """Bytes with a unit, at 1024 each: ``1536`` -> ``"1.5 KiB"``."""
+    sign, number = "-" if number < 0 else "", abs(number)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{sign}{number:.3g} {unit}" if number < 1000 else f"{sign}{number:.0f} {unit}"
+        number /= 1024
+    return f"{sign}{number:.3g} TiB" if number < 1000 else f"{sign}{number:.0f} TiB"
+
+
 def missing(who: str, package: str) -> str:
     """The sentence for a package that ``who`` needs and that is not there."""
     return f"{who} needs the package {package!r}, which is not installed here. Run: pip install {package}"

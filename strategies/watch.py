@@ -140,6 +140,7 @@ class Watch:
         self._closed.set()
         if self._thread is not None:
             self._thread.join(2 * self._answer_seconds)  # it may just wait for an answer, which takes that time once
+        self.progress, self.vote = str, None  # they hold the run, and with it its groups
 
     # ---- answering -------------------------------------------------------------------------------------------------
 

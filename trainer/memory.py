@@ -6,52 +6,13 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, overload
+from functools import partial
+from typing import Any, overload
 
 import torch
 
 from ..loggers import messages
-from .data.batches import batch_size_of
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
-
-
-def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException | None:
-    """An error of the same type that says what to change; None if ``error`` is something else."""
-    if not is_out_of_memory(error):
-        return None
-    batch = trainer._metrics.batch
-    size = None if batch is None else batch_size_of(batch)
-    place = ", ".join(filter(None, (trainer.state.where(), f"{size} samples in the batch" if size else "")))
-    advice = "; ".join(_advice(trainer, size))
-    kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else type(error)
-    return kind(
-        f"The {trainer.strategy.device.type} of rank {trainer.global_rank} is out of memory ({place}; precision "
-        f"{trainer.precision!r}, {type(trainer.strategy).__name__} on {trainer.world_size} processes): "
-        f"{str(error).splitlines()[0]} Try, in this order: {advice}."
-    )
-
-
-def _advice(trainer: Trainer, size: int | None) -> list[str]:
-    found = []
-    training = trainer.state.stage == "train"
-    if size is not None and size > 1:
-        more = f" and accumulate_grad_batches={2 * trainer.accumulate_grad_batches}, which learns the same"
-        found.append(f"batch_size={size // 2}{more if training else ''}")
-    if trainer.precision in ("32-true", "64-true"):
-        found.append("precision='bf16-mixed', which halves what the step keeps for backward")
-    if training:
-        found.append("activation checkpointing (torch.utils.checkpoint in your blocks, or of FSDPStrategy)")
-    if not trainer.strategy.communicates_forward:
-        several = max(2, trainer.world_size)
-        found.append(
-            f"strategy='fsdp' with devices={several}, so that each process holds 1/{several} of the weights"
-            f"{', gradients and optimizer state' if training else ''}"
-        )
-    else:
-        found.append("more processes, or FSDPStrategy(cpu_offload=True)")
-    return found
+from .attempts import DONE, ERROR, OUT_OF_MEMORY, RELEASED, Outcome, Together
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -84,8 +45,16 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Call a function with smaller and smaller batch sizes until it does not run out of memory. A decorator.
 
-    The function makes model, optimizer and Trainer inside itself, so that nothing of a failed attempt stays in memory.
-    With several processes all have to fail alike: sizes are not agreed between them.
+    The function makes model, optimizer and Trainer (or Accelerator) inside itself, so that nothing of a failed attempt
+    stays in memory. At the end one message says which sizes were tried, what came of each, and on a GPU the most memory
+    that was in use.
+
+    Several processes agree, as soon as they have joined a process group: each attempt ends when it has ended on all
+    ranks, and where it ran out of memory on one of them, all go on to the same smaller size, also those it went well
+    with. A rank that waits in a collective for one that ran out gets an error from it after some seconds, since that
+    one leaves the group; the ranks then join a new one, as the old one was. With gloo that needs the group to be in no
+    variable outside of the function; what the function left on the other ranks is lost with the attempt. Ranks that run
+    out before they have joined a group cannot agree. If a rank ends with another error, all do.
 
     Args:
         function: its first parameter is the batch size, which callers of the decorated function leave out. One called
@@ -96,7 +65,7 @@ def find_executable_batch_size(
         factor: of the size before, where no function is given; between 0 and 1.
 
     Raises:
-        RuntimeError: not even one sample fits.
+        RuntimeError: not even one sample fits, or another rank ended with an error.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=64)
@@ -127,28 +96,110 @@ def find_executable_batch_size(
 
     @functools.wraps(function)
     def attempts(*args: Any, **kwargs: Any) -> Any:
-        size = starting_batch_size
-        while True:
-            more = {accumulate: starting_batch_size // size} if accumulate else {}
-            try:
-                return function(size, *args, **kwargs, **more)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                smaller = int(size * factor) if reduce_batch_size_fn is None else reduce_batch_size_fn()
-                while accumulate and smaller > 0 and starting_batch_size % smaller:
-                    smaller -= 1
-                if smaller < 1:
-                    raise RuntimeError(
-                        f"{function.__qualname__}() runs out of memory with a batch of {size} samples too, from "
-                        f"{starting_batch_size} on down. Lower the memory a sample takes: precision='bf16-mixed', "
-                        "activation checkpointing, strategy='fsdp', or a smaller model."
-                    ) from error
-                messages.info(f"Out of memory with a batch of {size} samples: trying {smaller}.")
-                size = smaller
-            release_memory()
+        return _Search(function, starting_batch_size, smaller, accumulate).run(args, kwargs)
+
+    def smaller(size: int) -> int:
+        found = int(size * factor) if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        while accumulate and found > 0 and starting_batch_size % found:
+            found -= 1
+        return found
 
     return attempts
+
+
+class _Search:
+    """One search for the batch size that fits.
+
+    Attributes:
+        tried: what is said about each size, in order.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], start: int, smaller: Callable[[int], int], accumulate: str | None
+    ) -> None:
+        self.function, self.start, self.smaller, self.accumulate = function, start, smaller, accumulate
+        self.together = Together()
+        self.tried: list[str] = []
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Call the function with smaller and smaller sizes; returns what it returned."""
+        size, together = self.start, self.together
+        while True:
+            result, outcome = self.attempt(size, args, kwargs)
+            found = together.compare(outcome) if together.meet() else [outcome]
+            self.refuse_errors(found)
+            out = [rank for rank, one in enumerate(found) if one.kind == OUT_OF_MEMORY]
+            self.tried.append(self.about(size, found, out))
+            if not out:
+                self.report(f"{size} it is{self.learns(size)}.")
+                return result
+            result = None
+            release_memory()
+            smaller = partial(self.smaller, size)
+            before, size = size, together.same(smaller) if together.meet() else smaller()
+            if size < 1:
+                raise RuntimeError(
+                    f"{self.function.__qualname__}() runs out of memory with a batch of {before} samples too, from "
+                    f"{self.start} on down ({'; '.join(self.tried)}). Lower the memory a sample takes: "
+                    "precision='bf16-mixed', activation checkpointing, strategy='fsdp', or a smaller model."
+                ) from self.error
+
+    def attempt(self, size: int, args: Any, kwargs: Any) -> tuple[Any, Outcome]:
+        """One call of the function, and how it ended here. Errors of other kinds are raised."""
+        more = {self.accumulate: self.start // size} if self.accumulate else {}
+        gpu = torch.cuda.is_available()
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        self.error: Exception | None = None
+        try:
+            result = self.function(size, *args, **kwargs, **more)
+        except Exception as error:
+            if not self.is_end_of_memory(error):
+                if self.together.meet():
+                    self.together.compare(Outcome(ERROR, f"{type(error).__name__}: {error}"))
+                raise
+            # Its frames hold the model, and with it the memory.
+            self.error = error.with_traceback(None)
+            self.error.__cause__ = self.error.__context__ = None
+            kind = OUT_OF_MEMORY if is_out_of_memory(error) else RELEASED
+            return None, Outcome(kind, str(error), torch.cuda.max_memory_allocated() if gpu else 0)
+        return result, Outcome(DONE, "", torch.cuda.max_memory_allocated() if gpu else 0)
+
+    def is_end_of_memory(self, error: Exception) -> bool:
+        """Whether it is that, or what comes of another rank's: a collective in which that one is missed."""
+        if is_out_of_memory(error):
+            return True
+        return isinstance(error, RuntimeError) and self.together.meet() and self.together.others_ran_out()
+
+    def refuse_errors(self, found: list[Outcome]) -> None:
+        """Raise if another rank ended with an error that a smaller batch does not help."""
+        wrong = {rank: one.text for rank, one in enumerate(found) if one.kind == ERROR}
+        if wrong:
+            rank, text = next(iter(wrong.items()))
+            raise RuntimeError(
+                f"{self.function.__qualname__}() ended on {messages.ranks(wrong)} with an error, so that rank "
+                f"{self.together.rank} cannot go on alone. The first: rank {rank}, {text}"
+            )
+
+    def about(self, size: int, found: list[Outcome], out: list[int]) -> str:
+        """A size and what came of it."""
+        peak = max(one.peak for one in found)
+        used = f", at most {messages.size(peak)} of GPU memory" if peak else ""
+        where = f" on {messages.ranks(out)}" if len(found) > 1 and out else ""
+        return f"{size} {'ran out of memory' if out else 'ran'}{where}{used}"
+
+    def learns(self, size: int) -> str:
+        """How an update still learns from as many samples."""
+        steps = self.start // size
+        return (
+            f", with {self.accumulate}={steps}, so that an update learns from {size * steps}" if self.accumulate else ""
+        )
+
+    def report(self, last: str) -> None:
+        """Say what was tried, in one message."""
+        messages.info(
+            f"Batch sizes that {self.function.__qualname__}() was tried with: {'; '.join(self.tried)}. {last}"
+        )
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -25,7 +25,7 @@ from .environment import numerics
 from .evaluation import EvalLoop
 from .left_open import fill_in
 from .loop import FitLoop
-from .memory import out_of_memory
+from .out_of_memory import out_of_memory
 from .results import show_results
 from .signals import actions, check_signals, watch
 from .state import Fn, RunState

@@ -17,6 +17,7 @@ from ...strategies.precision.base import Precision
 from ..arguments import named
 from .accumulation import GradientState, Window
 from .arguments import read_arguments
+from .errors import answer, answer_uncaught
 from .facts import Facts
 from .folders import Saves
 from .models import PreparedModel, is_prepared, restore, unwrapped
@@ -144,6 +145,8 @@ class Accelerator(Facts):
         self.gradient_state = GradientState(**arguments.accumulation)
         self.gradient_state.window = Window(self.gradient_state, self._strategy)
         self.gradient_state.on_pass = partial(_settle_buffers, weakref.ref(self))
+        self.gradient_state.explain = partial(answer, weakref.ref(self), None)
+        answer_uncaught(weakref.ref(self))
         self._windows: dict[tuple[int, ...], Window] = {}
         self._models: list[nn.Module] = []
         self._placements: dict[int, PreparedModel] = {}
@@ -262,7 +265,7 @@ class Accelerator(Facts):
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, num_items: Any = None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, num_items: Any = None, **kwargs: Any) -> None:  # noqa: C901 - no call more a step
         """Backward of a loss; takes the place of ``loss.backward()``.
 
         Args:
@@ -283,15 +286,25 @@ class Accelerator(Facts):
         loss = state.window.weigh(loss, num_items)
         if not self._checked:
             self._backward = self._choose_backward()
-        if self._backward is None:
-            loss.backward(**kwargs)
-        elif kwargs:
-            self._backward(loss, lambda scaled: scaled.backward(**kwargs))
-        else:
-            self._backward(loss)
+        try:
+            if self._backward is None:
+                loss.backward(**kwargs)
+            elif kwargs:
+                self._backward(loss, lambda scaled: scaled.backward(**kwargs))
+            else:
+                self._backward(loss)
+        except RuntimeError as error:
+            better = self._explain(error)
+            if better is None:
+                raise
+            raise better from error
         for strategy in self._replicas:
             if strategy.left_gradients():
                 state.window.local.add(id(strategy))
+
+    def _explain(self, error: BaseException) -> BaseException | None:
+        trained = [one for one in self._placements.values() if not one.frozen]
+        return answer(weakref.ref(self), trained[0] if len(trained) == 1 else None, error)
 
     def _choose_backward(self) -> Callable[..., None] | None:
         """What runs backwards; None: the loss itself. What was forgotten in ``prepare`` is found here, once."""

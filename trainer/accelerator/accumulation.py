@@ -52,6 +52,7 @@ class GradientState:
         self.window: Window
         self.speaker: Window | None = None
         self.on_pass: Callable[[Any], None] | None = None
+        self.explain: Callable[[BaseException], BaseException | None] | None = None
         self.depth = 0
         self.by_hand = False
         self.active_dataloader: PreparedLoader | None = None
@@ -173,12 +174,16 @@ class Window:
         if self._strategies:
             self.communicate(self.complete or state.sync_each_batch)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         state = self.state
         outer = self._outer.pop()
         state.depth -= 1
         if state.depth:  # an optimizer may step after the outermost block
             state.window, state.sync_gradients = outer
+        if error is not None and state.explain is not None:
+            better = state.explain(error)
+            if better is not None:
+                raise better from error
 
     def communicate(self, enabled: bool) -> None:
         """Say whether backwards of the group's models communicate; nothing if that was said already."""

@@ -66,8 +66,13 @@ class PreparedModel:
                     group["params"][index] = own
         return found
 
-    def route(self, output_dtype: str, compile_with: Callable[[Any], Any] | None) -> None:
-        """Let the module's forward go through wrapper, precision and compiler."""
+    def route(
+        self,
+        output_dtype: str,
+        compile_with: Callable[[Any], Any] | None,
+        explain: Callable[[BaseException], BaseException | None],
+    ) -> None:
+        """Let the module's forward go through wrapper, precision and compiler; ``explain`` finds words for an error."""
         module, strategy = self.module, self.strategy
         plain = step = module.forward
         if compile_with is not None:
@@ -79,7 +84,7 @@ class PreparedModel:
         if strategy.waiting.unfilled:
             train, evaluate = partial(self._once_filled, train), partial(self._once_filled, evaluate)
         if train is not plain or evaluate is not plain:
-            module.forward = Routed(module, strategy, train, evaluate)
+            module.forward = Routed(module, train, evaluate, explain)
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step of a model that needs weights which nobody had loaded when it was prepared."""
@@ -95,10 +100,14 @@ class Routed:
     """
 
     def __init__(
-        self, module: nn.Module, strategy: Strategy, train: Callable[..., Any], evaluate: Callable[..., Any]
+        self,
+        module: nn.Module,
+        train: Callable[..., Any],
+        evaluate: Callable[..., Any],
+        explain: Callable[[BaseException], BaseException | None],
     ) -> None:
         self.module = module
-        self.strategy = strategy
+        self.explain = explain
         self.train = train
         self.evaluate = evaluate
         self.plain = module.forward
@@ -110,7 +119,7 @@ class Routed:
                 return self.train(*args, **kwargs)
             return self.evaluate(*args, **kwargs)
         except RuntimeError as error:
-            better = self.strategy.explain(error)
+            better = self.explain(error)
             if better is None:
                 raise
             raise better from error

@@ -35,6 +35,9 @@ class AcceleratedOptimizer(Optimizer):
         scales: its gradients have fp16's loss scale in them.
     """
 
+    #: Finds better words for an error of a step; None: there are none.
+    explain: Callable[[BaseException], BaseException | None] | None = None
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -80,12 +83,18 @@ class AcceleratedOptimizer(Optimizer):
             if self._clip_norm is not None:
                 parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
                 self.strategy.clip_by_norm(parameters, self._clip_norm)
-        if self._plain and closure is None:
-            self.optimizer.step()
-        elif closure is None:
-            self._is_overflow = not self.strategy.optimizer_step(self.optimizer)
-        else:
-            loss, self._is_overflow = self._step_with(closure)
+        try:
+            if self._plain and closure is None:
+                self.optimizer.step()
+            elif closure is None:
+                self._is_overflow = not self.strategy.optimizer_step(self.optimizer)
+            else:
+                loss, self._is_overflow = self._step_with(closure)
+        except RuntimeError as error:
+            better = None if self.explain is None else self.explain(error)
+            if better is None:
+                raise
+            raise better from error
         window.stepped.add(id(self))
         return loss
 
@@ -158,7 +167,7 @@ class AcceleratedOptimizer(Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return {name: value for name, value in self.__dict__.items() if name != "explain"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

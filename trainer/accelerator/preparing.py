@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ...loggers import messages
+from .errors import answer
 from .loaders import PreparedLoader, prepare_data_loader
 from .models import PreparedModel, compiler_of, is_prepared, migrated
 from .optimizers import AcceleratedOptimizer
@@ -99,7 +102,8 @@ def finish_model(accelerator: Accelerator, model: PreparedModel, compiler: Calla
         own = [one.optimizer for one in accelerator._optimizers if one.placement is model]
         if own:
             model.strategy.setup_optimizers(own)
-    model.route(accelerator.output_dtype, compiler or accelerator._compiler(model.module))
+    words = partial(answer, weakref.ref(accelerator), model)
+    model.route(accelerator.output_dtype, compiler or accelerator._compiler(model.module), words)
     accelerator._windows.pop((), None)
     accelerator._checked = False
 
@@ -132,6 +136,7 @@ def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> Acceler
     elif is_prepared(placement.module):
         placement.strategy.setup_optimizers([optimizer])
     wrapper = AcceleratedOptimizer(optimizer, strategy, accelerator.gradient_state, owners, accelerator._clip_norm)
+    wrapper.explain = partial(answer, weakref.ref(accelerator), placement)
     accelerator._optimizers.append(wrapper)
     return wrapper
 

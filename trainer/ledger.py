@@ -1,0 +1,185 @@
+"""Which tensors' memory lives when: a record of a program that runs on tensors without memory."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: What memory holds. ``gathered``: weights of other processes and what carries gradients to them; ``temporary``: what
+#: an operation or a backward needs for a moment.
+KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "gathered", "temporary")
+
+_PATCHING = threading.RLock()
+
+
+class Moment(NamedTuple):
+    """The memory at one moment.
+
+    Attributes:
+        bytes: all that lives.
+        by_kind: of it, by what it is.
+        phase: what ran: ``"setup"``, ``"inference"``, ``"forward"``, ``"backward"``, ``"optimizer step"``, ...
+    """
+
+    bytes: int
+    by_kind: dict[str, int]
+    phase: str
+
+
+class Ledger(TorchDispatchMode):
+    """Records each storage that an operation makes, and when it is freed or resized. Enter it inside FakeTensorMode.
+
+    What a program reads out of a tensor (``.item()``, ``if tensor:``) has no value here: it gets False, 1 or 1.0, and
+    ``guessed`` says so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guessed = False
+        self.phases: list[tuple[int, str]] = [(0, "setup")]
+        self._events: list[tuple[int, int]] = []  # (number of a storage, bytes it grew by)
+        self._born: list[str] = []
+        self._kinds: dict[int, str] = {}
+        self._living: dict[int, list[int]] = {}  # storage -> [number, bytes]
+
+    # ---- recording -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it says first which operations it is made of, and what it sends
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default:
+            result = _grouped(*args, **kwargs)
+        else:
+            try:
+                result = func(*args, **kwargs)
+            except DataDependentOutputException:
+                if func is not torch.ops.aten._local_scalar_dense.default:
+                    raise
+                self.guessed = True
+                dtype = args[0].dtype
+                return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._see(value)
+        return result
+
+    def _see(self, tensor: Tensor) -> int:
+        storage = _local(tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self._living:
+            self._living[key] = [len(self._born), 0]
+            self._born.append(self.phases[-1][1])
+            self._resized(storage)
+            weakref.finalize(storage, self._freed, key).atexit = False
+        return self._living[key][0]
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        entry = self._living.get(storage._cdata)
+        size = storage.nbytes()
+        if entry is not None and size != entry[1]:
+            self._events.append((entry[0], size - entry[1]))
+            entry[1] = size
+
+    def _freed(self, key: int) -> None:
+        number, size = self._living.pop(key)
+        self._events.append((number, -size))
+
+    def begin(self, phase: str) -> None:
+        """What is recorded from here on belongs to this phase."""
+        self.phases.append((len(self._events), phase))
+
+    def claim(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what these tensors are; what was said first counts."""
+        for tensor in tensors:
+            self._kinds.setdefault(self._see(tensor), kind)
+
+    def claim_living(self, born: str, kind: str) -> None:
+        """Say what everything is that was made in a phase and lives now."""
+        for number, _ in self._living.values():
+            if self._born[number] == born:
+                self._kinds.setdefault(number, kind)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, operations and resized storages are recorded."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            entry = self._living.get(storage._cdata)
+            if entry is not None:
+                self._kinds.setdefault(entry[0], "gathered")  # FSDP empties and fills what it gathers
+                self._resized(storage)
+            return result
+
+        with _PATCHING:
+            torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign]
+            try:
+                with self:
+                    yield
+            finally:
+                torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    @property
+    def most(self) -> dict[str, int]:
+        """The most bytes of each kind that lived at one moment of the training."""
+        now, most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+        start = max((index for index, phase in self.phases if phase == "ready"), default=0)
+        for index, (number, grown) in enumerate(self._events):
+            kind = self._kinds.get(number, "temporary")
+            now[kind] += grown
+            if index <= start:
+                most = dict(now)
+            else:
+                most[kind] = max(most[kind], now[kind])
+        return most
+
+    def peak(self, counts: Callable[[str], bool], constant: dict[str, int] | None = None) -> Moment:
+        """The moment with the most memory.
+
+        Args:
+            counts: whether a phase is looked at.
+            constant: bytes that live all the time besides, by kind. A kind that is given here is not counted else.
+        """
+        constant = constant or {}
+        now = dict.fromkeys(KINDS, 0) | constant
+        total = sum(constant.values())
+        best = Moment(0, dict(now), "")
+        starts, names = zip(*self.phases, strict=True)
+        for index, (number, grown) in enumerate(self._events):
+            kind = self._kinds.get(number, "temporary")
+            if kind in constant:
+                continue
+            now[kind] += grown
+            total += grown
+            if total > best.bytes and counts(names[bisect_right(starts, index) - 1]):
+                best = Moment(total, dict(now), names[bisect_right(starts, index) - 1])
+        return best
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """The shape of a grouped matrix product; torch's own shape function takes bfloat16 alone."""
+    if a.dim() == 2 and b.dim() == 2:
+        groups = 1 if offs is None else offs.shape[0]
+        shape = (groups, a.shape[0], b.shape[1])
+    else:
+        shape = (*a.shape[:-1], b.shape[-1])
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
