@@ -141,12 +141,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes for a person: ``"1.5 MB"``, of 1000 kB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.4g} TB"
+    """Bytes with a unit, at 1024 each: ``1536`` -> ``"1.5 KiB"``."""
+    sign, number = "-" if number < 0 else "", abs(number)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{sign}{number:.3g} {unit}" if number < 1000 else f"{sign}{number:.0f} {unit}"
+        number /= 1024
+    return f"{sign}{number:.3g} TiB" if number < 1000 else f"{sign}{number:.0f} TiB"
 
 
 def ranks(numbers: Iterable[int]) -> str:
@@ -159,16 +160,6 @@ def ranks(numbers: Iterable[int]) -> str:
             runs.append([number])
     listed = ", ".join("-".join(map(str, run)) for run in runs)
     return f"rank{'' if listed.isdecimal() else 's'} {listed}"
-
-
-def size(number: float) -> str:
-    """Bytes with a unit, at 1024 each: ``1536`` -> ``"1.5 KiB"``."""
-    sign, number = "-" if number < 0 else "", abs(number)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{sign}{number:.3g} {unit}" if number < 1000 else f"{sign}{number:.0f} {unit}"
-        number /= 1024
-    return f"{sign}{number:.3g} TiB" if number < 1000 else f"{sign}{number:.0f} TiB"
 
 
 def missing(who: str, package: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...loggers import messages
-from ..accelerator.weights import size_in_bytes
+from ...strategies.big_model.sizes import size_in_bytes
 from ..estimating import MemoryEstimate, estimate_strategies, largest_layer
 from .estimate_choices import DTYPES
 from .estimate_sources import Source, resized
@@ -113,12 +113,7 @@ class Machine:
         kind = "cuda" if gpu else "cpu"
         if asked is not None:
             text = asked if asked[-1:].upper() == "B" or asked.isdecimal() else f"{asked}B"
-            try:
-                size = size_in_bytes(int(text) if text.isdecimal() else text)
-            except ValueError as error:
-                raise ValueError(
-                    f"--device_memory {asked} is no size. Write 24GiB, 80GB, or a number of bytes."
-                ) from error
+            size = size_in_bytes(int(text) if text.isdecimal() else text, "--device_memory")
             return cls(kind, size, False, f"devices of {messages.size(size)} each (--device_memory)")
         if gpu:
             sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]

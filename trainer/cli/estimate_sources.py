@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ...loggers import messages
-from ...strategies.big_model.loading import weight_files
+from ...strategies.big_model.files import weight_files
 from ..data.batches import batch_size_of
 from ..ledger import Ledger
 
