@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
@@ -42,11 +44,15 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
             yield
         return
     register = nn.Module.register_parameter
+    made = WeakIdKeyDictionary()  # one that several modules were given stays one
 
     def place(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        if param is not None and param.device != torch.device(device):  # one that is there already may be tied
-            module._parameters[name] = like(param, param.detach().to(device))
+        if param is None or is_lazy(param):
+            return
+        values = param.detach().to(device)
+        if values.device != param.device:
+            module._parameters[name] = made.setdefault(param, like(param, values))
 
     nn.Module.register_parameter = place  # type: ignore[method-assign]
     try:

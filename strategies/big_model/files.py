@@ -44,17 +44,17 @@ def weight_files(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted({Path(name) for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{str(path)!r} is no index of weights ({type(error).__name__}: {error}). It holds JSON with 'weight_map', "
             "a file for each name; download or write it again, or name one file of weights."
         ) from error
-    missing = [name for name in names if not (path.parent / name).exists()]
+    missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
             f"The index {str(path)!r} names {len(names)} files, of which {len(missing)} are not there: "
-            f"{', '.join(missing[:5])}. Bring them to its folder."
+            f"{', '.join(map(str, missing[:5]))}. Bring them to its folder."
         )
     return [path.parent / name for name in names]
 
@@ -90,7 +90,11 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise _damaged(file, error) from error
-    for name, value in state.get("state_dict", state).items():
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict):
+        raise ValueError(f"{str(file)!r} holds a {type(state).__name__}, no dict of tensors by name. Save a state_dict.")
+    for name, value in state.items():
         if isinstance(value, Tensor):
             yield name, value
 
@@ -118,7 +122,8 @@ def _damaged(file: Path, error: Exception) -> ValueError:
 
 def is_aligned(tensor: Tensor) -> bool:
     """Whether the CPU computes the same bits with a tensor as with a copy of it in memory of torch's own."""
-    return not tensor.is_floating_point() or tensor.data_ptr() % ALIGNMENT == 0
+    computed = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.is_contiguous() and (not computed or tensor.data_ptr() % ALIGNMENT == 0)
 
 
 def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -167,7 +172,7 @@ class Pages:
         """Whether all of a tensor lies in a mapped file."""
         if tensor.device.type != "cpu" or not tensor.numel():
             return False
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        start, end = _span(tensor)
         return any(low <= start and end <= high for low, high in self._ranges)
 
     def give_back(self, tensor: Tensor) -> None:
@@ -177,18 +182,43 @@ class Pages:
 
 
 def advise_unneeded(tensor: Tensor) -> None:
-    """Drop the whole pages of a tensor that is known to be mapped from a file, and unchanged."""
-    start = -(-tensor.data_ptr() // _PAGE) * _PAGE
-    end = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
-    if end > start:
+    """Drop the whole pages of a tensor that is known to be mapped from a file; none if one of them was written to."""
+    start, end = _span(tensor)
+    start, end = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
+    if end > start and _is_as_in_file(start, end):
         _madvise()(start, end - start, _MADV_DONTNEED)
 
 
 def advise_needed(tensor: Tensor) -> None:
     """Bring the pages of a tensor that is known to be mapped from a file into memory. Blocks, without the GIL."""
-    start = tensor.data_ptr() // _PAGE * _PAGE
-    end = -(-(tensor.data_ptr() + tensor.nbytes) // _PAGE) * _PAGE
+    start, end = _span(tensor)
+    start, end = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
     _madvise()(start, end - start, _MADV_POPULATE_READ)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from the first to behind the last byte of a tensor that is not empty."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _is_as_in_file(start: int, end: int) -> bool:
+    """Whether no page was written to since it was mapped: such a page is the process's own and in no file.
+
+    The system is asked, as torch does not see each change: what goes through ``.data``, numpy or batch statistics
+    leaves a tensor's version as it was. Where the system does not tell, the answer is no.
+    """
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(start // _PAGE * 8)
+            found = bytearray(file.read((end - start) // _PAGE * 8))
+    except OSError:
+        return False
+    if len(found) != (end - start) // _PAGE * 8:
+        return False
+    flags = torch.frombuffer(found, dtype=torch.int64)
+    present, swapped, of_file = flags < 0, (flags >> 62 & 1).bool(), (flags >> 61 & 1).bool()
+    return not bool((swapped | (present & ~of_file)).any())
 
 
 @cache

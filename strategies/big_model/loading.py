@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...loggers import messages
 from .device_map import check_device_map, device_of, main_device_of, torch_device
-from .dispatch import dispatch_model
+from .dispatch import check_filled, dispatch_model
 from .files import Pages, copy_into, is_aligned, mapped_tensors, weight_files
 from .hooks import put
 from .offload import load_offloaded_weight, offload_weight, save_offload_index
@@ -82,23 +82,38 @@ def load_checkpoint_and_dispatch(
     """
     weight_files(Path(checkpoint))  # complain before a plan is shown
     whole = no_split_module_classes if preload_module_classes is None else preload_module_classes
+    main = None
     if isinstance(device_map, str):
-        limits = (max_memory, no_split_module_classes, dtype)
-        device_map = plan_device_map(model, device_map, *limits, offload_buffers=offload_buffers).device_map
+        limits = (max_memory, no_split_module_classes, dtype, None if dtype else _dtypes_on_meta(model, checkpoint))
+        plan = plan_device_map(model, device_map, *limits, offload_buffers=offload_buffers)
+        device_map, main = plan.device_map, plan.main_device
     load_checkpoint_in_model(
         model, checkpoint, device_map, offload_folder, dtype, offload_buffers=offload_buffers, strict=strict
     )
     if device_map is None:
-        device_map = {"": next((str(tensor.device) for _, tensor in named_tensors(model)), "cpu")}
+        check_filled(model)
+        return model
     return dispatch_model(
         model,
         device_map,
+        main,
         offload_dir=offload_folder,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=whole,
         force_hooks=force_hooks,
     )
+
+
+def _dtypes_on_meta(model: nn.Module, checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
+    """What tensors that have no values yet will be: the dtype of the first file that has them."""
+    empty = {name for name, tensor in named_tensors(model) if tensor.is_meta}
+    found: dict[str, torch.dtype] = {}
+    for file in weight_files(Path(checkpoint)) if empty else ():
+        for name, value in mapped_tensors(file):
+            if name in empty:
+                found.setdefault(name, value.dtype)
+    return found
 
 
 def load_checkpoint_in_model(
@@ -156,7 +171,7 @@ def load_checkpoint_in_model(
                 unexpected.append(name)
             elif name not in filler.filled:
                 _check_shape(name, filler.tensors[name], value, file, model)
-                filler.fill(name, value, pages)
+                filler.fill(name, value, pages, file)
     filler.close()
     loaded = Loaded([name for name in model.state_dict() if name not in filler.filled], unexpected)
     _tell(model, loaded, strict, Path(checkpoint))
@@ -187,14 +202,18 @@ class _Filler:
             self._names.setdefault(id(tensor), []).append(name)
         self._buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
         self._index: dict[str, Any] = {}
+        self._mapped: set[int] = set()
 
     @torch.no_grad()
-    def fill(self, name: str, value: Tensor, pages: Pages) -> None:
+    def fill(self, name: str, value: Tensor, pages: Pages, file: Path) -> None:
         """Give one tensor its value, which is mapped from a file."""
         own = self.tensors[name]
         dtype = self._dtype(name, own, value)
         device = self._device(name, own)
         if device == "disk":
+            if value.numel() and value.data_ptr() in self._mapped:
+                value = dict(mapped_tensors(file))[name]  # two names of one memory: changing one is not to change both
+            self._mapped.add(value.data_ptr())
             put(self.model, name, own, self._on_disk(name, value, dtype))
         elif own.device == device and own.dtype == dtype:
             copy_into(own.data, value, pages)
