@@ -93,7 +93,8 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict):
-        raise ValueError(f"{str(file)!r} holds a {type(state).__name__}, no dict of tensors by name. Save a state_dict.")
+        kind = type(state).__name__
+        raise ValueError(f"{str(file)!r} holds a {kind}, no dict of tensors by name. Save the model's state_dict().")
     for name, value in state.items():
         if isinstance(value, Tensor):
             yield name, value

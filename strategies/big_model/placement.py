@@ -424,9 +424,10 @@ def _key(device: Any) -> Device:
 
 
 def _limit(device: Any, size: float | str) -> float:
-    if isinstance(size, float) and size >= 0:
-        return size if math.isinf(size) else int(size)
-    return 0 if size == 0 else size_in_bytes(size, f"max_memory[{device!r}]")
+    if size == 0 or size == math.inf:
+        return float(size)
+    whole = int(size) if isinstance(size, float) else size
+    return size_in_bytes(whole, f"max_memory[{device!r}]")
 
 
 def _runs(rows: Iterable[Row]) -> list[list[Row]]:
