@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +62,8 @@ def offload_weight(
                 pages.give_back(part)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         size = flat.numel() * dtype.itemsize
         raise OSError(
             error.errno, f"{weight_name!r} ({size} bytes) cannot be offloaded: {error.strerror}", str(path)
@@ -178,10 +180,10 @@ class PrefixedDataset(Mapping[str, Tensor]):
 
 
 class _Fetched(NamedTuple):
-    """What a tensor is to hold while it runs, and its version when that was read; nothing: it holds it already."""
+    """What a tensor is to hold while it runs, if not what it holds already, and its version when that was read."""
 
     values: Tensor | None
-    version: int
+    version: int | None
 
 
 class _Lodger:
@@ -248,8 +250,8 @@ class _Lodger:
             self.tensor.data = self.home
         self.give_back()
 
-    def _was_changed(self, there: Tensor, version: int) -> bool:
-        if isinstance(self.tensor, nn.Parameter) and not self.tensor.is_inference():
+    def _was_changed(self, there: Tensor, version: int | None) -> bool:
+        if isinstance(self.tensor, nn.Parameter) and version is not None:
             return _version(self.tensor) != version
         return there.device.type != "cpu" or not torch.equal(there, self.home)  # batch statistics leave no trace
 
@@ -264,8 +266,11 @@ class _Lodger:
             self.tensor.data = self.home.clone(memory_format=torch.contiguous_format)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:  # it was made in inference mode
+        return None
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
@@ -287,11 +292,6 @@ class Part:
         self._lodgers = [_Lodger(tensor, device, fetcher.pages) for tensor in tensors]
         self._fetcher = fetcher
         self._depth = 0
-
-    @property
-    def copies(self) -> bool:
-        """Whether something is copied to run."""
-        return any(lodger.copied for lodger in self._lodgers)
 
     def enter(self) -> None:
         """Have the tensors where they run, and begin to fetch the part that came after this one the last time."""
@@ -334,12 +334,11 @@ class _Advance(NamedTuple):
 
 
 class Fetcher:
-    """Fetches one part in advance, in a thread of its own, for all parts of a model."""
+    """Fetches one part in advance, in a thread of its own, while the model runs; for all parts of a model."""
 
     def __init__(self) -> None:
         self.pages = Pages()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-fetch")
-        self._process = os.getpid()
+        self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._advance: _Advance | None = None
         self._last: Part | None = None
@@ -361,11 +360,15 @@ class Fetcher:
         if not self._running:
             self._last = None
             self._drop()
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
 
     def begin(self, part: Part | None) -> None:
-        """Start to fetch a part, while others run."""
-        if part is not None and self._advance is None and (self._running or not part.copies):
-            self._advance = self._submit(part)
+        """Start to fetch a part, if the model runs."""
+        if part is not None and self._advance is None and self._running:
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="paceline-fetch")
+            self._advance = _Advance(part, self._thread.submit(self._fetch, part))
 
     def take(self, part: Part) -> list[_Fetched]:
         """The tensors of a part, now. Remembers that it follows the one that was taken before."""
@@ -374,8 +377,8 @@ class Fetcher:
         self._last = part
         if self._advance is not None and (self._advance.part is not part or self._advance.tensors.exception()):
             self._drop()
-        advance, self._advance = self._advance or self._submit(part), None
-        found = advance.tensors.result()
+        advance, self._advance = self._advance, None
+        found = self._fetch(part) if advance is None else advance.tensors.result()
         stream = self._streams.get(part.device)
         if stream is not None:
             current = torch.cuda.current_stream(part.device)
@@ -391,15 +394,10 @@ class Fetcher:
         if advance is not None and advance.tensors.exception() is None:
             advance.part.give_back()
 
-    def _submit(self, part: Part) -> _Advance:
-        if self._process != os.getpid():  # a fork has no threads
-            self._process = os.getpid()
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-fetch")
-        return _Advance(part, self._thread.submit(self._fetch, part))
-
     def _fetch(self, part: Part) -> list[_Fetched]:
-        if part.device.type != "cuda":
-            return part.fetch()
-        stream = self._streams.setdefault(part.device, torch.cuda.Stream(part.device))
-        with torch.cuda.stream(stream):
-            return part.fetch()
+        with torch.inference_mode(False), torch.no_grad():
+            if part.device.type != "cuda":
+                return part.fetch()
+            stream = self._streams.setdefault(part.device, torch.cuda.Stream(part.device))
+            with torch.cuda.stream(stream):
+                return part.fetch()
