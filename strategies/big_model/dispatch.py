@@ -306,15 +306,15 @@ def _run_device(name: str, device_map: Mapping[str, Any], main: torch.device) ->
 
 
 def _take_off(model: nn.Module) -> None:
-    """Undo an earlier dispatch; hooks of others stay."""
+    """Undo an earlier dispatch, but for where values lie; hooks of others stay."""
     for part in model.modules():
         hook = vars(part).get("_hf_hook")
         hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-        if any(isinstance(one, AlignDevicesHook) for one in hooks):
-            others = [one for one in hooks if one is not None and not isinstance(one, AlignDevicesHook)]
-            remove_hook_from_module(part)
-            for one in others:
-                add_hook_to_module(part, one, append=True)
+        others = [one for one in hooks if one is not None and not isinstance(one, AlignDevicesHook)]
+        if hook is not None and len(others) < len(hooks):
+            vars(part)["_hf_hook"] = others[0] if len(others) == 1 else SequentialHook(*others)
+            if not others:
+                remove_hook_from_module(part)
     for name in MOVES:
         if isinstance(vars(model).get(name), _Refusal):
             del vars(model)[name]
