@@ -83,7 +83,7 @@ def program(text: str, *arguments: Any) -> dict[str, Any]:
 
 
 #: What a program of :func:`program` measures its memory with.
-MEMORY = '''
+MEMORY = """
 import json, re, sys
 from pathlib import Path
 
@@ -93,4 +93,4 @@ def status(key):
 def reset_peak():
     Path("/proc/self/clear_refs").write_text("5")
     return status("VmRSS")
-'''
+"""

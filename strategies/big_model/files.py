@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import mmap
 import os
 import pickle
 import sys
@@ -23,6 +24,8 @@ _ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 #: From <sys/mman.h> of Linux; the last needs Linux 5.14.
 _MADV_DONTNEED, _MADV_POPULATE_READ = 4, 22
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+#: Bytes that one page may bring along: the largest that systems keep a file's pages in.
+_AROUND = 2 * 2**20
 #: Bytes that are copied before the pages they came from are given back.
 _CHUNK = 16 * 2**20
 #: Of addresses, for matrix products that give the same bits: the kernels of a CPU sum up in another order where a
@@ -138,6 +141,17 @@ def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.from_file(str(path), shared=False, size=size, dtype=dtype).view(shape)
 
 
+def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty tensor whose memory goes back to the system at once when it goes.
+
+    That of an allocator may stay with the process, in each of its threads, and add up to several of them.
+    """
+    size = shape.numel() * dtype.itemsize
+    if device.type != "cpu" or size < _PAGE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).view(dtype).view(shape)
+
+
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
 
@@ -174,21 +188,35 @@ class Pages:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether all of a tensor lies in a mapped file."""
+        return self._range_of(tensor) is not None
+
+    def _range_of(self, tensor: Tensor) -> tuple[int, int] | None:
         if tensor.device.type != "cpu" or not tensor.numel():
-            return False
+            return None
         start, end = _span(tensor)
-        return any(low <= start and end <= high for low, high in self._ranges)
+        return next(((low, high) for low, high in self._ranges if low <= start and end <= high), None)
 
-    def give_back(self, tensor: Tensor) -> None:
-        """Drop the pages that hold nothing but this tensor, if a file has them; they are read again when looked at."""
-        if self.holds(tensor):
-            advise_unneeded(tensor)
+    def give_back(self, tensor: Tensor, around: bool = False) -> None:
+        """Drop the pages that hold nothing but this tensor, if a file has them; they are read again when looked at.
+
+        Args:
+            tensor: any.
+            around: also those before and after it that may have come with it, as systems map many pages at a time.
+                Nobody may be writing to tensors there at this moment.
+        """
+        mapped = self._range_of(tensor)
+        if mapped is None:
+            return
+        start, end = _span(tensor)
+        inner = -(-start // _PAGE) * _PAGE, max(end // _PAGE, -(-start // _PAGE)) * _PAGE
+        _drop(*inner)
+        if around:
+            _drop(max(mapped[0], inner[0] - _AROUND), inner[0])
+            _drop(inner[1], min(mapped[1], inner[1] + _AROUND))
 
 
-def advise_unneeded(tensor: Tensor) -> None:
-    """Drop the whole pages of a tensor that is known to be mapped from a file; none if one of them was written to."""
-    start, end = _span(tensor)
-    start, end = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
+def _drop(start: int, end: int) -> None:
+    """Drop whole pages that are known to be mapped from a file; none if one of them was written to."""
     if end > start and _is_as_in_file(start, end):
         _madvise()(start, end - start, _MADV_DONTNEED)
 
@@ -233,15 +261,18 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
+    """Where files are mapped; one that the system lists in pieces is one range."""
     if not sys.platform.startswith("linux"):
         return []
     found: list[tuple[int, int]] = []
+    before: tuple[int, str, str] | None = None
     for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
+        addresses, rights, offset, device, inode, *name = line.split(maxsplit=5)
         if inode != "0" and rights.startswith("r") and not (name and name[0].startswith(("/dev/", "/memfd:"))):
             low, high = (int(number, 16) for number in addresses.split("-"))
-            if found and found[-1][1] == low:
+            if found and found[-1][1] == low and before == (int(offset, 16), device, inode):
                 found[-1] = (found[-1][0], high)
             else:
                 found.append((low, high))
+            before = (int(offset, 16) + high - low, device, inode)
     return found

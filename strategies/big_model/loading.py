@@ -110,7 +110,10 @@ def _dtypes_on_meta(model: nn.Module, checkpoint: str | os.PathLike[str]) -> dic
     empty = {name for name, tensor in named_tensors(model) if tensor.is_meta}
     found: dict[str, torch.dtype] = {}
     for file in weight_files(Path(checkpoint)) if empty else ():
+        pages: Pages | None = None
         for name, value in mapped_tensors(file):
+            pages = pages or Pages()
+            pages.give_back(value, around=True)
             if name in empty:
                 found.setdefault(name, value.dtype)
     return found
@@ -172,6 +175,7 @@ def load_checkpoint_in_model(
             elif name not in filler.filled:
                 _check_shape(name, filler.tensors[name], value, file, model)
                 filler.fill(name, value, pages, file)
+            pages.give_back(value, around=True)
     filler.close()
     loaded = Loaded([name for name in model.state_dict() if name not in filler.filled], unexpected)
     _tell(model, loaded, strict, Path(checkpoint))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .files import Pages, advise_needed, copy_into, is_aligned, map_file
+from .files import Pages, advise_needed, copy_into, is_aligned, map_file, short_lived
 from .sizes import as_dtype
 
 _INDEX = "index.json"
@@ -222,7 +222,7 @@ class _Lodger:
             return _Fetched(None, version)
         if not self.mapped:
             return _Fetched(self.home.to(self.device, copy=True, non_blocking=True), version)
-        made = torch.empty(self.home.shape, dtype=self.home.dtype, device=self.device)
+        made = short_lived(self.home.shape, self.home.dtype, self.device)
         copy_into(made, self.home, self._pages)
         return _Fetched(made, version)
 
@@ -258,7 +258,7 @@ class _Lodger:
     def give_back(self) -> None:
         """Drop pages that the file has."""
         if self.mapped:
-            self._pages.give_back(self.home)
+            self._pages.give_back(self.home, around=True)
 
     def release(self) -> None:
         """Have the tensor hold values with which anything may be computed from now on, without :meth:`enter`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -215,16 +216,16 @@ def test_a_failing_fetch_leaves_everything_as_it_was(tmp_path: Path, monkeypatch
     first, one = part_of(tmp_path, True, fetcher, "one")
     second, two = part_of(tmp_path, True, fetcher, "two")
     first.following = second
-    home, real = two.data_ptr(), torch.empty
+    home, real = two.data_ptr(), mmap.mmap
     fetcher.start()
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
+    monkeypatch.setattr(mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
     with pytest.raises(MemoryError, match="no room"):
         first.enter()
-    monkeypatch.setattr(torch, "empty", real)
+    monkeypatch.setattr(mmap, "mmap", real)
     first.enter()
     with pytest.MonkeyPatch.context() as patch:
         fetcher._drop()
-        patch.setattr(torch, "empty", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
+        patch.setattr(mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
         fetcher.begin(second)
         assert fetcher._advance is not None
         assert isinstance(fetcher._advance.tensors.exception(), MemoryError)
