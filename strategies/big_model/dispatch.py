@@ -73,6 +73,7 @@ def dispatch_model(
     offloaded = {name: device for name, device in device_map.items() if is_offloaded(device, main)}
     if len(set(map(str, device_map.values()))) == 1 and not offloaded and not force_hooks:
         _bring(model, device_map, main, _weights(state_dict, offload_dir, offload_index), None, offload_buffers)
+        check_filled(model)
         model.to(torch_device(next(iter(device_map.values())), "device_map"))
     else:
         weights = _weights(state_dict, offload_dir, offload_index)

@@ -164,7 +164,10 @@ def load_checkpoint_in_model(
     files = weight_files(Path(checkpoint))
     if device_map is not None:
         check_device_map(model, device_map)
-    filler = _Filler(model, device_map, offload_folder, as_dtype(dtype), offload_buffers, keep_in_fp32_modules or ())
+    wanted = as_dtype(dtype)
+    if wanted is not None and not wanted.is_floating_point:
+        raise ValueError(f"dtype={wanted} would round weights to whole numbers. Pass a floating-point one, or None.")
+    filler = _Filler(model, device_map, offload_folder, wanted, offload_buffers, keep_in_fp32_modules or ())
     unexpected: list[str] = []
     for file in files:
         pages: Pages | None = None

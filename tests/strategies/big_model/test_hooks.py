@@ -117,7 +117,7 @@ def test_hooks_that_have_begun_are_told_that_another_failed(fails: str, seen: li
     SEEN.clear()
     with pytest.raises(ZeroDivisionError):
         layer(1)
-    assert SEEN == seen
+    assert seen == SEEN
 
 
 def test_hooks_are_told_that_the_forward_failed() -> None:
