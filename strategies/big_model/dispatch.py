@@ -49,8 +49,10 @@ def dispatch_model(
 
     A part in the host's memory or on disk comes to the main device when it runs, whole, and goes afterwards; the next
     one is fetched meanwhile. With the CPU as main device weights on disk are used where the file is mapped, without a
-    copy. Outputs are those of the model in one place, to the bit. One thread at a time may run it. To train what does
-    not fit, use ``strategy="fsdp"``.
+    copy. Outputs are those of the model in one place, to the bit, if modules call each other: one that reads the weight
+    of another sees its values where they lie, which on the CPU may change the last bits of a product unless
+    ``offload_dir`` was given when they were loaded. One thread at a time may run it, and the files must stay as they
+    are while it is in use. To train what does not fit, use ``strategy="fsdp"``.
 
     Args:
         model: with all its values, or on the meta device where ``state_dict`` or ``offload_index`` has them.

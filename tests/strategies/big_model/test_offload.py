@@ -178,6 +178,8 @@ def test_a_change_after_it_was_fetched_in_advance_is_seen(misaligned: bool, tmp_
     first.following = second
     fetcher.start()
     first.enter()
+    assert fetcher._advance is not None
+    fetcher._advance.tensors.result()
     with torch.no_grad():
         parameter.add_(1)
     first.leave()
