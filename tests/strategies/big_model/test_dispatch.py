@@ -96,6 +96,10 @@ def spread(
     return model, other
 
 
+def nearly(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= 1e-6 * other.abs().max())
+
+
 KINDS = ["safetensors", "misaligned", "bin"]
 MODES = {"grad": torch.enable_grad, "no grad": torch.no_grad, "inference": torch.inference_mode}
 
@@ -104,7 +108,7 @@ MODES = {"grad": torch.enable_grad, "no grad": torch.no_grad, "inference": torch
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_i3_outputs_and_gradients_are_the_same_to_the_bit(make: Any, kind: str, tmp_path: Path) -> None:
     # A backward that takes a parameter itself, not a view of it, reads the values where they lie by then.
-    same = torch.allclose if make is Listed else torch.equal
+    same = nearly if make is Listed else torch.equal
     model, other = spread(make, tmp_path, kind)
     for mode in [*MODES.values(), torch.enable_grad]:
         with mode():
