@@ -18,12 +18,16 @@ DeviceMap = dict[str, Device]
 
 def is_offloaded(device: Any, main_device: Any) -> bool:
     """Whether what lies on ``device`` is fetched to run on the main device."""
-    return device == "disk" or (str(device) == "cpu" and str(main_device) != "cpu")
+    return device == "disk" or (_is_host(device) and not _is_host(main_device))
+
+
+def _is_host(device: Any) -> bool:
+    return str(device).partition(":")[0] == "cpu"
 
 
 def main_device_of(device_map: Mapping[str, Any]) -> Any:
     """Where parts run that lie in the host's memory or on disk: the first accelerator of a map, else the CPU."""
-    return next((device for device in device_map.values() if str(device) not in ("cpu", "disk")), "cpu")
+    return next((device for device in device_map.values() if not (device == "disk" or _is_host(device))), "cpu")
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
@@ -70,15 +74,17 @@ def torch_device(device: Any, what: str) -> torch.device:
         ValueError: there is none of that name here.
     """
     kind = torch.accelerator.current_accelerator()
-    if isinstance(device, int) and not isinstance(device, bool):
-        device = torch.device(kind.type if kind is not None else "cuda", device)
     try:
+        if isinstance(device, int) and not isinstance(device, bool):
+            device = torch.device(kind.type if kind is not None else "cuda", device)
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         choices = ("cpu", "disk", "cuda:0", "mps")
         raise ValueError(messages.unknown(f"device in {what}", device, choices, ", or the number of a GPU")) from error
+    if found.type == "cpu":
+        return torch.device("cpu")
     count = torch.accelerator.device_count() if kind is not None and found.type == kind.type else 0
-    if found.type not in ("cpu", "meta") and (found.index or 0) >= count:
+    if found.type != "meta" and (found.index or 0) >= count:
         seen = f"{count} of that kind" if count else "none"
         raise ValueError(
             f"{what} is {str(found)!r}, but this process sees {seen}. Use 'cpu' or 'disk', or show it more."

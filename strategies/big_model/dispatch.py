@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,20 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from .device_map import check_device_map, device_of, is_offloaded, main_device_of, torch_device
-from .files import Pages
+from .empty import give
+from .files import Pages, is_aligned
 from .hooks import (
     MOVES,
     AlignDevicesHook,
     CpuOffload,
     LayerwiseCastingHook,
+    SequentialHook,
     UserCpuOffloadHook,
     add_hook_to_module,
     default_device,
-    put,
+    remove_hook_from_module,
 )
 from .offload import Fetcher, OffloadedWeightsLoader, Part, load_offloaded_weight, offload_weight, save_offload_index
 from .placement import smallest_parts
-from .sizes import named_tensors
+from .sizes import named_tensors, names_of
 
 _NO_FORWARD = nn.Module.forward
 
@@ -46,8 +49,10 @@ def dispatch_model(
 
     A part in the host's memory or on disk comes to the main device when it runs, whole, and goes afterwards; the next
     one is fetched meanwhile. With the CPU as main device weights on disk are used where the file is mapped, without a
-    copy. Outputs are those of the model in one place, to the bit. One thread at a time may run it. To train what does
-    not fit, use ``strategy="fsdp"``.
+    copy. Outputs are those of the model in one place, to the bit, if modules call each other: one that reads the weight
+    of another sees its values where they lie, which on the CPU may change the last bits of a product unless
+    ``offload_dir`` was given when they were loaded. One thread at a time may run it, and the files must stay as they
+    are while it is in use. To train what does not fit, use ``strategy="fsdp"``.
 
     Args:
         model: with all its values, or on the meta device where ``state_dict`` or ``offload_index`` has them.
@@ -65,16 +70,19 @@ def dispatch_model(
         ValueError: the map leaves something out, names what is not there, or asks for disk without a folder.
     """
     check_device_map(model, device_map)
+    _take_off(model)
     main = torch_device(main_device_of(device_map) if main_device is None else main_device, "main_device")
     offloaded = {name: device for name, device in device_map.items() if is_offloaded(device, main)}
     if len(set(map(str, device_map.values()))) == 1 and not offloaded and not force_hooks:
+        _bring(model, device_map, main, _weights(state_dict, offload_dir, offload_index), None, offload_buffers)
+        check_filled(model)
         model.to(torch_device(next(iter(device_map.values())), "device_map"))
     else:
         weights = _weights(state_dict, offload_dir, offload_index)
         _bring(model, device_map, main, weights, offload_dir, offload_buffers)
         _attach(model, device_map, main, offload_buffers, skip_keys, preload_module_classes)
         _forbid_moves(model, bool(offloaded))
-    _check_filled(model)
+    check_filled(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -159,14 +167,16 @@ def attach_layerwise_casting_hooks(
         module: the model.
         storage_dtype: between forwards, such as ``torch.float8_e4m3fn``.
         compute_dtype: within.
-        skip_modules_pattern: regular expressions for names that keep their dtype.
-        skip_modules_classes: classes that keep it.
+        skip_modules_pattern: regular expressions for names that keep their dtype, with all that is in them.
+        skip_modules_classes: classes that keep it, likewise.
         non_blocking: do not wait for copies.
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
+    left_out: tuple[str, ...] = ()
     for name, part in module.named_modules():
-        left_out = isinstance(part, skip_modules_classes or ()) or any(re.search(one, name) for one in patterns)
-        if isinstance(part, _CAST) and not left_out:
+        if isinstance(part, skip_modules_classes or ()) or any(re.search(one, name) for one in patterns):
+            left_out += (f"{name}." if name else "",)
+        if isinstance(part, _CAST) and not f"{name}.".startswith(left_out):
             add_hook_to_module(part, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
 
 
@@ -193,7 +203,7 @@ def _bring(
     offload_buffers: bool,
 ) -> None:
     """Each tensor to where it lies; a tied one to the first of its places."""
-    pages, seen, index = Pages(), set(), {}
+    pages, seen, index, names = Pages(), set(), {}, names_of(model)
     buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
     for name, tensor in list(named_tensors(model)):
         if id(tensor) in seen:
@@ -208,8 +218,9 @@ def _bring(
         if device == "disk" and not pages.holds(value):
             value = _written(name, value, folder, index)
         elif device != "disk":
-            value = value.to(torch_device(device, f"device_map[{name!r}]"))
-        put(model, name, tensor, value)
+            place = torch_device(device, f"device_map[{name!r}]")
+            value = value.to(place, copy=pages.holds(value) and not is_aligned(value)).contiguous()
+        give(model, names[id(tensor)], tensor, value)
     if folder is not None:
         save_offload_index(index, folder)
 
@@ -224,7 +235,12 @@ def _written(name: str, value: Tensor, folder: str | os.PathLike[str] | None, in
     return load_offloaded_weight(Path(folder) / f"{name}.dat", index[name])
 
 
-def _check_filled(model: nn.Module) -> None:
+def check_filled(model: nn.Module) -> None:
+    """See that no tensor of a model is on the meta device.
+
+    Raises:
+        RuntimeError: one is.
+    """
     empty = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if empty:
         raise RuntimeError(
@@ -247,20 +263,64 @@ def _attach(
 ) -> None:
     fetcher = Fetcher()
     kept = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
+    homes: dict[int, Any] = {}  # a tied one lies at the first of its places
+    for name, tensor in named_tensors(model):
+        homes.setdefault(id(tensor), device_of(name, device_map))
     owned: dict[str, dict[int, Tensor]] = {}
-    for name, part in smallest_parts(model, whole):
-        if is_offloaded(device_of(name, device_map), main):
-            inside = [tensor for _, tensor in named_tensors(part)] if isinstance(part, nn.Module) else [part]
-            tensors = {id(tensor): tensor for tensor in inside if id(tensor) not in kept}
-            owned.setdefault(_runner(model, name), {}).update(tensors)
-    parts = {name: Part(list(tensors.values()), main, fetcher) for name, tensors in owned.items() if tensors}
-    for part, following in zip(parts.values(), [*parts.values()][1:] + [*parts.values()][:1], strict=True):
-        part.following = following if following is not part else None
+    for name, part in _parts(model, whole, device_map):
+        runner = _runner(model, name)
+        runs = _run_device(runner, device_map, main)
+        for tensor in [one for _, one in named_tensors(part)] if isinstance(part, nn.Module) else [part]:
+            home = homes[id(tensor)]
+            away = is_offloaded(home, main) and id(tensor) not in kept
+            if away or (not is_offloaded(home, main) and torch_device(home, "device_map") != runs):
+                owned.setdefault(runner, {})[id(tensor)] = tensor
+    devices = {name: _run_device(name, device_map, main) for name in owned}
+    parts = {name: Part(list(tensors.values()), devices[name], fetcher) for name, tensors in owned.items()}
+    for part, following in itertools.pairwise(parts.values()):
+        part.following = following
     places = _places(model, device_map, main)
-    for name in dict.fromkeys([*places, *parts]):
-        device = main if name in parts else places[name]
-        hook = AlignDevicesHook(device, io_same_device=name == "", skip_keys=skip_keys, part=parts.get(name))
+    for name in dict.fromkeys(["", *places, *parts] if parts else places):
+        device = devices.get(name, places.get(name, main))
+        rest = {"part": parts.get(name), "fetcher": fetcher if parts and not name else None}
+        hook = AlignDevicesHook(device, io_same_device=not name and bool(places), skip_keys=skip_keys, **rest)
         add_hook_to_module(model.get_submodule(name), hook, append=True)
+
+
+def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
+    """What is brought as one, by name: blocks and the like; what is in them, where the map speaks of that."""
+    split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
+    split |= {""} if any(device_map) else set()
+    return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
+
+
+def _split(name: str, part: nn.Module | Tensor, split: set[str]) -> list[tuple[str, nn.Module | Tensor]]:
+    if name not in split or not isinstance(part, nn.Module):
+        return [(name, part)]
+    below = [*part.named_children(), *named_tensors(part, recurse=False)]
+    prefix = f"{name}." if name else ""
+    return [found for key, one in below for found in _split(f"{prefix}{key}", one, split)]
+
+
+def _run_device(name: str, device_map: Mapping[str, Any], main: torch.device) -> torch.device:
+    """Where a module runs."""
+    device = device_of(name, device_map)
+    return main if device is None or is_offloaded(device, main) else torch_device(device, "device_map")
+
+
+def _take_off(model: nn.Module) -> None:
+    """Undo an earlier dispatch, but for where values lie; hooks of others stay."""
+    for part in model.modules():
+        hook = vars(part).get("_hf_hook")
+        hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+        others = [one for one in hooks if one is not None and not isinstance(one, AlignDevicesHook)]
+        if hook is not None and len(others) < len(hooks):
+            vars(part)["_hf_hook"] = others[0] if len(others) == 1 else SequentialHook(*others)
+            if not others:
+                remove_hook_from_module(part)
+    for name in MOVES:
+        if isinstance(vars(model).get(name), _Refusal):
+            del vars(model)[name]
 
 
 def _places(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
@@ -42,11 +44,15 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
             yield
         return
     register = nn.Module.register_parameter
+    made = WeakIdKeyDictionary()  # one that several modules were given stays one
 
     def place(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        if param is not None and param.device != torch.device(device):  # one that is there already may be tied
-            module._parameters[name] = like(param, param.detach().to(device))
+        if param is None or is_lazy(param):
+            return
+        values = param.detach().to(device)
+        if values.device != param.device:
+            module._parameters[name] = made.setdefault(param, like(param, values))
 
     nn.Module.register_parameter = place  # type: ignore[method-assign]
     try:
@@ -60,3 +66,20 @@ def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
+
+
+def put(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
+    """Let a module have this tensor as its parameter (or buffer) of these names."""
+    for name in names:
+        place, _, last = name.rpartition(".")
+        part = model.get_submodule(place)
+        held: dict[str, Any] = part._parameters if last in part._parameters else part._buffers
+        held[last] = tensor
+
+
+def give(model: nn.Module, names: Iterable[str], old: Tensor, values: Tensor) -> None:
+    """Give a module's tensor other values; from the meta device that needs another object, under all its names."""
+    if old.is_meta:
+        put(model, names, like(old, values) if isinstance(old, nn.Parameter) else values)
+    else:
+        old.data = values

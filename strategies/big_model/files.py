@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
+import mmap
 import os
 import pickle
 import sys
@@ -22,6 +24,8 @@ _ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
 #: From <sys/mman.h> of Linux; the last needs Linux 5.14.
 _MADV_DONTNEED, _MADV_POPULATE_READ = 4, 22
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+#: Bytes that one page may bring along: the largest that systems keep a file's pages in.
+_AROUND = 2 * 2**20
 #: Bytes that are copied before the pages they came from are given back.
 _CHUNK = 16 * 2**20
 #: Of addresses, for matrix products that give the same bits: the kernels of a CPU sum up in another order where a
@@ -44,17 +48,17 @@ def weight_files(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted({Path(name) for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{str(path)!r} is no index of weights ({type(error).__name__}: {error}). It holds JSON with 'weight_map', "
             "a file for each name; download or write it again, or name one file of weights."
         ) from error
-    missing = [name for name in names if not (path.parent / name).exists()]
+    missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
             f"The index {str(path)!r} names {len(names)} files, of which {len(missing)} are not there: "
-            f"{', '.join(missing[:5])}. Bring them to its folder."
+            f"{', '.join(map(str, missing[:5]))}. Bring them to its folder."
         )
     return [path.parent / name for name in names]
 
@@ -88,9 +92,16 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         return
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
         raise _damaged(file, error) from error
-    for name, value in state.get("state_dict", state).items():
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict):
+        kind = type(state).__name__
+        raise ValueError(f"{str(file)!r} holds a {kind}, no dict of tensors by name. Save the model's state_dict().")
+    for name, value in state.items():
         if isinstance(value, Tensor):
             yield name, value
 
@@ -118,7 +129,8 @@ def _damaged(file: Path, error: Exception) -> ValueError:
 
 def is_aligned(tensor: Tensor) -> bool:
     """Whether the CPU computes the same bits with a tensor as with a copy of it in memory of torch's own."""
-    return not tensor.is_floating_point() or tensor.data_ptr() % ALIGNMENT == 0
+    computed = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.is_contiguous() and (not computed or tensor.data_ptr() % ALIGNMENT == 0)
 
 
 def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -127,6 +139,17 @@ def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not size:
         return torch.empty(shape, dtype=dtype)
     return torch.from_file(str(path), shared=False, size=size, dtype=dtype).view(shape)
+
+
+def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty tensor whose memory goes back to the system at once when it goes.
+
+    That of an allocator may stay with the process, in each of its threads, and add up to several of them.
+    """
+    size = shape.numel() * dtype.itemsize
+    if device.type != "cpu" or size < _PAGE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).view(dtype).view(shape)
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -165,30 +188,69 @@ class Pages:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether all of a tensor lies in a mapped file."""
+        return self._range_of(tensor) is not None
+
+    def _range_of(self, tensor: Tensor) -> tuple[int, int] | None:
         if tensor.device.type != "cpu" or not tensor.numel():
-            return False
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return any(low <= start and end <= high for low, high in self._ranges)
+            return None
+        start, end = _span(tensor)
+        return next(((low, high) for low, high in self._ranges if low <= start and end <= high), None)
 
-    def give_back(self, tensor: Tensor) -> None:
-        """Drop the pages that hold nothing but this tensor, if a file has them; they are read again when looked at."""
-        if self.holds(tensor):
-            advise_unneeded(tensor)
+    def give_back(self, tensor: Tensor, around: bool = False) -> None:
+        """Drop the pages that hold nothing but this tensor, if a file has them; they are read again when looked at.
+
+        Args:
+            tensor: any.
+            around: also those before and after it that may have come with it, as systems map many pages at a time.
+                Nobody may be writing to tensors there at this moment.
+        """
+        mapped = self._range_of(tensor)
+        if mapped is None:
+            return
+        start, end = _span(tensor)
+        inner = -(-start // _PAGE) * _PAGE, max(end // _PAGE, -(-start // _PAGE)) * _PAGE
+        _drop(*inner)
+        if around:
+            _drop(max(mapped[0], inner[0] - _AROUND), inner[0])
+            _drop(inner[1], min(mapped[1], inner[1] + _AROUND))
 
 
-def advise_unneeded(tensor: Tensor) -> None:
-    """Drop the whole pages of a tensor that is known to be mapped from a file, and unchanged."""
-    start = -(-tensor.data_ptr() // _PAGE) * _PAGE
-    end = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
-    if end > start:
+def _drop(start: int, end: int) -> None:
+    """Drop whole pages that are known to be mapped from a file; none if one of them was written to."""
+    if end > start and _is_as_in_file(start, end):
         _madvise()(start, end - start, _MADV_DONTNEED)
 
 
 def advise_needed(tensor: Tensor) -> None:
     """Bring the pages of a tensor that is known to be mapped from a file into memory. Blocks, without the GIL."""
-    start = tensor.data_ptr() // _PAGE * _PAGE
-    end = -(-(tensor.data_ptr() + tensor.nbytes) // _PAGE) * _PAGE
+    start, end = _span(tensor)
+    start, end = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
     _madvise()(start, end - start, _MADV_POPULATE_READ)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from the first to behind the last byte of a tensor that is not empty."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _is_as_in_file(start: int, end: int) -> bool:
+    """Whether no page was written to since it was mapped: such a page is the process's own and in no file.
+
+    The system is asked, as torch does not see each change: what goes through ``.data``, numpy or batch statistics
+    leaves a tensor's version as it was. Where the system does not tell, the answer is no.
+    """
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(start // _PAGE * 8)
+            found = bytearray(file.read((end - start) // _PAGE * 8))
+    except OSError:
+        return False
+    if len(found) != (end - start) // _PAGE * 8:
+        return False
+    flags = torch.frombuffer(found, dtype=torch.int64)
+    present, swapped, of_file = flags < 0, (flags >> 62 & 1).bool(), (flags >> 61 & 1).bool()
+    return not bool((swapped | (present & ~of_file)).any())
 
 
 @cache
@@ -199,15 +261,18 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
+    """Where files are mapped; one that the system lists in pieces is one range."""
     if not sys.platform.startswith("linux"):
         return []
     found: list[tuple[int, int]] = []
+    before: tuple[int, str, str] | None = None
     for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
+        addresses, rights, offset, device, inode, *name = line.split(maxsplit=5)
         if inode != "0" and rights.startswith("r") and not (name and name[0].startswith(("/dev/", "/memfd:"))):
             low, high = (int(number, 16) for number in addresses.split("-"))
-            if found and found[-1][1] == low:
+            if found and found[-1][1] == low and before == (int(offset, 16), device, inode):
                 found[-1] = (found[-1][0], high)
             else:
                 found.append((low, high))
+            before = (int(offset, 16) + high - low, device, inode)
     return found

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..transfer import move
 from .device_map import torch_device
-from .empty import like
+from .empty import give
 from .offload import Fetcher, Part
-from .sizes import named_tensors
+from .sizes import named_tensors, names_of
 
 
 class ModelHook:
@@ -39,7 +39,7 @@ class ModelHook:
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """Instead of :meth:`post_forward`, when the forward raises."""
+        """Instead of :meth:`post_forward`, when the forward raises; not if :meth:`pre_forward` did."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """When it is removed; returns the module."""
@@ -55,6 +55,7 @@ class SequentialHook(ModelHook):
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Of each."""
@@ -64,14 +65,22 @@ class SequentialHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of each."""
-        for hook in self.hooks:
-            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        for place, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                SequentialHook(*self.hooks[:place]).failed(module)
+                raise
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Of each."""
-        for hook in self.hooks:
-            output = hook.post_forward(module, output)
+        for place, hook in enumerate(self.hooks):
+            try:
+                output = hook.post_forward(module, output)
+            except BaseException:
+                SequentialHook(*self.hooks[place + 1 :]).failed(module)
+                raise
         return output
 
     def failed(self, module: nn.Module) -> None:
@@ -94,28 +103,28 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         hook: what to do.
         append: after the hook it has already, rather than in its place.
     """
-    before = getattr(module, "_hf_hook", None)
-    if before is not None:
+    before = vars(module).get("_hf_hook")
+    if before is not None and not append:
         remove_hook_from_module(module)
-        if append:
-            hook = SequentialHook(before, hook)
-    old = module.forward
+    old = vars(module).get("_old_forward", module.forward)
     module = hook.init_hook(module)
-    vars(module).update(_hf_hook=hook, _old_forward=old)
-
-    @functools.wraps(old)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hook.pre_forward(module, *args, **kwargs)
-        try:
-            with torch.no_grad() if hook.no_grad else _NOTHING:
-                output = old(*args, **kwargs)
-        except BaseException:
-            hook.failed(module)
-            raise
-        return hook.post_forward(module, output)
-
-    module.forward = forward
+    vars(module).update(_hf_hook=SequentialHook(before, hook) if before is not None and append else hook)
+    vars(module).update(_old_forward=old)
+    module.forward = functools.update_wrapper(functools.partial(_run, module), old)  # a copy of both runs the copy
     return module
+
+
+def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A module's forward with its hook."""
+    hook: ModelHook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    try:
+        with torch.no_grad() if hook.no_grad else _NOTHING:
+            output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        hook.failed(module)
+        raise
+    return hook.post_forward(module, output)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
@@ -161,6 +170,7 @@ class AlignDevicesHook(ModelHook):
         skip_keys: keyword arguments that are not moved.
         tied_params_map: accepted; tied parameters are one object, and move together.
         part: what comes and goes with it, if that is decided already.
+        fetcher: told when the module begins and ends to run; for the whole model.
     """
 
     def __init__(
@@ -174,6 +184,7 @@ class AlignDevicesHook(ModelHook):
         skip_keys: str | Sequence[str] | None = None,
         tied_params_map: Any = None,
         part: Part | None = None,
+        fetcher: Fetcher | None = None,
     ) -> None:
         self.execution_device = execution_device
         self.offload = offload
@@ -185,17 +196,18 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.part = part
+        self.fetcher = fetcher
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Bring the tensors to where they run, or with ``offload`` to where they lie."""
-        if self.execution_device is None or self.part is not None:
+        if self.execution_device is None or self.part is not None or self.fetcher is not None:
             return module
         device = torch_device(self.execution_device, "execution_device")
         away = list(named_tensors(module, self.place_submodules, self.offload_buffers)) if self.offload else []
         leaving = {id(tensor) for _, tensor in away}
-        for name, tensor in named_tensors(module, recurse=self.place_submodules):
+        for _, tensor in named_tensors(module, recurse=self.place_submodules):
             if id(tensor) not in leaving and not tensor.is_meta:
-                put(module, name, tensor, tensor.data.to(device))
+                tensor.data = tensor.data.to(device)
         if away:
             self._send_away(module, [name for name, _ in away], device)
         return module
@@ -206,7 +218,7 @@ class AlignDevicesHook(ModelHook):
             tensor = _tensor(module, name)
             home = weights[name] if name in weights else tensor.data.to("cpu")
             if home is not tensor.data and (tensor.is_meta or home.data_ptr() != tensor.data_ptr()):
-                put(module, name, tensor, home)
+                give(module, names_of(module)[id(tensor)], tensor, home)
         tensors = {id(tensor): tensor for tensor in (_tensor(module, name) for name in names)}
         self.part = Part(list(tensors.values()), device, Fetcher())
 
@@ -214,18 +226,19 @@ class AlignDevicesHook(ModelHook):
         """Weights and inputs come to where the module runs."""
         if self.io_same_device:
             self.input_device = _device_in((args, kwargs))
+        if self.execution_device is not None and str(self.execution_device) != "cpu":
+            device = torch_device(self.execution_device, "execution_device")
+            kwargs = {key: value if key in self.skip_keys else move(value, device) for key, value in kwargs.items()}
+            args = move(args, device)
         if self.part is not None:
             self.part.enter()
-        if self.execution_device is None or str(self.execution_device) == "cpu":
-            return args, kwargs
-        device = torch_device(self.execution_device, "execution_device")
-        moved = {key: value if key in self.skip_keys else move(value, device) for key, value in kwargs.items()}
-        return move(args, device), moved
+        if self.fetcher is not None:
+            self.fetcher.start()
+        return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Weights go; with ``io_same_device`` outputs go back."""
-        if self.part is not None:
-            self.part.leave()
+        self.failed(module)
         if self.io_same_device and self.input_device is not None:
             return move(output, self.input_device)
         return output
@@ -234,6 +247,14 @@ class AlignDevicesHook(ModelHook):
         """Weights go."""
         if self.part is not None:
             self.part.leave()
+        if self.fetcher is not None:
+            self.fetcher.stop()
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Weights stay where they lie, fit to be used from there."""
+        if self.part is not None:
+            self.part.release()
+        return module
 
 
 class CpuOffload(ModelHook):
@@ -309,22 +330,12 @@ class LayerwiseCastingHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """To the dtype of storage."""
-        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        self.failed(module)
         return output
 
-
-def put(module: nn.Module, name: str, old: Tensor, values: Tensor) -> None:
-    """Give a module's tensor other values; where that needs another object, all names in ``module`` get it."""
-    if not old.is_meta:
-        old.data = values
-        return
-    new = like(old, values) if isinstance(old, nn.Parameter) else values
-    for part in module.modules():
-        held: dict[str, Any]
-        for held in (part._parameters, part._buffers):
-            for key, tensor in held.items():
-                if tensor is old:
-                    held[key] = new
+    def failed(self, module: nn.Module) -> None:
+        """To the dtype of storage."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from ...loggers import messages
 from . import sharded
 from .device_map import check_device_map, device_of, main_device_of, torch_device
-from .dispatch import dispatch_model
+from .dispatch import check_filled, dispatch_model
+from .empty import give
 from .files import Pages, copy_into, is_aligned, mapped_tensors, weight_files
-from .hooks import put
 from .noted import Note, is_to_be_noted, write_note
 from .offload import load_offloaded_weight, offload_weight, save_offload_index
 from .placement import plan_device_map
-from .sizes import as_dtype, named_tensors
+from .sizes import as_dtype, named_tensors, names_of
 
 
 class Loaded(NamedTuple):
@@ -84,23 +84,41 @@ def load_checkpoint_and_dispatch(
     """
     weight_files(Path(checkpoint))  # complain before a plan is shown
     whole = no_split_module_classes if preload_module_classes is None else preload_module_classes
+    main = None
     if isinstance(device_map, str):
-        limits = (max_memory, no_split_module_classes, dtype)
-        device_map = plan_device_map(model, device_map, *limits, offload_buffers=offload_buffers).device_map
+        limits = (max_memory, no_split_module_classes, dtype, None if dtype else _dtypes_on_meta(model, checkpoint))
+        plan = plan_device_map(model, device_map, *limits, offload_buffers=offload_buffers)
+        device_map, main = plan.device_map, plan.main_device
     load_checkpoint_in_model(
         model, checkpoint, device_map, offload_folder, dtype, offload_buffers=offload_buffers, strict=strict
     )
     if device_map is None:
-        device_map = {"": next((str(tensor.device) for _, tensor in named_tensors(model)), "cpu")}
+        check_filled(model)
+        return model
     return dispatch_model(
         model,
         device_map,
+        main,
         offload_dir=offload_folder,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=whole,
         force_hooks=force_hooks,
     )
+
+
+def _dtypes_on_meta(model: nn.Module, checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
+    """What tensors that have no values yet will be: the dtype of the first file that has them."""
+    empty = {name for name, tensor in named_tensors(model) if tensor.is_meta}
+    found: dict[str, torch.dtype] = {}
+    for file in weight_files(Path(checkpoint)) if empty else ():
+        pages: Pages | None = None
+        for name, value in mapped_tensors(file):
+            pages = pages or Pages()
+            pages.give_back(value, around=True)
+            if name in empty:
+                found.setdefault(name, value.dtype)
+    return found
 
 
 def load_checkpoint_in_model(
@@ -151,13 +169,15 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise NotImplementedError("load_checkpoint_in_model(offload_8bit_bnb=True): Paceline has no 8-bit weights.")
+    wanted = as_dtype(dtype)
+    if wanted is not None and not wanted.is_floating_point:
+        raise ValueError(f"dtype={wanted} would round weights to whole numbers. Pass a floating-point one, or None.")
     with sharded.together(model):
         files = weight_files(Path(checkpoint))
         if device_map is not None:
             check_device_map(model, device_map)
         sharded.reshard(model)
-        in_float32 = keep_in_fp32_modules or ()
-        filler = _Filler(model, device_map, offload_folder, as_dtype(dtype), offload_buffers, in_float32)
+        filler = _Filler(model, device_map, offload_folder, wanted, offload_buffers, keep_in_fp32_modules or ())
         loaded = _load(model, files, filler)
         _tell(model, loaded, strict, Path(checkpoint))
     return loaded
@@ -174,6 +194,7 @@ def _load(model: nn.Module, files: list[Path], filler: _Filler) -> Loaded:
             elif name not in filler.filled:
                 _check_shape(name, filler.tensors[name], value, file, model)
                 filler.fill(name, value, pages, file)
+            pages.give_back(value, around=True)
     filler.close()
     return Loaded([name for name in model.state_dict() if name not in filler.filled], unexpected)
 
@@ -197,11 +218,10 @@ class _Filler:
         self.in_float32 = in_float32
         self.tensors = dict(named_tensors(model))
         self.filled: set[str] = set()
-        self._names: dict[int, list[str]] = {}
-        for name, tensor in self.tensors.items():
-            self._names.setdefault(id(tensor), []).append(name)
+        self._names = names_of(model)
         self._buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
         self._index: dict[str, Any] = {}
+        self._mapped: set[int] = set()
 
     @torch.no_grad()
     def fill(self, name: str, value: Tensor, pages: Pages, file: Path) -> None:
@@ -218,13 +238,16 @@ class _Filler:
             return
         device = self._device(name, own)
         if device == "disk":
-            put(self.model, name, own, self._on_disk(name, value, dtype))
+            if value.numel() and value.data_ptr() in self._mapped:
+                value = dict(mapped_tensors(file))[name]  # two names of one memory: changing one is not to change both
+            self._mapped.add(value.data_ptr())
+            give(self.model, names, own, self._on_disk(name, value, dtype))
         elif own.device == device and own.dtype == dtype:
             copy_into(own.data, value, pages)
         else:
             made = torch.empty(value.shape, dtype=dtype, device=device)
             copy_into(made, value, pages)
-            put(self.model, name, own, made)
+            give(self.model, names, own, made)
 
     def _dtype(self, name: str, own: Tensor, value: Tensor) -> torch.dtype:
         if not value.is_floating_point():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...loggers import messages
 from . import sharded
+from .empty import put
 from .files import Pages, mapped_tensors
 
 _NOTE = "_paceline_note"
@@ -163,7 +164,7 @@ class Waiting:
         for names in twins.values():
             parameter = own[names[0]]
             made = nn.Parameter(sharded.memory_for(parameter, device), requires_grad=parameter.requires_grad)
-            sharded.put(module, names, made)
+            put(module, names, made)
 
     def restored(self, names: Iterable[str]) -> None:
         """These have got values, from a checkpoint."""

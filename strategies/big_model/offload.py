@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .files import Pages, advise_needed, advise_unneeded, is_aligned, map_file
+from .files import Pages, advise_needed, copy_into, is_aligned, map_file, short_lived
 from .sizes import as_dtype
 
 _INDEX = "index.json"
@@ -61,7 +62,8 @@ def offload_weight(
                 pages.give_back(part)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         size = flat.numel() * dtype.itemsize
         raise OSError(
             error.errno, f"{weight_name!r} ({size} bytes) cannot be offloaded: {error.strerror}", str(path)
@@ -177,6 +179,13 @@ class PrefixedDataset(Mapping[str, Tensor]):
 # ---- while the model runs --------------------------------------------------------------------------------------------
 
 
+class _Fetched(NamedTuple):
+    """What a tensor is to hold while it runs, if not what it holds already, and its version when that was read."""
+
+    values: Tensor | None
+    version: int | None
+
+
 class _Lodger:
     """A tensor of a part: where it lies, and how it comes to where it runs.
 
@@ -189,35 +198,83 @@ class _Lodger:
         pages: the mapped files.
     """
 
-    __slots__ = ("_changed", "_version", "copied", "device", "home", "mapped", "tensor")
+    __slots__ = ("_pages", "_there", "copied", "device", "home", "mapped", "tensor")
 
     def __init__(self, tensor: Tensor, device: torch.device, pages: Pages) -> None:
         self.tensor = tensor
-        self.home = tensor.data
         self.device = device
-        self.mapped = pages.holds(self.home)
-        self.copied = self.home.device != device or (self.mapped and not is_aligned(self.home))
-        self._version = tensor._version
-        self._changed = self._version > 0  # in memory, where the file knows nothing of it
+        self._settle(pages)
 
-    def fetch(self) -> Tensor | None:
-        """The copy that runs, if there is to be one."""
-        if self.mapped:
-            advise_needed(self.home)
-        return self.home.to(self.device, copy=True, non_blocking=True) if self.copied else None
+    def _settle(self, pages: Pages) -> None:
+        """Take what the tensor holds now for what lies there."""
+        self.home = self.tensor.data
+        self.mapped = pages.holds(self.home)
+        self.copied = self.home.device != self.device or (self.mapped and not is_aligned(self.home))
+        self._pages = pages
+        self._there = _Fetched(None, 0)
+
+    def fetch(self) -> _Fetched:
+        """Read it, and copy it if it does not run where it lies. May run in a thread of its own."""
+        version = _version(self.tensor)
+        if not self.copied:
+            if self.mapped:
+                advise_needed(self.home)
+            return _Fetched(None, version)
+        if not self.mapped:
+            return _Fetched(self.home.to(self.device, copy=True, non_blocking=True), version)
+        made = short_lived(self.home.shape, self.home.dtype, self.device)
+        copy_into(made, self.home, self._pages)
+        return _Fetched(made, version)
+
+    def enter(self, fetched: _Fetched) -> None:
+        """Have the tensor hold what was fetched, or if it was changed since, what it is now."""
+        if not _same_memory(self.tensor.data, self.home):
+            self._settle(Pages())
+            fetched = self.fetch()
+        elif fetched.version != _version(self.tensor):
+            fetched = self.fetch()
+        self._there = fetched
+        if fetched.values is not None:
+            self.tensor.data = fetched.values
 
     def leave(self) -> None:
-        if self.tensor._version != self._version:
-            self._version, self._changed = self.tensor._version, True
-            if self.copied:
-                self.home.copy_(self.tensor.data)
-        if self.copied:
+        """Have the tensor hold what lies there, with what was changed while it ran."""
+        (there, version), self._there = self._there, _Fetched(None, 0)
+        if there is not None:
+            if not _same_memory(self.tensor.data, there):  # it was given other values
+                self._settle(Pages())
+                return
+            if self._was_changed(there, version):
+                with torch.inference_mode():
+                    self.home.copy_(there)
             self.tensor.data = self.home
         self.give_back()
 
+    def _was_changed(self, there: Tensor, version: int | None) -> bool:
+        if isinstance(self.tensor, nn.Parameter) and version is not None:
+            return _version(self.tensor) != version
+        return there.device.type != "cpu" or not torch.equal(there, self.home)  # batch statistics leave no trace
+
     def give_back(self) -> None:
-        if self.mapped and not self._changed and self.tensor._version == self._version:
-            advise_unneeded(self.home)
+        """Drop pages that the file has."""
+        if self.mapped:
+            self._pages.give_back(self.home, around=True)
+
+    def release(self) -> None:
+        """Have the tensor hold values with which anything may be computed from now on, without :meth:`enter`."""
+        if self.mapped and self.copied and _same_memory(self.tensor.data, self.home):
+            self.tensor.data = self.home.clone(memory_format=torch.contiguous_format)
+
+
+def _version(tensor: Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:  # it was made in inference mode
+        return None
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 class Part:
@@ -238,14 +295,16 @@ class Part:
 
     def enter(self) -> None:
         """Have the tensors where they run, and begin to fetch the part that came after this one the last time."""
+        if not self._depth:
+            try:
+                for lodger, fetched in zip(self._lodgers, self._fetcher.take(self), strict=True):
+                    lodger.enter(fetched)
+            except BaseException:
+                for lodger in self._lodgers:
+                    lodger.leave()
+                raise
+            self._fetcher.begin(self.following)
         self._depth += 1
-        if self._depth > 1:
-            return
-        fetched = self._fetcher.take(self)
-        for lodger, tensor in zip(self._lodgers, fetched, strict=True):
-            if tensor is not None:
-                lodger.tensor.data = tensor
-        self._fetcher.begin(self.following)
 
     def leave(self) -> None:
         """Give the memory back. Values that were changed while it ran are kept."""
@@ -254,7 +313,7 @@ class Part:
             for lodger in self._lodgers:
                 lodger.leave()
 
-    def fetch(self) -> list[Tensor | None]:
+    def fetch(self) -> list[_Fetched]:
         """What :meth:`enter` puts in place. Runs in the fetcher's thread."""
         return [lodger.fetch() for lodger in self._lodgers]
 
@@ -263,21 +322,27 @@ class Part:
         for lodger in self._lodgers:
             lodger.give_back()
 
+    def release(self) -> None:
+        """Leave the tensors with values that need nothing from here any more."""
+        for lodger in self._lodgers:
+            lodger.release()
 
-class _Fetched(NamedTuple):
+
+class _Advance(NamedTuple):
     part: Part
-    tensors: Future[list[Tensor | None]]
+    tensors: Future[list[_Fetched]]
 
 
 class Fetcher:
-    """Fetches one part in advance, in a thread of its own, for all parts of a model."""
+    """Fetches one part in advance, in a thread of its own, while the model runs; for all parts of a model."""
 
     def __init__(self) -> None:
         self.pages = Pages()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-fetch")
+        self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._advance: _Fetched | None = None
+        self._advance: _Advance | None = None
         self._last: Part | None = None
+        self._running = 0
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -285,35 +350,54 @@ class Fetcher:
             "(model.state_dict() reads them), or call remove_hook_from_submodules(model) first."
         )
 
-    def begin(self, part: Part | None) -> None:
-        """Start to fetch a part, while others run."""
-        if part is not None and self._advance is None:
-            self._advance = _Fetched(part, self._thread.submit(self._fetch, part))
+    def start(self) -> None:
+        """The model begins to run."""
+        self._running += 1
 
-    def take(self, part: Part) -> list[Tensor | None]:
+    def stop(self) -> None:
+        """The model has run: nothing is fetched in advance any more, as weights may be changed before the next time."""
+        self._running -= 1
+        if not self._running:
+            self._last = None
+            self._drop()
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+
+    def begin(self, part: Part | None) -> None:
+        """Start to fetch a part, if the model runs."""
+        if part is not None and self._advance is None and self._running:
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="paceline-fetch")
+            self._advance = _Advance(part, self._thread.submit(self._fetch, part))
+
+    def take(self, part: Part) -> list[_Fetched]:
         """The tensors of a part, now. Remembers that it follows the one that was taken before."""
         if self._last is not None:
             self._last.following = part if part is not self._last else None
         self._last = part
+        if self._advance is not None and (self._advance.part is not part or self._advance.tensors.exception()):
+            self._drop()
         advance, self._advance = self._advance, None
-        if advance is None or advance.part is not part:
-            if advance is not None:
-                advance.tensors.result()
-                advance.part.give_back()
-            advance = _Fetched(part, self._thread.submit(self._fetch, part))
-        found = advance.tensors.result()
+        found = self._fetch(part) if advance is None else advance.tensors.result()
         stream = self._streams.get(part.device)
         if stream is not None:
             current = torch.cuda.current_stream(part.device)
             current.wait_stream(stream)
-            for tensor in found:
+            for tensor, _ in found:
                 if tensor is not None:
                     tensor.record_stream(current)
         return found
 
-    def _fetch(self, part: Part) -> list[Tensor | None]:
-        if part.device.type != "cuda":
-            return part.fetch()
-        stream = self._streams.setdefault(part.device, torch.cuda.Stream(part.device))
-        with torch.cuda.stream(stream):
-            return part.fetch()
+    def _drop(self) -> None:
+        """Forget what was fetched in advance, also that it failed: it is tried again when it is needed."""
+        advance, self._advance = self._advance, None
+        if advance is not None and advance.tensors.exception() is None:
+            advance.part.give_back()
+
+    def _fetch(self, part: Part) -> list[_Fetched]:
+        with torch.inference_mode(False), torch.no_grad():
+            if part.device.type != "cuda":
+                return part.fetch()
+            stream = self._streams.setdefault(part.device, torch.cuda.Stream(part.device))
+            with torch.cuda.stream(stream):
+                return part.fetch()

@@ -52,6 +52,8 @@ class DevicePlan:
         limits: bytes of weights that each device may hold; infinite for the disk.
         main_device: where parts run that lie in the host's memory or on disk.
         reserved: bytes kept free there for the part that is fetched while the one before it runs.
+        buffers: bytes of buffers there that belong to parts which lie elsewhere.
+        used: bytes on each device.
     """
 
     device_map: DeviceMap
@@ -59,10 +61,12 @@ class DevicePlan:
     limits: dict[Device, float]
     main_device: Device
     reserved: int = 0
+    buffers: int = 0
     used: dict[Device, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.used = {device: sum(row.bytes for row in self.rows if row.device == device) for device in self.limits}
+        self.used[self.main_device] += self.buffers
 
     @property
     def offloaded(self) -> list[str]:
@@ -236,6 +240,15 @@ class _Item(NamedTuple):
         return f"{self.name}.{name}" if self.name else name
 
 
+@dataclass
+class _Placed:
+    """Rows, the smallest parts of what is fetched, and the bytes of their buffers that stay on the main device."""
+
+    rows: list[Row]
+    fetched: list[_Item]
+    buffers: int
+
+
 class _Placer:
     def __init__(
         self,
@@ -255,43 +268,56 @@ class _Placer:
         self.first_fit = first_fit
 
     def plan(self) -> DevicePlan:
-        rows, _ = self._place(0)
-        reserved = 0
-        if any(is_offloaded(row.device, self.main) for row in rows):
-            largest = max(_smallest(_Item("", self.model), self.atoms), key=self._fetched)
-            reserved = self._room_for(largest)
-            rows, fetched = self._place(reserved)
-            lower = self._room_for(max(fetched, key=self._fetched)) if fetched else reserved
-            if lower < reserved:
-                other, others = self._place(lower)
-                if others and max(map(self._room_for, others)) <= lower:
-                    rows, reserved = other, lower
-        device_map = join_neighbors({row.module: row.device for row in rows})
-        return DevicePlan(device_map, rows, self.limits, self.main, reserved)
+        if self.main not in self.limits:
+            raise ValueError(
+                f"max_memory={dict(self.limits)} has no device to run on. Name 'cpu' or the number of a GPU, with a "
+                "limit above 0."
+            )
+        placed, reserved = self._place(0), 0
+        if any(is_offloaded(row.device, self.main) for row in placed.rows):
+            placed, reserved = self._with_room_to_fetch()
+        device_map = join_neighbors({row.module: row.device for row in placed.rows})
+        return DevicePlan(device_map, placed.rows, self.limits, self.main, reserved, placed.buffers)
 
-    def _fetched(self, item: _Item) -> int:
-        return self.sizes.sum(item.ids(self.sizes) - self.buffers)
+    def _with_room_to_fetch(self) -> tuple[_Placed, int]:
+        """With as little of the main device kept free as the largest part needs that is then fetched."""
+        limit, buffers = self.limits[self.main], 0
+        parts = _smallest(_Item("", self.model), self.atoms)
+        for reserved in sorted({self._room_for(part) for part in parts}):
+            kept: float = reserved
+            while kept <= limit:
+                placed = self._place(kept)
+                over = sum(row.bytes for row in placed.rows if row.device == self.main) + placed.buffers
+                over += reserved - limit
+                if over <= 0 and max(map(self._room_for, placed.fetched), default=0) <= reserved:
+                    return placed, reserved
+                buffers = placed.buffers
+                kept = kept + over if over > 0 else limit + 1
+        largest = max(parts, key=self._room_for)
+        size = self._room_for(largest)
+        if size <= limit:
+            raise ValueError(
+                f"max_memory={{{self.main!r}: {int(limit)}}} is too small for the {messages.size(buffers)} of buffers "
+                f"of what is offloaded, which stay there, beside {messages.size(size)} to fetch into. Pass "
+                "offload_buffers=True, or a higher limit."
+            )
+        raise ValueError(
+            f"max_memory={{{self.main!r}: {int(limit)}}} is {messages.size(size - limit)} less than the "
+            f"{messages.size(size)} that {largest.name!r} ({type(largest.module).__name__}) needs to be fetched"
+            f"{'' if self.main == 'cpu' else ' while the part before it runs'}. Give {self.main!r} at least "
+            f"{size} bytes, load in a smaller dtype, or name smaller blocks in no_split_module_classes."
+        )
 
     def _room_for(self, item: _Item) -> int:
         """On an accelerator for the part that runs and the next one; in the host's memory the former comes on top."""
-        size = self._fetched(item) * (1 if self.main == "cpu" else 2)
-        limit = self.limits.get(self.main, 0)
-        if size > limit:
-            raise ValueError(
-                f"max_memory={{{self.main!r}: {int(limit)}}} is {messages.size(size - limit)} less than the "
-                f"{messages.size(size)} that {item.name!r} ({type(item.module).__name__}) needs to be fetched"
-                f"{'' if self.main == 'cpu' else ' while the part before it runs'}. Give {self.main!r} at least "
-                f"{size} bytes, load in a smaller dtype, or name smaller blocks in no_split_module_classes."
-            )
-        return size
+        return self.sizes.sum(item.ids(self.sizes) - self.buffers) * (1 if self.main == "cpu" else 2)
 
-    def _place(self, reserved: int) -> tuple[list[Row], list[_Item]]:
-        """The rows, and the smallest parts of what is fetched, if so much of the main device is kept free."""
-        room = {device: limit - (reserved if device == self.main else 0) for device, limit in self.limits.items()}
+    def _place(self, kept: float) -> _Placed:
+        """Place all, with so much of the main device kept free."""
+        room = {device: limit - (kept if device == self.main else 0) for device, limit in self.limits.items()}
         order = list(room)
         homes: dict[int, tuple[Device, str]] = {}
-        rows: list[Row] = []
-        fetched: list[_Item] = []
+        placed = _Placed([], [], 0)
         queue = deque([_Item("", self.model)])
         current = 0
         while queue:
@@ -306,19 +332,14 @@ class _Placer:
             staying = new & self.buffers if offloaded else set()
             size = self.sizes.sum(new - staying)
             room[device] -= size
-            room[self.main] -= self.sizes.sum(staying)
+            placed.buffers += self.sizes.sum(staying)
             if offloaded:
-                fetched += _smallest(item, self.atoms)
+                placed.fetched += _smallest(item, self.atoms)
             if new or not ids:
                 current = max(current, order.index(device))
             homes.update(dict.fromkeys(new, (device, item.name)))
-            rows.append(Row(item.name, type(item.module).__name__, device, size, why))
-        if room[self.main] < -reserved:
-            raise ValueError(
-                f"max_memory={{{self.main!r}: {int(self.limits[self.main])}}} is too small for the buffers of what is "
-                "offloaded, which stay there. Pass offload_buffers=True, or a higher limit."
-            )
-        return rows, fetched
+            placed.rows.append(Row(item.name, type(item.module).__name__, device, size, why))
+        return placed
 
     def _choose(
         self,
@@ -332,7 +353,7 @@ class _Placer:
         """A device and the reason; no device: it is to be taken apart."""
         size = self.sizes.sum(new)
         if ids and not new:
-            device, other = homes[next(iter(ids))]
+            device, other = homes[next(one for one in self.sizes.bytes if one in ids)]
             return device, f"tied to {other!r}"
         full: list[str] = []
         for device in order:
@@ -397,11 +418,16 @@ def _key(device: Any) -> Device:
         raise ValueError(
             messages.unknown("device in max_memory", device, ("cpu", "disk", "mps"), ", or a number for a GPU")
         ) from error
+    if found.type == "cpu":
+        return "cpu"
     return found.index if found.type == "cuda" and found.index is not None else str(found)
 
 
-def _limit(device: Any, size: int | str) -> float:
-    return 0 if size == 0 else size_in_bytes(size, f"max_memory[{device!r}]")
+def _limit(device: Any, size: float | str) -> float:
+    if size == 0 or size == math.inf:
+        return float(size)
+    whole = int(size) if isinstance(size, float) else size
+    return size_in_bytes(whole, f"max_memory[{device!r}]")
 
 
 def _runs(rows: Iterable[Row]) -> list[list[Row]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .empty import put
 from .files import Pages, copy_into
 
 if TYPE_CHECKING:
@@ -126,15 +127,6 @@ def fill_parts(
 def memory_for(own: Tensor, device: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Memory without values for a tensor that has none, or for this process's part of it."""
     return torch.empty_like(own, device=device, dtype=dtype or own.dtype)
-
-
-def put(model: nn.Module, names: list[str], tensor: Tensor) -> None:
-    """Let a module have this tensor as its parameter (or buffer) of these names."""
-    for name in names:
-        place, _, last = name.rpartition(".")
-        part = model.get_submodule(place)
-        held: dict[str, Any] = part._parameters if last in part._parameters else part._buffers
-        held[last] = tensor
 
 
 def reshard(model: nn.Module) -> None:

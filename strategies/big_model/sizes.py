@@ -55,10 +55,8 @@ class Sizes:
         self._special = {name: as_dtype(value) for name, value in (special_dtypes or {}).items()}
         self._buffers = buffers
         self.bytes: dict[int, int] = {}
-        self.names: dict[int, list[str]] = {}
         for name, tensor in named_tensors(model, buffers=buffers):
             self.bytes[id(tensor)] = self._size(name, tensor)
-            self.names.setdefault(id(tensor), []).append(name)
 
     def _size(self, name: str, tensor: Tensor) -> int:
         dtype = self._special.get(name, self._dtype if tensor.is_floating_point() else None)
@@ -94,6 +92,14 @@ def named_tensors(
         for name, buffer in module.named_buffers(recurse=recurse, remove_duplicate=False):
             if name not in left_out:
                 yield name, buffer
+
+
+def names_of(module: nn.Module) -> dict[int, list[str]]:
+    """The names that each parameter and buffer has, by its id."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(module):
+        names.setdefault(id(tensor), []).append(name)
+    return names
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
@@ -135,10 +141,8 @@ def compute_module_sizes(
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """Names of parameters that are one and the same, a list for each."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [sorted(found) for found in names.values() if len(found) > 1]
+    names = names_of(model)
+    return [sorted(names[id(one)]) for one in model.parameters() if len(names[id(one)]) > 1]
 
 
 def as_dtype(dtype: Any) -> torch.dtype | None:

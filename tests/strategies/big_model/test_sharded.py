@@ -268,9 +268,11 @@ class Allocated(TorchDispatchMode):
         answer = func(*args, **(kwargs or {}))
         result = plain(answer)
         inputs = {plain(t).untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-        if type(result) is Tensor and not result.is_meta and result.dtype != torch.uint8:  # objects that are sent
+        if (
+            type(result) is Tensor and not result.is_meta and result.is_floating_point()
+        ):  # others are objects that are sent, and what is asked about pages
             storage = result.untyped_storage()
-            mapped = files.Pages().holds(result) if result.is_contiguous() else False
+            mapped = files.Pages().holds(result)
             if storage.nbytes() and storage.data_ptr() not in inputs and not mapped:
                 self.total += storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())

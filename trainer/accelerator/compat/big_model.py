@@ -15,7 +15,7 @@ from ....strategies.big_model.dispatch import dispatch_model
 from ....strategies.big_model.empty import like
 from ....strategies.big_model.files import mapped_tensors
 from ....strategies.big_model.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
-from ....strategies.big_model.offload import OffloadedWeightsLoader
+from ....strategies.big_model.offload import OffloadedWeightsLoader, Part
 from ....strategies.big_model.placement import smallest_parts
 from ....strategies.big_model.sizes import Sizes, compute_module_sizes, named_tensors, non_persistent_buffers
 
@@ -78,9 +78,9 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Bytes of a model, and of its largest part with the names of such parts."""
     sizes = Sizes(model)
-    parts = [(sizes.of(part), type(part).__name__) for _, part in smallest_parts(model) if isinstance(part, nn.Module)]
+    parts = [(sizes.of(part), name) for name, part in smallest_parts(model) if isinstance(part, nn.Module)]
     largest = max((size for size, _ in parts), default=0)
-    return sizes.of(model), (largest, sorted({name for size, name in parts if size == largest}))
+    return sizes.of(model), (largest, [name for size, name in parts if size == largest])
 
 
 def get_max_layer_size(
@@ -96,9 +96,10 @@ def get_max_layer_size(
     found: list[tuple[int, str]] = []
     for prefix, module in modules:
         parts = smallest_parts(module, no_split_module_classes) if isinstance(module, nn.Module) else [("", module)]
-        found += [(module_sizes[".".join(filter(None, (prefix, name)))], type(part).__name__) for name, part in parts]
+        names = [".".join(filter(None, (prefix, name))) for name, _ in parts]
+        found += [(module_sizes[name], name) for name in names]
     largest = max((size for size, _ in found), default=0)
-    return largest, sorted({name for size, name in found if size == largest})
+    return largest, [name for size, name in found if size == largest]
 
 
 def get_module_size_with_ties(
@@ -118,10 +119,12 @@ def get_module_size_with_ties(
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
     """Join neighbors on the same device under the name of what they are in; the same dict."""
-    short = join_neighbors({name: one for name, one in device_map.items() if name.startswith(module_name)})
-    others = {name: one for name, one in device_map.items() if not name.startswith(module_name)}
+    prefix = f"{module_name}." if module_name else ""
+    inside = {name: one for name, one in device_map.items() if name.startswith(prefix)}
+    short = join_neighbors({name.removeprefix(prefix): one for name, one in inside.items()})
+    others = {name: one for name, one in device_map.items() if name not in inside}
     device_map.clear()
-    device_map.update({**others, **short})
+    device_map.update({**others, **{f"{prefix}{name}" if name else module_name: one for name, one in short.items()}})
     return device_map
 
 
@@ -207,9 +210,13 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether a module's weights are brought when it runs."""
+    return _part_of(module) is not None
+
+
+def _part_of(module: nn.Module) -> Part | None:
     hook = getattr(module, "_hf_hook", None)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return any(isinstance(one, AlignDevicesHook) and one.part is not None for one in hooks)
+    return next((one.part for one in hooks if isinstance(one, AlignDevicesHook) and one.part is not None), None)
 
 
 @contextmanager
@@ -220,8 +227,14 @@ def align_module_device(module: nn.Module, execution_device: Any = None) -> Iter
         module: its own tensors, not those of the modules in it.
         execution_device: None: where its hook says, if it has one.
     """
-    if execution_device is None and has_offloaded_params(module):
-        execution_device = vars(module)["_hf_hook"].execution_device
+    part = _part_of(module) if execution_device is None else None
+    if part is not None:
+        part.enter()
+        try:
+            yield
+        finally:
+            part.leave()
+        return
     before = {name: tensor.data for name, tensor in module.named_parameters(recurse=False)}
     try:
         for parameter in module.parameters(recurse=False) if execution_device is not None else ():
@@ -229,7 +242,7 @@ def align_module_device(module: nn.Module, execution_device: Any = None) -> Iter
         yield
     finally:
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.data is not before[name]:
+            if parameter.data_ptr() != before[name].data_ptr():
                 before[name].copy_(parameter.data)
                 parameter.data = before[name]
 
