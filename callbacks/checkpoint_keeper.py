@@ -31,6 +31,8 @@ COUNTERS = ("epoch", "step")
 class Checkpoint(Callback):
     """Base of the callbacks that write checkpoints. They run after all others, so that they save what those did."""
 
+    runs_last = True
+
 
 class CheckpointKeeper(Checkpoint):
     """Writes checkpoints when a subclass says so, and keeps the best, the newest, or all of them.
