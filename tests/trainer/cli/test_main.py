@@ -19,6 +19,7 @@ HELP = [
     ["launch", "-h"],
     ["test", "-h"],
     ["merge-weights", "-h"],
+    ["report", "-h"],
     ["--version"],
 ]
 
