@@ -31,11 +31,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def machine() -> dict[str, Any]:
-    """Operating system, processors, GPUs."""
+def machine(with_gpus: bool = True) -> dict[str, Any]:
+    """Operating system, processors, GPUs.
+
+    Args:
+        with_gpus: ask CUDA, which takes time and memory in a process that does not use it otherwise.
+    """
     import torch
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count() if with_gpus else 0)]
     return {
         "system": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

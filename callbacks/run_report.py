@@ -258,7 +258,7 @@ def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
         "name": type(module).__name__,
         "process": run_facts.process(),
         "versions": run_facts.versions(),
-        "machine": run_facts.machine(),
+        "machine": run_facts.machine(with_gpus=strategy.device.type == "cuda"),
         "git": run_facts.git_state(),
         "strategy": {
             "strategy": type(strategy).__name__,
