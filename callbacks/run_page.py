@@ -241,7 +241,7 @@ def pair(a: History, b: History) -> str:
         Section("Learning rate", [_line(rates, "learning rate")]),
         Section("Where the time went", [pages.stacked_bars({t: one.clock for t, one in each.items()}, "s")]),
     ]
-    lead = f"A: {a.path.resolve().parent}    B: {b.path.resolve().parent}"
+    lead = f"A: {a.path.resolve().parent}; B: {b.path.resolve().parent}"
     return pages.page(" and ".join(names), sections, lead)
 
 
