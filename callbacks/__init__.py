@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .prediction_writer import BasePredictionWriter
     from .progress import ProgressBar
     from .rich_progress import RichProgressBar, RichProgressBarTheme
+    from .run_report import RunReport
     from .stochastic_weight_averaging import StochasticWeightAveraging
     from .throughput_monitor import ThroughputMonitor
     from .timer import Timer
@@ -49,6 +50,7 @@ __all__ = [
     "RichModelSummary",
     "RichProgressBar",
     "RichProgressBarTheme",
+    "RunReport",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
     "ThroughputMonitor",
@@ -73,6 +75,7 @@ _FILES = {
     "prediction_writer": ("BasePredictionWriter",),
     "progress": ("ProgressBar",),
     "rich_progress": ("RichProgressBar", "RichProgressBarTheme"),
+    "run_report": ("RunReport",),
     "stochastic_weight_averaging": ("StochasticWeightAveraging",),
     "throughput_monitor": ("ThroughputMonitor",),
     "timer": ("Timer",),

@@ -107,6 +107,9 @@ class Callback:
     monitors_metrics: bool = False
     """Whether ``on_train_epoch_end`` of this callback runs after the module's, when all metrics are known."""
 
+    runs_last: bool = False
+    """Whether ``on_train_batch_end`` and ``on_validation_end`` of this callback run after the module's."""
+
     @property
     def state_key(self) -> str:
         """The name under which this callback's state lies in a checkpoint. Two callbacks of one run must differ."""

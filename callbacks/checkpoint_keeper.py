@@ -31,6 +31,8 @@ COUNTERS = ("epoch", "step")
 class Checkpoint(Callback):
     """Base of the callbacks that write checkpoints. They run after all others, so that they save what those did."""
 
+    runs_last = True
+
 
 class CheckpointKeeper(Checkpoint):
     """Writes checkpoints when a subclass says so, and keeps the best, the newest, or all of them.
@@ -343,9 +345,8 @@ class CheckpointKeeper(Checkpoint):
         if self.verbose and path:
             reached = f"{self.monitor!r} is {score:.6g}, " if score is not None else ""
             messages.info(f"Step {self._saved_step}: {reached}saved {path!r}.")
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.after_save_checkpoint(self)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.after_save_checkpoint(self)
 
     # ---- files -----------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,13 @@ SWITCHES = (
 SWITCHES_OR_NONE = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "benchmark")
 
 
+@functools.cache
+def defaults(init: Callable[..., None]) -> dict[str, Any]:
+    """What the arguments of a constructor are when they are left out."""
+    parameters = inspect.signature(init).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
 def named(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
     """Have a constructor say which argument was meant by one that it does not have."""
     known, owner = tuple(inspect.signature(init).parameters)[1:], init.__qualname__.partition(".")[0]

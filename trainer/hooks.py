@@ -95,15 +95,14 @@ class HookTable:
     """For each hook the callables that define it, in call order, with ``trainer`` and module already applied.
 
     ``table.on_train_batch_end`` is a tuple: empty when nobody defines the hook. The callbacks come before the module;
-    where a batch or a validation has ended those that save checkpoints come after it, so that they save what its hook
-    did. ``on_train_epoch_end`` holds the callbacks that do not monitor and the module; ``on_train_epoch_end_monitors``
-    the callbacks that do.
+    where a batch or a validation has ended those that run last (checkpoints) come after it, so that they save what its
+    hook did. ``on_train_epoch_end`` holds the callbacks that do not monitor and the module;
+    ``on_train_epoch_end_monitors`` the callbacks that do.
     """
 
     def __init__(
         self, trainer: Trainer, module: TrainingModule, callbacks: Sequence[Callback], datamodule: DataModule | None
     ) -> None:
-        from ..callbacks.checkpoint_keeper import Checkpoint
         from .data.datamodule import DataModule
         from .module import TrainingModule
 
@@ -119,8 +118,8 @@ class HookTable:
         for name in HOOKS:
             owners = [*data, *theirs, *own] if name in ("setup", "teardown", "on_exception") else [*theirs, *own]
             setattr(self, name, tuple(_bind(owners, name)))
-        savers = [owner for owner in theirs if isinstance(owner[0], Checkpoint)]
-        others = [owner for owner in theirs if not isinstance(owner[0], Checkpoint)]
+        savers = [owner for owner in theirs if owner[0].runs_last]
+        others = [owner for owner in theirs if not owner[0].runs_last]
         for name in ("on_train_batch_end", "on_validation_end"):
             setattr(self, name, tuple(_bind([*others, *own, *savers], name)))
         quiet = [owner for owner in theirs if not owner[0].monitors_metrics]

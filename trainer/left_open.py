@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
@@ -11,7 +13,7 @@ from ..strategies.base import Strategy
 from ..strategies.cluster import find_cluster
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.precision.base import Precision
-from .settings import Given, Settings, resolve
+from .settings import Given, Row, Settings, resolve
 
 #: Words for the precisions that settings have, and for what the Trainer accepts for the same.
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
@@ -30,14 +32,49 @@ _SWITCHES = {
 
 def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:
     """The Trainer's arguments, where those left open take what a launcher's flags, variables or the file say."""
+    return with_origins(given)[0]
+
+
+def with_origins(
+    given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[Row]]:
+    """The arguments as :func:`fill_in` gives them; and each with its place, then the settings that somebody gave.
+
+    Args:
+        given: the arguments, by name.
+        defaults: those of the Trainer. An argument that has its default counts as left out.
+    """
     settings = resolve(_in_code(given), door="Trainer")
     found = dict(_from_settings(given, settings))
     if found:
         taken = ", ".join(f"{name}={_word(value)!r} ({where})" for name, (value, where) in found.items())
         messages.info_once(f"Trainer takes from the settings: {taken}.")
-    defaults = {"accumulate_grad_batches": 1, "compile": False}
-    either = {name: default if given[name] is None else given[name] for name, default in defaults.items()}
-    return {**given, **either, **{name: value for name, (value, _) in found.items()}}
+    ours = {"accumulate_grad_batches": 1, "compile": False}
+    either = {name: default if given[name] is None else given[name] for name, default in ours.items()}
+    filled = {**given, **either, **{name: value for name, (value, _) in found.items()}}
+    places = {name: where for name, (_, where) in found.items()}
+    rows = [_row(name, given[name], filled[name], default, places) for name, default in (defaults or {}).items()]
+    more = [row for row in settings.table() if row.place not in ("code", "default")]
+    return filled, rows + [row._replace(value=_shown(row.value)) for row in more]
+
+
+def _row(name: str, given: Any, filled: Any, default: Any, places: Mapping[str, str]) -> Row:
+    """An argument of the Trainer as a line of a table; it is text from here on, so that it can be sent anywhere."""
+    if name in places:
+        return Row(name, _shown(filled), "settings", places[name])
+    said = given is not default and (type(given) is not type(default) or given != default)
+    return Row(name, _shown(filled), "code" if said else "default", f"Trainer({name}=)" if said else "")
+
+
+def _shown(value: Any) -> Any:
+    """A value for a table: objects by the name of their class."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_shown(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(str(_shown(item)) for item in value)
+    return str(value) if isinstance(value, Path | timedelta) else type(value).__name__
 
 
 def _word(value: Any) -> Any:

@@ -23,7 +23,7 @@ from .checkpoint.parts import PARTS, check_parts
 from .defaults import choose_callbacks, choose_loggers
 from .environment import numerics
 from .evaluation import EvalLoop
-from .left_open import fill_in
+from .left_open import with_origins
 from .loop import FitLoop
 from .out_of_memory import out_of_memory
 from .results import show_results
@@ -159,7 +159,7 @@ class Trainer(TrainerStatus):
         compile: bool | Mapping[str, Any] | None = None,
         signals: Mapping[str | int, str | None] | None = None,
     ) -> None:
-        given = fill_in(dict(locals()))
+        given, self.settings_in_force = with_origins(dict(locals()), check.defaults(Trainer.__init__))
         self.state = RunState()
         self._check_limits(given)
         self._check_steps(given)

@@ -14,6 +14,7 @@ from torch import nn
 
 import paceline
 from paceline import Callback, Trainer, TrainingModule
+from paceline.callbacks import RunReport
 
 PACKAGE = Path(paceline.__file__).resolve().parent
 QUIET = {
@@ -132,6 +133,18 @@ def test_an_overridden_hook_adds_one_call() -> None:
     bare = calls_per_batch(Tiny())
     assert sum(calls_per_batch(Tiny(), callbacks=[Hooked()]).values()) == sum(bare.values())
     assert len(called) == 145
+
+
+def test_a_run_report_adds_five_calls_and_nothing_else(tmp_path: Path) -> None:
+    """Two hooks, the list of what those at a batch's start return, and two for the outputs of those at its end."""
+    bare, reported = calls_per_batch(Tiny()), calls_per_batch(Tiny(), callbacks=[RunReport(tmp_path)])
+    added = {name: calls for name, calls in (reported - bare).items() if calls >= 1}
+    assert sum(added.values()) <= 5, added
+    assert {name.partition(":")[0] for name in added} <= {
+        "callbacks/run_report.py",
+        "trainer/loop.py",
+        "trainer/step.py",
+    }
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -31,11 +31,11 @@ class Origin(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of the table of settings."""
+    """A line of the table of settings. ``place`` may be ``"settings"`` where ``where`` says which."""
 
     name: str
     value: Any
-    place: Place
+    place: Place | Literal["settings"]
     where: str
 
 

@@ -19,7 +19,11 @@ HELP = [
     ["launch", "-h"],
     ["test", "-h"],
     ["merge-weights", "-h"],
+<<<<<<< HEAD
     ["estimate-memory", "-h"],
+=======
+    ["report", "-h"],
+>>>>>>> i7report
     ["--version"],
 ]
 

@@ -1,0 +1,317 @@
+"""Leaves a page behind every run: curves, speed, where the time went, checkpoints, settings, machine, code, its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..loggers import messages
+from . import locations, run_facts
+from .base import Callback
+from .run_record import Clock, RunRecord
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+#: Seconds after which a row is written though nothing was logged.
+TICK_SECONDS = 10.0
+#: The hooks that rank 0 alone has while a run is recorded.
+_TIMED = ("on_train_batch_start", "on_train_batch_end")
+_MOST_RATES = 8
+_MOST_TRACEBACK = 20000
+
+
+class RunReport(Callback):
+    """Records a run and writes a page about it when it ends, however it ends.
+
+    ``run_report.jsonl`` grows while the run goes on; ``run_report.html``, one file that needs nothing else, is made of
+    it at the end. Of a process that was killed (``kill -9``, out of memory) there is the record, and ``paceline report
+    FOLDER`` makes the page. A resumed run goes on in its record. ``paceline report A B`` holds two runs side by side.
+
+    On the page: everything that goes to the loggers, as curves; learning rates; steps and samples a second; where the
+    time went, by the clock of the host (waiting for data, steps, evaluation, checkpoints, the rest); the checkpoints
+    that are there; arguments and settings with their origin; hyperparameters; versions, devices, command and git
+    state; how the run ended, with the exception if there was one. It works without another logger, too.
+
+    What a run does is seen by rank 0, which alone writes. A step is timed by two hooks, which read the clock; whenever
+    values go to the loggers one line is written. A device is never waited for: on a GPU, steps are timed as the host
+    sees them.
+
+    Args:
+        dirpath: the folder; None: that of the run (``trainer.log_dir``).
+
+    Example:
+        >>> trainer = Trainer(callbacks=[RunReport()])  # doctest: +SKIP
+    """
+
+    runs_last = True
+
+    def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
+        if dirpath is not None and locations.is_remote(dirpath):
+            raise ValueError(
+                f"RunReport(dirpath={os.fspath(dirpath)!r}) is an address, but a record grows line by line in a local "
+                "file. Give a local or mounted folder."
+            )
+        self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
+        self._clock = Clock()
+        self._record: RunRecord | None = None
+        self._of: Any = None
+        self._error: BaseException | None = None
+        self._done = False
+        self._next_tick = 0.0
+
+    @property
+    def path(self) -> str | None:
+        """Where the page is, or will be; None on other ranks than 0, and before it is known."""
+        record = None if self._record is None else self._record.path
+        return None if record is None else str(record.with_suffix(".html"))
+
+    def add_split(self, source: str, seconds: Mapping[str, float]) -> None:
+        """Add a further split of the time to the page, such as a profiler's, which looks inside of a step.
+
+        Args:
+            source: who measured it; a later call with the same name replaces the earlier one.
+            seconds: by part.
+        """
+        if self._record is not None:
+            self._record.write("split", source=source, seconds=dict(seconds))
+
+    # ---- a run -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        self._error, self._done = None, False
+        vars(self).update(dict.fromkeys(_TIMED))
+        if trainer.fast_dev_run:
+            self._record = None
+            return
+        self._clock = Clock()
+        folder = self._folder(trainer) if trainer.is_global_zero else None
+        record = self._record
+        if record is None or self._of is None or self._of() is not trainer:
+            log_dir = trainer.log_dir
+            record = self._record = RunRecord(folder, log_dir, lambda: _now(trainer), self._clock)
+            self._of = weakref.ref(trainer)
+        else:
+            record.open_again(lambda: _now(trainer), self._clock)
+        trainer.loggers = [*trainer.loggers, record]
+        if folder is not None:
+            self._next_tick = perf_counter() + TICK_SECONDS
+            self._time_batches()
+            record.write("start", fn=stage, **_facts(trainer, pl_module))
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._settle()
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._settle()
+        if self._record is not None:
+            self._record.write("data", **_data(trainer))
+            self._record.row({})
+        self._clock.to("rest")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._clock.to("data")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+        clock, now = self._clock, perf_counter()
+        clock.seconds[clock.part] += now - clock.mark
+        clock.mark, clock.part = now, "step"
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int
+    ) -> None:
+        clock, now = self._clock, perf_counter()
+        clock.seconds[clock.part] += now - clock.mark
+        clock.mark, clock.part = now, "data"
+        if now >= self._next_tick and self._record is not None:
+            self._next_tick = now + TICK_SECONDS
+            self._record.row({})
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._clock.to("rest")
+
+    def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._clock.to("rest")
+        if self._record is not None:
+            self._record.row({})
+
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._done = True
+
+    def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._settle()
+        if not trainer.sanity_checking:
+            self._clock.logged()
+            self._clock.to("evaluation")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if not trainer.sanity_checking:
+            self._clock.to("data" if trainer.state.fn == "fit" else "rest")
+        self._done = trainer.state.fn != "fit"
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
+        self._error = exception
+
+    def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        self._time_batches()
+        record, error = self._record, self._error
+        if record is None:
+            return
+        trainer.loggers = [logger for logger in trainer.loggers if logger is not record]
+        self._error = None  # its traceback holds the batches
+        if record.folder is None:
+            return
+        self._settle()
+        record.row({})
+        record.write("end", fn=stage, status=self._status(trainer, error), **_end(trainer, error))
+        record.close()
+        if record.path is not None and (self._done or error is not None):
+            self._write_page(record.path)
+
+    def _status(self, trainer: Trainer, error: BaseException | None) -> str:
+        if error is None:
+            return "finished" if self._done else "went back to a checkpoint"
+        signum = trainer.state.signum
+        if signum:
+            return f"interrupted by {signal.Signals(signum).name}"
+        return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+    def _time_batches(self) -> None:
+        """Have the hooks of a batch called again: nobody is asked to where nothing is recorded."""
+        for name in _TIMED:
+            vars(self).pop(name, None)
+
+    def _settle(self) -> None:
+        if self._record is not None:
+            self._record.settle()
+
+    def _folder(self, trainer: Trainer) -> str:
+        folder = self.dirpath or trainer.log_dir or trainer.default_root_dir
+        return os.getcwd() if locations.is_remote(folder) else str(folder)
+
+    @staticmethod
+    def _write_page(record: Path) -> None:
+        """Make the page; that it cannot be made is no reason to fail a run."""
+        from .run_history import read
+        from .run_page import write
+
+        try:
+            path = write(record.with_suffix(".html"), [read(record)])
+        except Exception as error:
+            messages.warn(
+                f"The page about this run could not be made ({type(error).__name__}: {error}). Its record is whole: "
+                f"try `paceline report {record}`."
+            )
+            return
+        messages.info(f"Report of the run: {path}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = {"_record": None, "_of": None, "_error": None}
+        return {k: v for k, v in vars(self).items() if k not in _TIMED} | fresh
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def _now(trainer: Trainer) -> dict[str, Any]:
+    """What each row says about the run. Rates that are tensors on a device are left out: the host would wait."""
+    state = trainer.state
+    return {
+        "epoch": state.epoch,
+        "updates": state.updates,
+        "batches": state.batches,
+        "lr": _rates(trainer.optimizers) if state.fn == "fit" else {},
+    }
+
+
+def _rates(optimizers: list[Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for place, optimizer in enumerate(optimizers):
+        name = type(optimizer).__name__ + (f" {place}" if len(optimizers) > 1 else "")
+        groups = getattr(optimizer, "param_groups", ())
+        for number, group in enumerate(groups):
+            rate = group.get("lr")
+            if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) or len(found) >= _MOST_RATES:
+                continue
+            found[f"{name}, group {number}" if len(groups) > 1 else name] = float(rate)
+    return found
+
+
+def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
+    """Everything that is known before the run begins."""
+    strategy = trainer.strategy
+    return {
+        "name": type(module).__name__,
+        "process": run_facts.process(),
+        "versions": run_facts.versions(),
+        "machine": run_facts.machine(with_gpus=strategy.device.type == "cuda"),
+        "git": run_facts.git_state(),
+        "strategy": {
+            "strategy": type(strategy).__name__,
+            "device": str(strategy.device),
+            "precision": strategy.precision.name,
+            "world_size": trainer.world_size,
+            "num_nodes": trainer.num_nodes,
+        },
+        "seed": os.environ.get("PACELINE_GLOBAL_SEED", f"{torch.initial_seed()} (torch's)"),
+        "parameters": _parameters(module),
+        "settings": [list(row) for row in trainer.settings_in_force],
+    }
+
+
+def _parameters(module: TrainingModule) -> int | None:
+    try:
+        return sum(parameter.numel() for parameter in module.parameters())
+    except (ValueError, RuntimeError):  # not made yet
+        return None
+
+
+def _data(trainer: Trainer) -> dict[str, Any]:
+    """The training data: what a batch is; and the folders for checkpoints, which are known by now."""
+    folders = dict.fromkeys(str(f) for callback in trainer.callbacks if (f := getattr(callback, "dirpath", None)))
+    loader = trainer.train_dataloader
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    count = trainer.num_training_batches
+    return {
+        "batch_size": size if isinstance(size, int) else None,
+        "ranks": trainer.strategy.num_data_ranks,
+        "accumulate": trainer.accumulate_grad_batches,
+        "batches": count if isinstance(count, int) else None,
+        "checkpoints": [folder for folder in folders if not locations.is_remote(folder)],
+    }
+
+
+def _end(trainer: Trainer, error: BaseException | None) -> dict[str, Any]:
+    """How it ended."""
+    found: dict[str, Any] = {"asked": trainer.state.should_stop, "peak_bytes": _peaks(trainer)}
+    if error is not None:
+        text = "".join(traceback.format_exception(error))
+        found["error"] = {"type": type(error).__name__, "text": str(error), "traceback": text[-_MOST_TRACEBACK:]}
+    return found
+
+
+def _peaks(trainer: Trainer) -> dict[str, int]:
+    """The most memory that this process has held."""
+    found = {}
+    if trainer.strategy.device.type == "cuda":
+        found["device"] = torch.cuda.max_memory_allocated(trainer.strategy.device)
+    if sys.platform.startswith(("linux", "darwin")):
+        import resource
+
+        unit = 1024 if sys.platform.startswith("linux") else 1
+        found["host"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return found

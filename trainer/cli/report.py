@@ -1,0 +1,88 @@
+"""``paceline report``: the page about a run, also of one that was killed; or two runs side by side."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from ...callbacks import run_history, run_page
+from ...callbacks.run_history import History
+from ...loggers import messages
+
+_EPILOG = """\
+A run has a record if it is made with Trainer(callbacks=[RunReport()]). The page is made anew of it: also while the run
+goes on, and of a run whose process was killed.
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "one", metavar="RUN", help="the folder of a run, or its record; of several in or below a folder the newest"
+    )
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="a second run, to be held against the first")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="where the page goes; default: beside the record; for two runs run_comparison.html, here",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: Namespace) -> int:
+    """Write the page and print the main figures."""
+    given = [arguments.one] if arguments.other is None else [arguments.one, arguments.other]
+    found = [run_history.read(run_history.find(path)) for path in given]
+    if len(found) == 2 and found[0].path.resolve() == found[1].path.resolve():
+        raise ValueError(
+            f"{arguments.one!r} and {arguments.other!r} mean the same record, {str(found[0].path)!r}. Give the folders "
+            "of two runs."
+        )
+    beside = found[0].path.with_suffix(".html") if len(found) == 1 else "run_comparison.html"
+    path = run_page.write(arguments.output or beside, found)
+    facts = _of_one(found[0]) if len(found) == 1 else _of_two(*found)
+    messages.answer(json.dumps({**facts, "page": path}, indent=2) if arguments.json else _as_text(facts, path, found))
+    return 0
+
+
+def _of_one(history: History) -> dict[str, Any]:
+    last = {name: points[-1][1] for name, points in sorted(history.curves().items())}
+    return {
+        "record": str(history.path),
+        "run": run_page.overview(history),
+        "seconds": history.clock,
+        "last": last,
+        "error": {name: history.error.get(name) for name in ("type", "text")} if history.error else None,
+    }
+
+
+def _of_two(a: History, b: History) -> dict[str, Any]:
+    return {
+        "records": [str(a.path), str(b.path)],
+        "differs": [list(row) for row in run_page.differences(a, b)],
+        "speed": [list(row) for row in run_page.ratios(a, b)],
+        "last": [list(row) for row in run_page.last_values(a, b)],
+    }
+
+
+def _as_text(facts: dict[str, Any], path: str, found: list[History]) -> str:
+    if len(found) == 1:
+        parts = [("", list(facts["run"].items())), ("Seconds", list(facts["seconds"].items()))]
+        parts += [("Last values", list(facts["last"].items()))]
+        parts += [("Error", [(facts["error"]["type"], facts["error"]["text"])])] if facts["error"] else []
+    else:
+        names = run_page.titles(*found)
+        parts = [("", [("", *names)]), ("What differs", facts["differs"]), ("Speed (last: B / A)", facts["speed"])]
+        parts += [("Last values (last: B - A)", facts["last"])]
+    blocks = [f"{title}\n{_table(rows)}".strip("\n") for title, rows in parts if rows]
+    return "\n\n".join([*blocks, f"Page: {path}"])
+
+
+def _table(rows: list[Any]) -> str:
+    return messages.table([[f"  {row[0]}", *map(_cell, row[1:])] for row in rows])
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
