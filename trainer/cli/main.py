@@ -17,11 +17,8 @@ COMMANDS = {
     "launch": "run a script as one process or several, on this machine and others",
     "test": "check that this machine trains as it is configured to",
     "env": "versions, devices, and the settings in force with their origin",
-<<<<<<< HEAD
     "estimate-memory": "how much memory a model takes, loaded and trained, before it does",
-=======
     "report": "the page about a run, also of one that was killed; or two runs side by side",
->>>>>>> i7report
     "merge-weights": "write the weights of a checkpoint in parts as one file of safetensors",
     "checkpoint ls": "list the checkpoints in a folder",
     "checkpoint show": "what a checkpoint is, and what it holds",

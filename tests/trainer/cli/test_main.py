@@ -19,11 +19,8 @@ HELP = [
     ["launch", "-h"],
     ["test", "-h"],
     ["merge-weights", "-h"],
-<<<<<<< HEAD
     ["estimate-memory", "-h"],
-=======
     ["report", "-h"],
->>>>>>> i7report
     ["--version"],
 ]
 
