@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..loggers import messages
+from .big_model.device_map import spread_in
 from .big_model.noted import Waiting
 from .big_model.sharded import all_or_none
 from .precision.base import Precision, gradients
@@ -146,6 +148,30 @@ class Strategy:
             f"Trainer.init_module(empty_init=True): {type(self).__name__} holds the whole module in each process and "
             "does not leave weights uninitialized. Leave it out, or use FSDPStrategy."
         )
+
+    def places(self, module: nn.Module) -> bool:
+        """Whether :meth:`setup_module` is to bring a module to its place; False: a device map has done so.
+
+        Raises:
+            RuntimeError: a device map has spread it, and this strategy has more to do than leave it there.
+        """
+        spread = spread_in(module)
+        if spread is None:
+            return True
+        name, single = type(spread).__name__, self.world_size == 1 and not self.communicates_forward
+        if not single or (spread is not module and self.device.type != "cpu"):
+            raise RuntimeError(
+                f"{name} was spread by a device map (dispatch_model or load_checkpoint_and_dispatch), which is for one "
+                f"process that runs it as it is, not for {type(self).__name__} on {self.world_size} processes and "
+                f"{self.device}. To train it in parts, build it under init_empty_weights and fill it with "
+                "load_checkpoint_in_model under strategy='fsdp'."
+            )
+        self.precision.convert_module(module)  # which such a model refuses
+        messages.info_once(
+            f"{name} stays where its device map has put it. Weights that training changes stay in memory, beyond "
+            "max_memory; to train what does not fit, use strategy='fsdp'."
+        )
+        return False
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Convert the module's dtype, bring it to the device, and shard it if the strategy shards.

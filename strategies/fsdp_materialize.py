@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..loggers import messages
 from .fsdp_wrapping import bottom_up
 
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -50,6 +51,12 @@ class Materializer:
             for key, value in _own_tensors(owner)
             if not value.is_meta or id(value) in noted
         }
+        empty = sum(len(_own_tensors(owner)) for owner in root.modules()) - len(self._given)
+        if empty:
+            messages.info_once(
+                f"{empty} tensors of {type(root).__name__} were made without values, and get their layers' initial "
+                "ones. If they are to come from files, load them with load_checkpoint_in_model."
+            )
         self.unfilled: list[str] = []
         self._filler: dict[int, Any] = {}
         #: By the id of the empty one, which is kept alive; the one that was made is let go of when it is sharded.

@@ -59,7 +59,7 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
     checkpoint = read_checkpoint(trainer, request, path)
     if request.fn == "fit":
         trainer.strategy.settle_batch_norm(module, trainer.sync_batchnorm)
-    trainer.model = trainer.strategy.setup_module(module)
+    trainer.model = trainer.strategy.setup_module(module) if trainer.strategy.places(module) else module
     if trainer.compile is not False:
         compile_in_place(module, trainer.compile)
     if request.fn != "fit":

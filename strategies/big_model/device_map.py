@@ -92,6 +92,31 @@ def torch_device(device: Any, what: str) -> torch.device:
     return found
 
 
+class Refusal:
+    """Stands where a module that was spread has what moves and converts it (``to``, ``half``, also of a parent).
+
+    Args:
+        name: of its class.
+        where: over what it was spread.
+    """
+
+    def __init__(self, name: str, where: str) -> None:
+        self.name = name
+        self.where = where
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"This would move or convert {self.name}, which was spread over {self.where}, and undo that. Load it again "
+            "with another device_map, max_memory or dtype, or first call remove_hook_from_submodules(model), from "
+            "paceline.strategies.big_model.hooks."
+        )
+
+
+def spread_in(module: nn.Module) -> nn.Module | None:
+    """The first module in a module that a device map has spread; None if none was."""
+    return next((part for part in module.modules() if isinstance(vars(part).get("_apply"), Refusal)), None)
+
+
 def join_neighbors(device_map: Mapping[str, Device]) -> DeviceMap:
     """The shortest map that says the same: modules in which all lies on one device, instead of their parts."""
     below: dict[str, set[Device]] = {}

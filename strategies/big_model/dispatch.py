@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .device_map import check_device_map, device_of, is_offloaded, main_device_of, torch_device
+from .device_map import Refusal, check_device_map, device_of, is_offloaded, main_device_of, torch_device
 from .empty import give
 from .files import Pages, is_aligned
 from .hooks import (
-    MOVES,
     AlignDevicesHook,
     CpuOffload,
     LayerwiseCastingHook,
@@ -318,9 +317,9 @@ def _take_off(model: nn.Module) -> None:
             vars(part)["_hf_hook"] = others[0] if len(others) == 1 else SequentialHook(*others)
             if not others:
                 remove_hook_from_module(part)
-    for name in MOVES:
-        if isinstance(vars(model).get(name), _Refusal):
-            del vars(model)[name]
+    for part in model.modules():
+        if isinstance(vars(part).get("_apply"), Refusal):
+            del vars(part)["_apply"]
 
 
 def _places(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
@@ -362,17 +361,5 @@ def _runner(model: nn.Module, name: str) -> str:
 
 def _forbid_moves(model: nn.Module, offloaded: bool) -> None:
     where = "the host's memory or disk" if offloaded else "several devices"
-    for name in MOVES if offloaded else ("to", "cuda", "cpu"):
-        vars(model)[name] = _Refusal(f"{type(model).__name__}.{name}()", where)
-
-
-class _Refusal:
-    def __init__(self, call: str, where: str) -> None:
-        self.call = call
-        self.where = where
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{self.call} would move a model that was spread over {self.where}, and undo that. Load it again with "
-            "another device_map, max_memory or dtype, or call remove_hook_from_submodules(model) first."
-        )
+    for part in (model, *(one for one in model.modules() if isinstance(vars(one).get("_hf_hook"), AlignDevicesHook))):
+        vars(part)["_apply"] = Refusal(type(part).__name__, where)

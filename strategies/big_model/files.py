@@ -44,7 +44,10 @@ def weight_files(path: Path) -> list[Path]:
         path = path / _in_folder(path)
     if not path.exists():
         near = messages.did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
-        raise FileNotFoundError(f"There are no weights at {str(path)!r}.{near}")
+        raise FileNotFoundError(
+            f"There are no weights at {str(path)!r} (in {os.getcwd()}).{near} Name a local file or folder; nothing is "
+            "downloaded."
+        )
     if path.suffix != ".json":
         return [path]
     try:
@@ -70,7 +73,7 @@ def _in_folder(path: Path) -> str:
     others = [name for name in entries if name.endswith(_ENDINGS)]
     chosen = (whole or index or (others if len(others) == 1 else []))[:1]
     if not chosen:
-        listed = ", ".join(entries[:10]) or "nothing"
+        listed = ", ".join(entries[:10]) or "nothing: it is empty"
         raise FileNotFoundError(
             f"There are no weights of one model in {str(path)!r}, only {listed}. Name the file, or a folder with "
             f"{' or '.join(map(repr, _NAMES))} or an index (.index.json) of several."

@@ -149,12 +149,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 def remove_hook_from_submodules(module: nn.Module) -> None:
     """Give a module and all in it their own forwards back; what stands in the way of moving it goes too."""
     remove_hook_from_module(module, recurse=True)
-    for name in (*MOVES, "hf_device_map"):
-        vars(module).pop(name, None)
-
-
-#: Methods that a model with offloaded weights has no use for.
-MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "to_empty")
+    for part in module.modules():
+        vars(part).pop("_apply", None)
+    vars(module).pop("hf_device_map", None)
 
 
 class AlignDevicesHook(ModelHook):
@@ -230,10 +227,15 @@ class AlignDevicesHook(ModelHook):
             device = torch_device(self.execution_device, "execution_device")
             kwargs = {key: value if key in self.skip_keys else move(value, device) for key, value in kwargs.items()}
             args = move(args, device)
-        if self.part is not None:
-            self.part.enter()
         if self.fetcher is not None:
             self.fetcher.start()
+        try:
+            if self.part is not None:
+                self.part.enter()
+        except BaseException:
+            if self.fetcher is not None:
+                self.fetcher.stop()
+            raise
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:

@@ -291,10 +291,14 @@ def _check_shape(name: str, own: Tensor, value: Tensor, file: Path, model: nn.Mo
 
 def _tell(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:
     kinds = ((loaded.missing_keys, "missing in it"), (loaded.unexpected_keys, "unexpected"))
-    said = "; ".join(f"{len(names)} {what} ({', '.join(names[:5])})" for names, what in kinds if names)
+    said = "; ".join(f"{len(names)} {what} ({_some(names)})" for names, what in kinds if names)
     if not said:
         return
     text = f"The weights in {str(path)!r} do not fit {type(model).__name__} in all: {said}."
     if strict:
         raise RuntimeError(f"{text} Build the model they were written from, or load with strict=False.")
     messages.warn(f"{text} What is missing keeps the values it had, or gets its layer's initial ones.")
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -342,7 +343,7 @@ class Fetcher:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._advance: _Advance | None = None
         self._last: Part | None = None
-        self._running = 0
+        self._running = self._runner = 0
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -351,7 +352,17 @@ class Fetcher:
         )
 
     def start(self) -> None:
-        """The model begins to run."""
+        """The model begins to run.
+
+        Raises:
+            RuntimeError: it runs already, in another thread.
+        """
+        if self._running and self._runner != threading.get_ident():
+            raise RuntimeError(
+                "A model with offloaded weights was called in a thread while it runs in another: its weights come and "
+                "go as it runs. Call it in one thread at a time."
+            )
+        self._runner = threading.get_ident()
         self._running += 1
 
     def stop(self) -> None:

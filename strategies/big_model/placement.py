@@ -122,7 +122,8 @@ def plan_device_map(
         ValueError: a word, limit or class is unknown, or a limit is too small for what must run there.
     """
     if device_map not in WORDS:
-        raise ValueError(messages.unknown("device_map", device_map, WORDS, ", or a dict of module names to devices"))
+        more = f", or a dict of module names to devices, such as {{'': {device_map!r}}} for all"
+        raise ValueError(messages.unknown("device_map", device_map, WORDS, more))
     limits = get_max_memory(max_memory)
     atoms = _atoms(model, no_split_module_classes)
     sizes = Sizes(model, dtype, special_dtypes)
@@ -180,6 +181,8 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
         if not free and devices.count("mps"):
             free["mps"] = int(torch.mps.recommended_max_memory() * _FOR_WEIGHTS)
         return {**free, "cpu": int(devices.available_memory() * _FOR_WEIGHTS), "disk": math.inf}
+    if not isinstance(max_memory, Mapping):
+        raise TypeError(f"max_memory={max_memory!r} is no dict. Pass bytes by device, such as {{'cpu': '2GB'}}.")
     limits = {_key(device): _limit(device, size) for device, size in max_memory.items()}
     numbered = sorted((device for device in limits if isinstance(device, int)), key=int)
     others = [device for device in limits if not isinstance(device, int) and device not in ("cpu", "disk")]
@@ -394,6 +397,7 @@ def _balanced(
 def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
     """The ids of the modules that stay whole although there are modules inside."""
     fixed = {id(module) for module in model.modules() if isinstance(module, _INDIVISIBLE)}
+    asked = bool(no_split_module_classes)
     if no_split_module_classes is None:
         named = getattr(model, "_no_split_modules", None)
         if not named:
@@ -402,6 +406,13 @@ def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
     if isinstance(no_split_module_classes, (str, type)):
         no_split_module_classes = [no_split_module_classes]
     names = {one if isinstance(one, str) else one.__name__ for one in no_split_module_classes}
+    known = {type(module).__name__ for module in model.modules()}
+    if asked and not names & known:
+        name = min(names)
+        messages.warn(
+            f"no_split_module_classes names {name!r}, but {type(model).__name__} has no such module, so blocks may be "
+            f"taken apart.{messages.did_you_mean(name, known)}"
+        )
     return fixed | {id(module) for module in model.modules() if type(module).__name__ in names}
 
 

@@ -41,7 +41,7 @@ class PreparedModel:
 
     def set_up(self, place: bool) -> None:
         """Bring the module to its device; shard or wrap it."""
-        if place:
+        if place and self.strategy.places(self.module):
             self.module = self.strategy.setup_module(self.module)
             self.strategy.settle_weights(self.module, required=False)
         self.parameters = dict(self.module.named_parameters())

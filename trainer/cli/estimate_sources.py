@@ -181,7 +181,13 @@ def _headers(file: Path) -> dict[str, Size]:
 def _of_torch(file: Path) -> dict[str, Size]:
     state = torch.load(file, map_location="meta", weights_only=True, mmap=True)
     state = state.get("state_dict", state)
-    return {name: size_of(value) for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    once = {_place(value): name for name, value in reversed(tensors.items())}  # of tied ones the first
+    return {name: size_of(value) for name, value in tensors.items() if name in once.values()}
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def size_of(tensor: Tensor) -> Size:
