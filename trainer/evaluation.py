@@ -79,6 +79,8 @@ class EvalLoop:
         for moment in ("start", "epoch_start"):
             for hook in self.hooks(moment):
                 hook()
+        if self.kind not in trainer._source.eval:  # a hook chose another batch size
+            loaders, limits = trainer._source.evaluation(self.kind)
         trainer.strategy.before_evaluation(trainer.training_module)
         step = bind_step(trainer, f"{self.word}_step", several_loaders=len(loaders) > 1)
         if len(loaders) > 1:
