@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LearningRateFinder(Callback):
-    """Runs ``Tuner.lr_find`` within a fit, on the module and the optimizer as they are there, and goes on with the rate.
+    """Runs ``Tuner.lr_find`` within a fit, on module and optimizer as they are there, and goes on with the rate.
 
     All but the rate is put back. A fit that goes on from a checkpoint keeps the rate that it had.
 

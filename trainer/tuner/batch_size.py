@@ -224,14 +224,15 @@ class _Trials:
         if loader is not None:
             strategy = self.trainer.strategy
             total = length_of(getattr(whole_of(loader), "dataset", None))
-            self.samples = None if total is None else -(-total // strategy.num_data_ranks)
+            rest = 0 if getattr(loader, "drop_last", False) else strategy.num_data_ranks - 1
+            self.samples = None if total is None else (total + rest) // strategy.num_data_ranks
         elif batch is not None and self.samples is None and self.trainer.world_size == 1:
             found = batch_size_of(batch)
         if found is not None and found != size:
             where = messages.names([place.words for place in self.places], "and")
             raise RuntimeError(
-                f"{where} was set to {size}, but the loader yields batches of {found}: it does not read it. Build it in "
-                f"the hook with DataLoader(..., batch_size=self.{self.places[0].key if self.places else 'batch_size'})."
+                f"{where} was set to {size}, but the loader yields batches of {found}: it does not read it. Build it "
+                f"in the hook with DataLoader(..., batch_size=self.{self.places[0].key if self.places else 'batch_size'})."
             )
 
 

@@ -83,12 +83,17 @@ def effective_now(trainer: Trainer, places: list[Place], given: Any, wanted: Any
     if wanted != "keep":
         if isinstance(wanted, bool) or not isinstance(wanted, int):
             raise ValueError(
-                f"scale_batch_size(effective_batch={wanted!r}): pass a number of samples over all processes, 'keep' for "
-                "that of now, or None."
+                f"scale_batch_size(effective_batch={wanted!r}): pass a number of samples over all processes, 'keep' "
+                "for that of now, or None."
             )
         return wanted
     size = size_of(given) if given is not None else places[0].get()
-    return int(size) * trainer.accumulate_grad_batches * world
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ValueError(
+            f"scale_batch_size(effective_batch='keep'): {places[0].words} is {size!r}, so there is no batch size to keep. "
+            "Set it, or pass effective_batch as a number of samples over all processes."
+        )
+    return size * trainer.accumulate_grad_batches * world
 
 
 def take_size(

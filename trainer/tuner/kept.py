@@ -70,7 +70,6 @@ class Kept:
         if id(value) in self._seen or isinstance(value, (str, int, float, type(None))):
             return
         self._seen[id(value)] = value
-        numpy = sys.modules.get("numpy")
         if isinstance(value, Tensor):
             self._tensor(value)
         elif isinstance(value, (nn.Module, Optimizer, torch.amp.GradScaler)):
@@ -87,9 +86,14 @@ class Kept:
         elif isinstance(value, random.Random):
             drawn = value.getstate()
             self._undo.append(lambda: value.setstate(drawn))
-        elif numpy is not None and isinstance(value, numpy.ndarray) and value.flags.writeable:
-            array = value.copy()
-            self._undo.append(lambda: value.__setitem__(..., array))
+        else:
+            self._array(value)
+
+    def _array(self, value: Any) -> None:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.ndarray) and value.flags.writeable:
+            entries = value.copy()
+            self._undo.append(lambda: numpy.copyto(value, entries))
 
     def _inside(self, values: Iterable[Any]) -> None:
         for value in values:

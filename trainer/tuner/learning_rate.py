@@ -79,8 +79,8 @@ class LRFinder:
             from matplotlib import pyplot
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "LRFinder.plot() draws with matplotlib, which is not installed: pip install matplotlib. The numbers are "
-                "in .results."
+                "LRFinder.plot() draws with matplotlib, which is not installed: pip install matplotlib. The numbers "
+                "are in .results."
             ) from error
         figure, ax = pyplot.subplots() if ax is None else (ax.figure, ax)
         ax.plot(self.results["lr"], self.results["loss"])
@@ -116,8 +116,8 @@ class RangeTest:
             raise ValueError(messages.unknown("mode of lr_find", self.mode, ("exponential", "linear")))
         if not 0 < self.min_lr < self.max_lr or self.num_training < 2:
             raise ValueError(
-                f"lr_find(min_lr={self.min_lr}, max_lr={self.max_lr}, num_training={self.num_training}): the first rate "
-                "is above zero and below the last, and there are at least 2 steps."
+                f"lr_find(min_lr={self.min_lr}, max_lr={self.max_lr}, num_training={self.num_training}): the first "
+                "rate is above zero and below the last, and there are at least 2 steps."
             )
 
     def rate(self, step: int) -> float:
@@ -167,7 +167,8 @@ class _Curve:
         results["loss"].append(smooth)
         settled = step > _SETTLING or not math.isfinite(smooth)
         exploded = self.threshold is not None and settled and not smooth <= self.threshold * self.best
-        self.best = min(self.best, smooth)
+        if step >= _SETTLING:
+            self.best = min(self.best, smooth)
         return exploded or step >= self.found.num_training
 
 
@@ -192,8 +193,8 @@ def check(trainer: Trainer) -> None:
         )
     if isinstance(optimizers[0], LBFGS):
         raise RuntimeError(
-            f"lr_find says nothing about LBFGS, which {owner} uses: it makes several evaluations a step and chooses its "
-            "own step length. Use lr=1 with line_search_fn='strong_wolfe'."
+            f"lr_find says nothing about LBFGS, which {owner} uses: it makes several evaluations a step and chooses "
+            "its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
         )
     if trainer.limit_train_batches == 0:
         raise ValueError("lr_find with Trainer(limit_train_batches=0): there is nothing to train on. Leave it out.")

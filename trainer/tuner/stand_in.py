@@ -167,8 +167,8 @@ def trial_loaders(trainer: Trainer, change: Change | None) -> dict[str, Any]:
 def _refuse_iterator(given: Any, stage: str) -> None:
     if hasattr(given, "__next__"):
         raise TypeError(
-            f"The {stage} loader is a {type(given).__name__}, which can be read only once: a trial would use it up. Pass "
-            "a DataLoader, a list, or an object whose __iter__ starts over."
+            f"The {stage} loader is a {type(given).__name__}, which can be read only once: a trial would use it up. "
+            "Pass a DataLoader, a list, or an object whose __iter__ starts over."
         )
 
 

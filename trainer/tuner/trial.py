@@ -44,7 +44,8 @@ def train(trainer: Trainer, before: Callable[[], Any], after: Callable[[list[Ten
     for hook in hooks.on_train_start:
         hook()
     while not _train_epoch(trainer, loop, before, after):
-        loop.check_length(state.batch_idx + 1, None)
+        if state.next_batch == 0:
+            loop.check_length(0, None)
         loop.enter_next_epoch()
 
 
@@ -87,21 +88,27 @@ def evaluate(trainer: Trainer, kind: Literal["validate", "test", "predict"], ste
     """The first batches of each loader of a stage, without gradients."""
     trainer.state.stage = kind
     loop, metrics = EvalLoop(trainer, kind), trainer._metrics
+    mode, moment = (phases.PREDICT,) * 2 if kind == "predict" else (phases.EVAL_MODE, phases.EVAL_BATCH)
     loaders, _ = trainer._source.evaluation(kind)
     several = len(loaders) > 1
     with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
-        metrics.enter(phases.PREDICT if kind == "predict" else phases.EVAL_MODE)
+        metrics.enter(mode)
         loop.switch("eval")
         try:
             step = bind_step(trainer, f"{WORDS[kind]}_step", several_loaders=several)
             for index, loader in enumerate(loaders):
-                moment = phases.PREDICT if kind == "predict" else phases.EVAL_BATCH
                 metrics.enter(moment, index if several else None)
-                batches = Batches(loader, bind_mover(trainer, index), trainer._source.looks_ahead(loader))
-                with closing(batches):
-                    for batch_idx, batch in enumerate(islice(iter(batches), steps)):
-                        metrics.batch = batch
-                        step(batch, batch_idx, *([index] if several else []))
+                _evaluate_loader(trainer, step, loader, (index,) if several else (), steps)
         finally:
-            metrics.enter(phases.PREDICT if kind == "predict" else phases.EVAL_MODE)
+            metrics.enter(mode)
             loop.switch("train")
+
+
+def _evaluate_loader(
+    trainer: Trainer, step: Callable[..., Any], loader: Any, index: tuple[int, ...], steps: int
+) -> None:
+    mover = bind_mover(trainer, index[0] if index else 0)
+    with closing(Batches(loader, mover, trainer._source.looks_ahead(loader))) as batches:
+        for batch_idx, batch in enumerate(islice(iter(batches), steps)):
+            trainer._metrics.batch = batch
+            step(batch, batch_idx, *index)

@@ -140,7 +140,7 @@ class Tuner:
             dataloaders: for the other methods.
             datamodule: as for ``fit``.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            mode: ``"power"`` doubles until a size does not fit; ``"binsearch"`` then closes in on the largest that does.
+            mode: ``"power"`` doubles until a size does not fit; ``"binsearch"`` then closes in on the largest one.
             steps_per_trial: optimizer steps (batches, when evaluating) a size has to stand.
             init_val: the first size. If it does not fit it is halved.
             max_trials: sizes to try in all.
@@ -200,8 +200,8 @@ class Tuner:
         trainer = self.trainer
         if trainer._ckpt_asked is not None:
             raise RuntimeError(
-                f"The trainer is to go on from {trainer._ckpt_asked} (trainer.ckpt_path), with the values of that run: a "
-                "search would be for weights it will not have. Search before the first fit, or set "
+                f"The trainer is to go on from {trainer._ckpt_asked} (trainer.ckpt_path), with the values of that run, so "
+                "there is nothing to search for. Search before the first fit, or set "
                 "trainer.ckpt_path = None."
             )
         if trainer.state.fn is not None:
