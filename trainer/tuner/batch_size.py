@@ -230,9 +230,10 @@ class _Trials:
             found = batch_size_of(batch)
         if found is not None and found != size:
             where = messages.names([place.words for place in self.places], "and")
+            key = self.places[0].key if self.places else "batch_size"
             raise RuntimeError(
                 f"{where} was set to {size}, but the loader yields batches of {found}: it does not read it. Build it "
-                f"in the hook with DataLoader(..., batch_size=self.{self.places[0].key if self.places else 'batch_size'})."
+                f"in the hook with DataLoader(..., batch_size=self.{key})."
             )
 
 

@@ -90,8 +90,8 @@ def effective_now(trainer: Trainer, places: list[Place], given: Any, wanted: Any
     size = size_of(given) if given is not None else places[0].get()
     if isinstance(size, bool) or not isinstance(size, int):
         raise ValueError(
-            f"scale_batch_size(effective_batch='keep'): {places[0].words} is {size!r}, so there is no batch size to keep. "
-            "Set it, or pass effective_batch as a number of samples over all processes."
+            f"scale_batch_size(effective_batch='keep'): {places[0].words} is {size!r}, so there is no batch size to "
+            "keep. Set it, or pass effective_batch as a number of samples over all processes."
         )
     return size * trainer.accumulate_grad_batches * world
 
