@@ -189,7 +189,7 @@ def test_a_group_that_joins_during_the_run_is_logged_from_then_on() -> None:
 
 
 def test_the_name_of_a_scheduler_and_the_prefix_make_the_key() -> None:
-    make = lambda module: halving(module, name="warmup")
+    make = lambda module: halving(module, name="warmup")  # noqa: E731
     recorder = run(LearningRateMonitor(log_key_prefix="optim/"), Optimized(make), max_epochs=1)
     assert recorder.keys("optim/") == {"optim/warmup"}
 
@@ -215,7 +215,7 @@ def test_the_rates_of_the_run_are_kept() -> None:
 
 
 def test_a_rate_kept_as_a_tensor_is_logged_as_a_number() -> None:
-    make = lambda module: torch.optim.SGD(module.parameters(), lr=torch.tensor(0.5))
+    make = lambda module: torch.optim.SGD(module.parameters(), lr=torch.tensor(0.5))  # noqa: E731
     ((step, value), *_) = run(LearningRateMonitor(), Optimized(make), max_epochs=1).of("lr-SGD")
     assert (step, value, type(value)) == (1, 0.5, float)
 
@@ -226,7 +226,7 @@ def test_without_a_logger_training_does_not_start() -> None:
 
 
 def test_a_module_without_optimizer_is_warned_about() -> None:
-    class None_(TinyModule):
+    class None_(TinyModule):  # noqa: N801
         def configure_optimizers(self) -> Any:
             return None
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from typing import Any
@@ -14,7 +15,6 @@ from paceline import Trainer
 from paceline.loggers.messages import PacelineWarning
 from paceline.trainer.tuner.learning_rate import LRFinder, change_rates, set_rates, shares_of
 from paceline.trainer.tuner.tuner import Tuner
-import itertools
 
 QUIET = {
     "logger": False,

@@ -192,6 +192,75 @@ def test_nothing_is_logged_saved_or_called(tmp_path: Path) -> None:
     assert trainer.state.global_step == 0
 
 
+class Made(Net):
+    """Makes a layer of random weights when a run begins, and changes with every pass over its workers' data."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "head"):
+            self.head = nn.Linear(1, 1)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.layer(x))
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+
+def made(tunes: bool, precision: str) -> dict[str, Any]:
+    torch.manual_seed(7)
+    random.seed(7)
+    module = Made()
+    module.loader = DataLoader(data(24), 8, shuffle=True, num_workers=1, persistent_workers=True)
+    trainer = Trainer(**QUIET, max_epochs=2, enable_checkpointing=False, precision=precision)
+    if tunes:
+        assert Tuner(trainer).lr_find(module, num_training=8, update_attr=False) is not None
+        assert not hasattr(module, "head")
+        assert next(module.parameters()).dtype == torch.float32
+    trainer.fit(module)
+    return everything(trainer, module)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_layers_made_in_the_search_are_made_again_and_dtypes_come_back(precision: str) -> None:
+    assert_same(made(True, precision), made(False, precision))
+
+
+def test_a_second_fit_after_a_search_goes_on_where_the_first_ended() -> None:
+    def twice(tunes: bool) -> dict[str, Any]:
+        torch.manual_seed(7)
+        random.seed(7)
+        module, trainer = FromHooks(), Trainer(**QUIET, max_epochs=1, enable_checkpointing=False)
+        trainer.fit(module)
+        if tunes:
+            assert Tuner(trainer).lr_find(module, num_training=12, update_attr=False) is not None
+        trainer.max_epochs = 2
+        trainer.fit(module)
+        return everything(trainer, module)
+
+    assert_same(twice(True), twice(False))
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_full_ends_the_search() -> None:
+    class Wide(FromHooks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            wide = torch.zeros(len(batch[0]), 1 << 24, device=self.device, requires_grad=True)  # 64 MiB a sample
+            return self.loss(batch) + 0 * wide.sum()
+
+    torch.cuda.set_per_process_memory_fraction(3 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        tuner = Tuner(Trainer(**QUIET | {"accelerator": "gpu"}, devices=1, max_epochs=1))
+        size = tuner.scale_batch_size(Wide(), mode="binsearch", margin=0.0)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert size is not None
+    assert 12 < size < 48
+    peaks = {trial.size: trial.peak_bytes for trial in tuner.batch_sizes_tried if trial.fits}
+    assert peaks[8] is not None
+    assert peaks[8] > 8 * 2**26
+    assert torch.cuda.memory_allocated() < 2**26
+
+
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +380,7 @@ def test_evaluation_has_its_own_batch_size(method: str) -> None:
     assert module.training
 
 
-# ---- what cannot be ---------------------------------------------------------------------------------------------------
+# ---- what cannot be --------------------------------------------------------------------------------------------------
 
 
 class Blind(FromHooks):
