@@ -104,7 +104,10 @@ class SizeSearch:
                 place.set(value)
 
     def search(self, trials: _Trials) -> int:
-        """Double until it does not fit, halve until it does; ``binsearch`` then closes in on the largest that fits."""
+        """Double until it does not fit, halve until it does; ``binsearch`` then closes in on the largest that fits.
+
+        To half the margin: nearer is not worth the trials.
+        """
         size, fits, fails = min(self.init_val, self.max_val or self.init_val), 0, 0
         while len(trials.made) < self.max_trials:
             if trials(size):
@@ -118,7 +121,11 @@ class SizeSearch:
                     break
         if not fits:
             raise self.nothing_fits(trials.made)
-        while self.mode == "binsearch" and fails - fits > 1 and len(trials.made) < self.max_trials:
+        while (
+            self.mode == "binsearch"
+            and fails - fits > max(1, self.margin * fits / 2)
+            and len(trials.made) < self.max_trials
+        ):
             size = (fits + fails) // 2
             if trials(size):
                 fits = size

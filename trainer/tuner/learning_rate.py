@@ -44,6 +44,8 @@ class LRFinder:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """The rate at which the loss falls fastest, over the logarithm of the rate; None if too few steps were made.
 
+        Only rates up to that of the lowest loss count: a loss that falls after it exploded says nothing.
+
         Args:
             skip_begin: leave out so many of the first steps, in which the smoothed loss is still noisy.
             skip_end: and so many of the last, in which it explodes.
@@ -58,6 +60,8 @@ class LRFinder:
             )
             self._optimal_idx = None
             return None
+        lowest = min(indices, key=self.results["loss"].__getitem__)
+        indices = [i for i in indices if i <= lowest] if lowest > indices[0] else indices
         losses = torch.tensor([self.results["loss"][i] for i in indices], dtype=torch.float64)
         rates = torch.tensor([self.results["lr"][i] for i in indices], dtype=torch.float64).log()
         (slope,) = torch.gradient(losses, spacing=(rates,))

@@ -50,6 +50,9 @@ def test_the_suggestion_is_where_the_loss_falls_fastest_over_the_logarithm() -> 
     found = LRFinder("exponential", rates[0], rates[-1], 40, {"lr": rates, "loss": losses})
     assert found.suggestion() == pytest.approx(1e-3)
     assert found.suggestion(skip_begin=25) == rates[25]
+    exploded = [*losses, 9.0, 5.0, 4.0, 3.0]
+    found_late = LRFinder("exponential", 0.0, 1.0, 44, {"lr": [*rates, 1.0, 2.0, 3.0, 4.0], "loss": exploded})
+    assert found_late.suggestion() == pytest.approx(1e-3)
     losses[30] = math.nan
     assert found.suggestion() == pytest.approx(1e-3)
     with pytest.warns(PacelineWarning, match="made 40 steps, too few to suggest"):
