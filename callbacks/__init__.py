@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .base import Callback
+    from .batch_size_finder import BatchSizeFinder
     from .checkpoint_keeper import Checkpoint
     from .device_stats_monitor import DeviceStatsMonitor
     from .early_stopping import EarlyStopping
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .hang_detector import HangDetector
     from .lambda_callback import LambdaCallback
     from .loss_guard import LossGuard
+    from .lr_finder import LearningRateFinder
     from .lr_monitor import LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint
     from .model_summary import ModelSummary, RichModelSummary
@@ -33,6 +35,7 @@ __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",
+    "BatchSizeFinder",
     "Callback",
     "Checkpoint",
     "DeviceStatsMonitor",
@@ -41,6 +44,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "HangDetector",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "LossGuard",
     "ModelCheckpoint",
@@ -60,6 +64,7 @@ __all__ = [
 
 _FILES = {
     "base": ("Callback",),
+    "batch_size_finder": ("BatchSizeFinder",),
     "checkpoint_keeper": ("Checkpoint",),
     "device_stats_monitor": ("DeviceStatsMonitor",),
     "early_stopping": ("EarlyStopping",),
@@ -68,6 +73,7 @@ _FILES = {
     "hang_detector": ("HangDetector",),
     "lambda_callback": ("LambdaCallback",),
     "loss_guard": ("LossGuard",),
+    "lr_finder": ("LearningRateFinder",),
     "lr_monitor": ("LearningRateMonitor",),
     "model_checkpoint": ("ModelCheckpoint",),
     "model_summary": ("ModelSummary", "RichModelSummary"),

@@ -81,6 +81,7 @@ def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None, parts: tuple[
     ):
         messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
         trainer.max_epochs = 1000
+    trainer._resumes = checkpoint is not None and parts != ("model",)
     if checkpoint is not None:
         _restore_model(trainer, checkpoint, parts)
     trainer.strategy.settle_weights(trainer.training_module)
@@ -287,6 +288,8 @@ def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
     """
     from .checkpoint.find import find_checkpoint
 
+    if request.trial:
+        return None
     told = None if request.again else trainer._ckpt_asked
     asked = request.ckpt_path if told is None else told
     if asked is None and request.fn == "fit" and is_requeued():

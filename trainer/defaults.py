@@ -133,12 +133,16 @@ def _default(kind: type[Callback]) -> Callback:
 
 
 def order(callbacks: list[Callback]) -> list[Callback]:
-    """Callbacks that save come last, so that they save what the others did."""
+    """Callbacks that tune come first, so that the others see what was found; those that save last."""
+    from ..callbacks.batch_size_finder import BatchSizeFinder
+    from ..callbacks.lr_finder import LearningRateFinder
     from ..callbacks.model_checkpoint import ModelCheckpoint
     from ..callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 
-    last = (ModelCheckpoint, OnExceptionCheckpoint)
-    return [c for c in callbacks if not isinstance(c, last)] + [c for c in callbacks if isinstance(c, last)]
+    first, last = (BatchSizeFinder, LearningRateFinder), (ModelCheckpoint, OnExceptionCheckpoint)
+    tuning = [c for c in callbacks if isinstance(c, first)]
+    saving = [c for c in callbacks if isinstance(c, last)]
+    return [*tuning, *(c for c in callbacks if not isinstance(c, (*first, *last))), *saving]
 
 
 def check_state_keys(callbacks: list[Callback]) -> None:

@@ -76,9 +76,8 @@ class EvalLoop:
         """The hooks and batches of the pass, with gradients off and the module in eval mode."""
         trainer, metrics = self.trainer, self.metrics
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_START)
-        for moment in ("start", "epoch_start"):
-            for hook in self.hooks(moment):
-                hook()
+        if self.started():
+            loaders, limits = trainer._source.evaluation(self.kind)
         trainer.strategy.before_evaluation(trainer.training_module)
         step = bind_step(trainer, f"{self.word}_step", several_loaders=len(loaders) > 1)
         if len(loaders) > 1:
@@ -106,6 +105,13 @@ class EvalLoop:
             {key: numbers[r.epoch_key] for at, r, _ in found if at in (idx, None) for key in (r.key, r.epoch_key)}
             for idx in range(len(loaders))
         ]
+
+    def started(self) -> bool:
+        """Call the hooks at the start; whether one of them chose another batch size, so that loaders are made anew."""
+        for moment in ("start", "epoch_start"):
+            for hook in self.hooks(moment):
+                hook()
+        return self.kind not in self.trainer._source.eval
 
     def run_loader(self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None) -> None:
         """Every batch of one loader. ``dataloader_idx`` is passed on when there are several."""

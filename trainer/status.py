@@ -55,6 +55,8 @@ class TrainerStatus:
     _optimizers: list[Optimizer]
     _ckpt_path: Any
     _ckpt_asked: Any
+    #: Whether this fit goes on where a checkpoint was written, with more of it than its weights.
+    _resumes: bool
     #: What ``"last"`` or ``"auto"`` found for this fit, on rank 0.
     _newest: Any
     #: The number of the newest save, of this run or found in its folders.

@@ -36,11 +36,15 @@ if TYPE_CHECKING:
     from .checkpoint.saver import Saver
     from .data.datamodule import DataModule
     from .module import TrainingModule
+    from .tuner.inside import Trials
 
 
 @dataclass
 class Request:
-    """What an entry point was asked to do; ``again``: within its run, whose loggers go on."""
+    """What an entry point was asked to do; ``again``: within its run, whose loggers go on.
+
+    ``trial``: of a :class:`~.tuner.tuner.Tuner`, which starts from no checkpoint.
+    """
 
     fn: Fn
     module: Any
@@ -52,6 +56,7 @@ class Request:
     weights_only: bool | None = None
     restore: tuple[str, ...] = PARTS
     again: bool = False
+    trial: bool = False
 
 
 class Trainer(TrainerStatus):
@@ -366,6 +371,13 @@ class Trainer(TrainerStatus):
 
         return Saver(self)
 
+    @cached_property
+    def _trials(self) -> Trials:
+        """What callbacks try within a run."""
+        from .tuner.inside import Trials
+
+        return Trials(self)
+
     def _count_save(self) -> int:
         """The number of the save that begins: one more than the highest of this run and of those in its folders."""
         self._saves += 1
@@ -401,6 +413,7 @@ class Trainer(TrainerStatus):
         self.predict_batch_indices: list[list[list[int]]] = []
         self.current_batch_indices: list[int] | None = None
         self._ckpt_path = self._ckpt_asked = self._newest = None
+        self._resumes = False
         self._saves = 0
         self._fit: FitLoop | None = None
         self._brought = None
