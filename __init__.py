@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .trainer.module import TrainingModule
     from .trainer.seed import seed_everything
     from .trainer.trainer import Trainer
+    from .trainer.tuner.tuner import Tuner
     from .trainer.verify import verify
 
 __version__ = "0.1.0"
@@ -75,6 +76,7 @@ __all__ = [
     "TorchDynamoPlugin",
     "Trainer",
     "TrainingModule",
+    "Tuner",
     "__version__",
     "callbacks",
     "compute_module_sizes",
@@ -125,6 +127,7 @@ _HOME = {
     "TorchDynamoPlugin": ".trainer.accelerator.plugins",
     "Trainer": ".trainer.trainer",
     "TrainingModule": ".trainer.module",
+    "Tuner": ".trainer.tuner.tuner",
     "compute_module_sizes": ".strategies.big_model.sizes",
     "cpu_offload": ".strategies.big_model.dispatch",
     "cpu_offload_with_hook": ".strategies.big_model.dispatch",

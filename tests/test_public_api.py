@@ -53,6 +53,7 @@ def test_the_public_names_are_these() -> None:
         "TorchDynamoPlugin",
         "Trainer",
         "TrainingModule",
+        "Tuner",
         "__version__",
         "callbacks",
         "debug_launcher",
