@@ -37,7 +37,7 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
   padding: 8px 14px; margin: 10px 0 }
 .card h3 { margin: 0 0 4px; font-size: 15px } .card.good { border-color: var(--c2) }
 .card.bad { border-color: var(--c1) }
-.charts { display: flex; flex-wrap: wrap; gap: 12px 36px } figure { margin: 0 }
+.charts { display: flex; flex-wrap: wrap; gap: 12px 36px } figure { margin: 0 } .charts figure { max-width: 235px }
 figcaption { color: var(--soft); font-size: 13px } pre { background: var(--box); padding: 10px; overflow-x: auto }
 svg { max-width: 100%%; height: auto; display: block } svg text { fill: var(--soft); font-size: 12px }
 .legend { list-style: none; padding: 0; margin: 4px 0; display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px }

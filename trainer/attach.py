@@ -23,6 +23,7 @@ from .metrics import MetricStore
 from .module import TrainingModule
 from .optimizers import configure
 from .phases import SETUP
+from .profilers import wiring
 
 if TYPE_CHECKING:
     from .checkpoint.place import Resumed
@@ -44,6 +45,7 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
     trainer._log_dir = None
     connect(trainer, request, module)
     path = settle_folders(trainer, request, path)
+    wiring.setup(trainer, request.fn)
     prepare_data(trainer)
     trainer._metrics.enter(SETUP)
     for hook in trainer._hooks.setup:
@@ -65,8 +67,11 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
     if request.fn != "fit":
         if checkpoint is not None:
             _restore_model(trainer, checkpoint, ("model",))
+        trainer.profiler.attach(trainer)
         return None
-    return start_fit(trainer, checkpoint, request.restore)
+    resumed = start_fit(trainer, checkpoint, request.restore)
+    trainer.profiler.attach(trainer)
+    return resumed
 
 
 def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
@@ -166,6 +171,7 @@ def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
     trainer._source = DataSource(trainer, loaders)
     send = None if trainer.barebones else partial(_send, trainer)
     trainer._metrics = MetricStore(trainer.state, trainer.strategy, send)
+    wiring.wrap_metrics(trainer)
     module.trainer = trainer
     if datamodule is not None:
         datamodule.trainer = trainer

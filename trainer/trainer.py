@@ -26,6 +26,9 @@ from .evaluation import EvalLoop
 from .left_open import fill_in
 from .loop import FitLoop
 from .memory import out_of_memory
+from .profilers import wiring
+from .profilers.base import Profiler
+from .profilers.choose import chosen
 from .results import show_results
 from .signals import actions, check_signals, watch
 from .state import Fn, RunState
@@ -96,7 +99,8 @@ class Trainer(TrainerStatus):
         benchmark: ``torch.backends.cudnn.benchmark``.
         inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``.
         use_distributed_sampler: shard loaders over processes.
-        profiler: None.
+        profiler: where the time goes: ``"doctor"`` (what is slow, why, what to change), ``"simple"`` (a table of
+            actions), ``"advanced"`` (cProfile), ``"pytorch"`` (operators, trace, memory), or a Profiler.
         detect_anomaly: torch's anomaly mode, and an error on a loss that is not finite. Slow.
         barebones: switch off everything that is not the loop.
         plugins: a Precision.
@@ -148,7 +152,7 @@ class Trainer(TrainerStatus):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: None = None,
+        profiler: str | Profiler | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Precision | list[Precision] | None = None,
@@ -213,7 +217,7 @@ class Trainer(TrainerStatus):
         self.inference_mode: bool = given["inference_mode"]
         self.use_distributed_sampler: bool = given["use_distributed_sampler"]
         self.sync_batchnorm: bool = given["sync_batchnorm"]
-        self.profiler = None
+        self.profiler: Profiler = chosen(given["profiler"])
         self.detect_anomaly: bool = given["detect_anomaly"]
         self.barebones: bool = given["barebones"]
         self.enable_autolog_hparams: bool = given["enable_autolog_hparams"]
@@ -435,6 +439,7 @@ class Trainer(TrainerStatus):
                             hook()
                         self.saver.wait()
                         self._stops.at_end()
+                        self.profiler.finish(self)
                     failed = False
                 except Rollback as rollback:
                     self.saver.wait()
@@ -479,6 +484,7 @@ class Trainer(TrainerStatus):
         status = ("interrupted" if self.state.signum else "failed") if failed else "success"
         if self.is_global_zero:
             jobs += [lambda logger=logger: logger.finalize(status) for logger in self.loggers]
+        jobs += [partial(wiring.teardown, self, fn)]
         jobs += [self.saver.close, self._claims.release, self._source.release, self.strategy.teardown]
         if not failed:
             self.state.status = "finished"
