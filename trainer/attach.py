@@ -171,7 +171,6 @@ def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
     trainer._source = DataSource(trainer, loaders)
     send = None if trainer.barebones else partial(_send, trainer)
     trainer._metrics = MetricStore(trainer.state, trainer.strategy, send)
-    wiring.wrap_metrics(trainer)
     module.trainer = trainer
     if datamodule is not None:
         datamodule.trainer = trainer

@@ -8,7 +8,7 @@ from ...loggers import messages
 from .base import PassThroughProfiler, Profiler
 
 #: The profilers that have a name.
-NAMES = ("simple", "advanced", "pytorch")
+NAMES = ("simple", "advanced", "pytorch", "doctor")
 
 
 def chosen(value: Any) -> Profiler:
@@ -36,6 +36,10 @@ def chosen(value: Any) -> Profiler:
 
 def _by_name(name: str) -> Profiler:
     """Imported here, so that only who asks for one pays for it."""
+    if name == "doctor":
+        from ..doctor.measure import Doctor
+
+        return Doctor()
     if name == "simple":
         from .simple import SimpleProfiler
 

@@ -29,13 +29,9 @@ def setup(trainer: Trainer, stage: str) -> None:
         setattr(strategy, name, profiler.around(f"[Strategy]{owner}.{name}", getattr(strategy, name)))
     trainer.saver.save = profiler.around("save_checkpoint", trainer.saver.save)
     trainer.saver.wait = profiler.around("wait_for_checkpoint", trainer.saver.wait)
-
-
-def wrap_metrics(trainer: Trainer) -> None:
-    """The store of ``self.log``, which is new in each run: what sends values is timed."""
-    for name in _METRICS if trainer.profiler.active else ():
-        function = getattr(trainer._metrics, name)
-        setattr(trainer._metrics, name, trainer.profiler.around(f"[Logging].{name}", function))
+    metrics = trainer._metrics  # the store of self.log, which is new in each run
+    for name in _METRICS:
+        setattr(metrics, name, profiler.around(f"[Logging].{name}", getattr(metrics, name)))
 
 
 def wrap_hooks(trainer: Trainer, table: HookTable) -> None:
