@@ -21,6 +21,7 @@ from . import arguments as check
 from .attach import attach
 from .checkpoint.parts import PARTS, check_parts
 from .defaults import choose_callbacks, choose_loggers
+from .doctor.plan import overruled
 from .environment import numerics
 from .evaluation import EvalLoop
 from .left_open import fill_in
@@ -163,7 +164,7 @@ class Trainer(TrainerStatus):
         compile: bool | Mapping[str, Any] | None = None,
         signals: Mapping[str | int, str | None] | None = None,
     ) -> None:
-        given = fill_in(dict(locals()))
+        given = overruled(fill_in(dict(locals())))
         self.state = RunState()
         self._check_limits(given)
         self._check_steps(given)
@@ -260,9 +261,8 @@ class Trainer(TrainerStatus):
         """
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
         parts = check_parts(restore)
-        return self._start(
-            Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only, restore=parts)
-        )
+        self._start(Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only, restore=parts))
+        self.profiler.ended()
 
     def validate(
         self,

@@ -15,6 +15,7 @@ from ..profilers.base import Profiler
 from .clock import INDEX, PARTS, STEPS, Clock
 from .device_clock import EVERY, DeviceClock
 from .facts import Facts, from_rows, loader_facts, memory_of, numa_of, usable_cores
+from .subject import Subject, TrainerSubject
 from .watches import Collections, Compilations, StepWatch
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ class Doctor(Profiler):
         self._begun = perf_counter()
         self._communication: dict[str, float] = {}
         self._updates, self._batch_size = 0, None
-        self._trainer: Any = None
-        self._boundary_calls: list[Callable[[int], None]] = []
+        self.subject: Subject | None = None
+        self._watched: StepWatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"dirpath": self.dirpath, "filename": self.filename, "write": self.write, "report": None}
@@ -132,14 +133,12 @@ class Doctor(Profiler):
     def _steps(self, fetch: Callable[[], Any]) -> Iterator[Any]:
         """The batches, with a boundary of the clock in front of each."""
         clock, fetch = self.clock, self.clock.around("data", fetch)
-        totals, calls = clock.totals, self._boundary_calls
+        totals = clock.totals
         step = int(totals[STEPS])
         while True:
             clock.boundary()
             if step in _LOOKED_AT or (self.device_clock is not None and step % EVERY <= 1):
                 self._at(step)
-            for call in calls:
-                call(step)
             batch = fetch()
             if batch is _END:
                 return
@@ -180,13 +179,8 @@ class Doctor(Profiler):
     def _settled(self) -> None:
         """From here on steps count."""
         self.collections.begin()
-        self._updates = self._trainer.state.updates if self._trainer is not None else 0
-        self._communication = self._measured()
-
-    def _measured(self) -> dict[str, float]:
-        """Seconds of communication up to here, as the strategy has measured them: all, exposed, and of how many."""
-        strategy = getattr(self._trainer, "strategy", None)
-        return {} if strategy is None else strategy.communication_seconds() or {}
+        if self.subject is not None:
+            self._updates, self._communication = self.subject.updates, self.subject.communication
 
     # ---- a run ------------------------------------------------------------------------------------------------------
 
@@ -195,29 +189,33 @@ class Doctor(Profiler):
         if stage == "fit":
             self._clear()
             self.report = None
-            self._watched: StepWatch | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        if self._stage != "fit":
-            return
-        self._trainer = trainer
-        strategy = trainer.strategy
-        if strategy.device.type == "cuda":
+        if self._stage == "fit":
+            self.begin(TrainerSubject(trainer))
+
+    def begin(self, subject: Subject) -> None:
+        """The first step is about to begin."""
+        self.subject = subject
+        if subject.strategy.device.type == "cuda":
             self.device_clock = DeviceClock()
-        compiled = trainer.compile is not False or any(
-            module._compiled_call_impl is not None for module in trainer.training_module.modules()
-        )
-        self.step_watch = None if compiled else StepWatch()
+        self.step_watch = None if subject.is_compiled else StepWatch()
         self.compilations.begin()
-        strategy.measure_communication()
+        subject.measure_communication()
         self.clock.last = self._begun = perf_counter()
 
     def finish(self, trainer: Trainer) -> None:
-        if self._stage != "fit" or self._trainer is None:
+        if self._stage == "fit":
+            self.end()
+
+    def end(self) -> None:
+        """The last step is over, on every rank: make the report."""
+        if self.subject is None:
             return
+        strategy = self.subject.strategy
         self.end_watching()
-        found = trainer.strategy.gather_objects(self.facts())
-        if trainer.is_global_zero:
+        found = strategy.gather_objects(self.facts())
+        if strategy.is_global_zero:
             self.conclude(found)
 
     def end_watching(self) -> None:
@@ -253,7 +251,7 @@ class Doctor(Profiler):
         if self.step_watch is not None:
             self.step_watch.end()
         self.clock.marks = None
-        self._trainer = None
+        self.subject = None
         super().teardown(stage)
 
     # ---- facts ------------------------------------------------------------------------------------------------------
@@ -267,8 +265,8 @@ class Doctor(Profiler):
         self._of_watches(facts)
         facts.cores, facts.threads = usable_cores(), torch.get_num_threads()
         facts.versions = {"torch": torch.__version__}
-        if self._trainer is not None:
-            self._of_trainer(facts, self._trainer)
+        if self.subject is not None:
+            self._of_subject(facts, self.subject)
         return facts
 
     def _of_watches(self, facts: Facts) -> None:
@@ -286,22 +284,22 @@ class Doctor(Profiler):
             scale = facts.steps / device.steps
             facts.device_seconds = {name: device.seconds[i] * scale for i, name in enumerate(PARTS)}
 
-    def _of_trainer(self, facts: Facts, trainer: Trainer) -> None:
-        strategy = trainer.strategy
+    def _of_subject(self, facts: Facts, subject: Subject) -> None:
+        strategy = subject.strategy
         facts.rank, facts.world_size = strategy.global_rank, strategy.world_size
         facts.local_world_size = max(1, strategy.world_size // max(1, strategy.num_nodes))
         facts.strategy, facts.device = type(strategy).__name__, strategy.device.type
         if facts.device == "cuda":
             facts.device_name = torch.cuda.get_device_name(strategy.device)
-        facts.updates = trainer.state.updates - self._updates
-        facts.accumulate = trainer.accumulate_grad_batches
-        module = trainer.training_module
-        facts.parameter_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-        facts.loader = loader_facts(trainer._source.train_loader)
+        facts.updates = subject.updates - self._updates
+        facts.accumulate = subject.accumulate
+        parameters = [parameter for module in subject.modules for parameter in module.parameters()]
+        facts.parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        facts.loader = loader_facts(subject.loader)
         if facts.batch_size is None:
             facts.batch_size = facts.loader.get("batch_size")
         facts.memory, facts.numa = memory_of(strategy.device), numa_of(strategy.device)
-        facts.communication = _per_step(self._communication, self._measured())
+        facts.communication = _per_step(self._communication, subject.communication)
 
 
 _LOOKED_AT = (*range(WATCHED[0], WARM_UP + 1),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,8 @@ from ...loggers.page import Html, Section, card, line_chart, paragraph, pie, sid
 from ...loggers.page import page as whole_page
 from .clock import PARTS
 from .facts import Facts
-from .findings import Finding, duration, examine, percent
+from .finding import Finding, duration, percent
+from .findings import examine
 
 #: What the parts are called.
 WORDS = {
@@ -68,11 +70,20 @@ class Report:
         rate = f", {speed * first.world_size:,.0f} samples a second" if speed else ""
         head = f"A step takes {duration(first.step)}{rate}."
         if not self.problems:
-            return f"{head} Nothing stands out: the time goes into the model."
+            return f"{head} Nothing stands out: the time goes into the model.{self._tried()}"
         worst = self.problems[0]
         more = len(self.problems) - 1
         others = f" {more} more finding{'s' if more > 1 else ''} below." if more else ""
-        return f"{head} {worst.what} {worst.change}{others}"
+        return f"{head} {worst.what} {worst.change}{others}{self._tried()}"
+
+    def _tried(self) -> str:
+        """What trying has shown, if something was tried."""
+        best = next((row for row in self.trials if row.get("best")), None)
+        if best is None:
+            return ""
+        if best["factor"] == 1.0:
+            return " Nothing that was tried is faster."
+        return f" Of what was tried, {best['what']} is best: {best['factor']:.2f} times as fast."
 
     def text(self) -> str:
         """The report as plain text."""
@@ -119,18 +130,20 @@ class Report:
             )
         return rows
 
-    def say(self) -> None:
-        """Print it: with rich in a terminal, else as plain text."""
-        import sys
+    def say(self, answer: bool = False) -> None:
+        """Print it: with rich in a terminal, else as plain text.
 
+        Args:
+            answer: to standard output: a command was asked for it.
+        """
         if not messages.is_rank_zero():
             return
-        if not sys.stderr.isatty():
-            messages.info(self.text())
+        if not (sys.stdout if answer else sys.stderr).isatty():
+            (messages.answer if answer else messages.info)(self.text())
             return
         from rich.console import Console
 
-        Console(stderr=True).print(*self.rich())
+        Console(stderr=not answer).print(*self.rich())
 
     def rich(self) -> list[Any]:
         """The report for a rich console."""

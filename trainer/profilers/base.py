@@ -94,11 +94,17 @@ class Profiler:
         self._stage, self._local_rank = stage, local_rank or 0
         self._folder = log_dir if self.dirpath is None else self.dirpath
 
+    def connect(self, trainer: Trainer) -> None:
+        """Module and data of the run are known, nothing of them is bound yet."""
+
     def attach(self, trainer: Trainer) -> None:
         """Everything is bound, and the first batch not yet fetched."""
 
     def finish(self, trainer: Trainer) -> None:
         """The run has come to its end, on all ranks, which may still talk to each other."""
+
+    def ended(self) -> None:
+        """A fit is over and everything torn down, in each process that called it."""
 
     def describe(self) -> None:
         """Write the report, or say it: rank 0 alone says it, each process writes its own file."""

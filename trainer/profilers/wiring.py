@@ -24,6 +24,7 @@ def setup(trainer: Trainer, stage: str) -> None:
     if not profiler.active:
         return
     profiler.setup(stage, trainer.local_rank, trainer.log_dir or trainer.default_root_dir)
+    profiler.connect(trainer)
     strategy, owner = trainer.strategy, type(trainer.strategy).__name__
     for name in _STRATEGY:
         setattr(strategy, name, profiler.around(f"[Strategy]{owner}.{name}", getattr(strategy, name)))

@@ -149,7 +149,9 @@ def test_a_batch_that_is_too_small_for_the_device() -> None:
 def test_a_large_batch_or_work_that_takes_its_time_is_no_small_batch() -> None:
     facts = replace(diagnose(Small(), batches(200, rows=2)).ranks[0])
     assert findings.batch_too_small([replace(facts, batch_size=4096)]) is None
-    assert "batch_too_small" not in keys(diagnose(Healthy(), [torch.randn(128, 128)] * 20))
+    module = Healthy()
+    module.layer = torch.nn.Linear(1024, 1024)
+    assert "batch_too_small" not in keys(diagnose(module, [torch.randn(48, 1024)] * 12))
 
 
 COMPILE = {"backend": "eager", "dynamic": False}
