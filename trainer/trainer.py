@@ -21,7 +21,7 @@ from . import arguments as check
 from .attach import attach
 from .checkpoint.parts import PARTS, check_parts
 from .defaults import choose_callbacks, choose_loggers
-from .doctor.plan import overruled
+from .doctor.overruling import overruled
 from .environment import numerics
 from .evaluation import EvalLoop
 from .left_open import fill_in

@@ -63,10 +63,10 @@ def communication_bound(case: Case) -> Finding | None:
 
 def stragglers(case: Case) -> Finding | None:
     """One process is slower than the others, who wait for it."""
-    if len(case) < 2:
-        return None
     slowest = max(case, key=_own)
-    others = [facts for facts in case if facts is not slowest]
+    others = [facts for facts in case if facts.rank != slowest.rank]
+    if not others:
+        return None
     typical = median(_own(facts) for facts in others)
     lost = _own(slowest) - typical
     share = lost / slowest.step if slowest.step else 0.0

@@ -1,6 +1,6 @@
 """What ``paceline doctor`` wants of the script that it runs; it stands in the script's environment.
 
-Only the standard library is imported: every Trainer looks here once.
+Only the standard library is imported: every Trainer and Accelerator looks here once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 
 #: Where the plan stands, as JSON.
 VARIABLE = "PACELINE_DOCTOR"
-#: Arguments of the Trainer that a trial may change.
-ARGUMENTS = ("devices", "strategy", "compile", "accumulate_grad_batches", "precision")
 
 
 @dataclass
@@ -41,29 +39,6 @@ class Plan:
         """The plan for this process, if it is examined."""
         text = os.environ.get(VARIABLE)
         return None if not text else cls(**json.loads(text))
-
-
-def overruled(given: dict[str, Any]) -> dict[str, Any]:
-    """A Trainer's arguments as the plan wants them; as they are where there is none."""
-    plan = Plan.found()
-    if plan is None:
-        return given
-    from .planned import PlannedDoctor
-
-    changed = {name: plan.change[name] for name in ARGUMENTS if name in plan.change}
-    accumulate = changed.get("accumulate_grad_batches", given["accumulate_grad_batches"])
-    steps = max(1, plan.steps // accumulate)
-    least = given["max_steps"]
-    return {
-        **given,
-        **changed,
-        "profiler": PlannedDoctor(plan),
-        "max_steps": steps if least in (-1, None) else min(steps, least),
-        "max_epochs": given["max_epochs"] if given["max_epochs"] is not None else -1,
-        "min_steps": None,
-        "min_epochs": None,
-        "barebones": False,
-    }
 
 
 def loader_change(change: Mapping[str, Any]) -> dict[str, Any]:
