@@ -95,13 +95,25 @@ class Report:
             lines += [f"{label} {finding.what}", f"   Why: {finding.why}", f"   Change: {finding.change}"]
             lines += [f"   Gain: {finding.gain}", ""]
         if self.trials:
-            lines += [messages.table(self._trial_rows()), ""]
+            lines += [messages.table(self._trial_rows()), self.scaling(), ""]
         return "\n".join(lines).rstrip()
+
+    def scaling(self) -> str:
+        """How well the processes scale, where one alone was tried; else nothing."""
+        count = self.ranks[0].world_size
+        alone = next((row.get("samples_per_second") for row in self.trials if "one process" in row["what"]), None)
+        together = self.trials[0].get("samples_per_second") if self.trials else None
+        if not alone or not together:
+            return ""
+        factor = together / alone
+        return (
+            f"{count} processes do {factor:.2f} times the samples of one: a scaling efficiency of "
+            f"{percent(factor / count)}."
+        )
 
     def _rows(self) -> list[list[str]]:
         """The split of a step by part and rank, without parts that took nothing."""
-        shown = [name for name in PARTS if any(facts.share(name) > 0.0005 for facts in self.ranks)]
-        ranks = self.ranks[:8]
+        shown, ranks = self._shown(), self.ranks[:8]
         header = ["part of a step"]
         for facts in ranks:
             header += [f"rank {facts.rank}" if len(self.ranks) > 1 else "time", "share"]
@@ -115,6 +127,10 @@ class Report:
         for facts in ranks:
             total += [duration(facts.step), f"of {facts.steps}"]
         return [*rows, total]
+
+    def _shown(self) -> list[str]:
+        """The parts that took something on some rank."""
+        return [name for name in PARTS if any(facts.share(name) > 0.0005 for facts in self.ranks)]
 
     def _trial_rows(self) -> list[list[str]]:
         rows = [["tried", "samples a second", "to before", "a step"]]
@@ -199,7 +215,8 @@ class Report:
         sections = [Section("What to change", self._cards())]
         if self.trials:
             rows = self._trial_rows()
-            sections.append(Section("What was tried", [table(rows[1:], rows[0])]))
+            scaling = [paragraph(self.scaling())] if self.scaling() else []
+            sections.append(Section("What was tried", [table(rows[1:], rows[0]), *scaling]))
         if self.ranks[0].steps:
             sections += [
                 Section("Where a step goes", self._shares()),
@@ -224,14 +241,15 @@ class Report:
         ]
 
     def _shares(self) -> list[Html]:
+        shown = self._shown()
         pies = [
-            pie({WORDS[name]: facts.share(name) for name in PARTS}, f"rank {facts.rank}") for facts in self.ranks[:4]
+            pie({WORDS[name]: facts.share(name) for name in shown}, f"rank {facts.rank}") for facts in self.ranks[:4]
         ]
         rows = self._rows()
         found = [side_by_side(pies), table(rows[1:], rows[0])]
         if len(self.ranks) > 1:
             bars = {
-                f"rank {facts.rank}": {WORDS[n]: 1e3 * facts.share(n) * facts.step for n in PARTS}
+                f"rank {facts.rank}": {WORDS[n]: 1e3 * facts.share(n) * facts.step for n in shown}
                 for facts in self.ranks[:64]
             }
             found.append(stacked_bars(bars, "ms"))

@@ -86,6 +86,7 @@ def test_trying_compares_every_run_with_the_first_and_keeps_what_failed() -> Non
     assert rows["num_workers=2 (was 1)"]["best"]
     assert rows["compile=True"]["error"] == "no compiler"
     assert "one process (was 2)" in rows
+    assert "2 processes do 1.00 times the samples of one: a scaling efficiency of 50 %." in report.text()
     assert "num_workers=2 (was 1) is best: 4.00 times as fast" in report.verdict()
     with pytest.raises(ValueError, match="named 'wrokers'"):
         tried(report, measure, print, {"wrokers"})
