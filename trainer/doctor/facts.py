@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...strategies.affinity import NODES, nodes, parse
-from .clock import PARTS
+from .clock import INDEX, PARTS, WHOLE
 
 #: Points of the line of step times that are kept.
 MOST_POINTS = 2000
@@ -29,6 +30,7 @@ class Facts:
         step_seconds: how long each counted step took, thinned.
         run_seconds: of the whole run.
         run_parts: seconds of the whole run, by part.
+        often: in how many of the counted steps there was a validation or a checkpoint worth the name.
         communication: seconds a step that gradients were on their way (``all``), and what of that backward did not hide
             (``exposed``); empty where nobody measured it.
         operators: that a step calls; None if they were not counted.
@@ -47,6 +49,7 @@ class Facts:
     step_seconds: list[float] = field(default_factory=list)
     run_seconds: float = 0.0
     run_parts: dict[str, float] = field(default_factory=dict)
+    often: dict[str, int] = field(default_factory=dict)
     communication: dict[str, float] = field(default_factory=dict)
     operators: int | None = None
     batch_size: int | None = None
@@ -127,10 +130,15 @@ def from_rows(facts: Facts, rows: list[tuple[float, ...]], warm_up: int) -> None
     facts.seconds = {name: ended[i] - begun[i] for i, name in enumerate(PARTS)}
     times = [
         (sum(after[:count]) - sum(before[:count]))
-        for before, after in zip(rows[first:], rows[first + 1 :], strict=False)
+        for before, after in pairwise(rows[first:])
         if after[count] > before[count]
     ]
     facts.step_seconds = times[:: -(-len(times) // MOST_POINTS)]
+    worth = 0.1 * facts.quick_step
+    facts.often = {
+        name: sum(after[INDEX[name]] - before[INDEX[name]] > worth for before, after in pairwise(rows[first:]))
+        for name in WHOLE
+    }
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------

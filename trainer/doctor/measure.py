@@ -84,14 +84,23 @@ class Doctor(Profiler):
         dirpath: where ``doctor.html`` and ``doctor.json`` go; None: the folder of the run's logger.
         filename: another name for both.
         write: write them; else the report is only said.
+        operators: look at every operator of the second and third step, to find lines that wait for the device and
+            batches that are too small. These two steps take several times as long.
 
     Attributes:
         report: what was found, on rank 0 after a fit.
     """
 
-    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, write: bool = True) -> None:
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        write: bool = True,
+        operators: bool = True,
+    ) -> None:
         super().__init__(dirpath, filename)
         self.write = write
+        self.operators = operators
         self.report: Report | None = None
         self._clear()
 
@@ -108,10 +117,10 @@ class Doctor(Profiler):
         self._watched: StepWatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"dirpath": self.dirpath, "filename": self.filename, "write": self.write, "report": None}
+        return {name: getattr(self, name) for name in ("dirpath", "filename", "write", "operators")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["dirpath"], state["filename"], state["write"])
+        self.__init__(**state)
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
@@ -199,7 +208,7 @@ class Doctor(Profiler):
         self.subject = subject
         if subject.strategy.device.type == "cuda":
             self.device_clock = DeviceClock()
-        self.step_watch = None if subject.is_compiled else StepWatch()
+        self.step_watch = StepWatch() if self.operators and not subject.is_compiled else None
         self.compilations.begin()
         subject.measure_communication()
         self.clock.last = self._begun = perf_counter()
@@ -291,7 +300,10 @@ class Doctor(Profiler):
         facts.strategy, facts.device = type(strategy).__name__, strategy.device.type
         if facts.device == "cuda":
             facts.device_name = torch.cuda.get_device_name(strategy.device)
-        facts.updates = subject.updates - self._updates
+        done = self.clock.totals[STEPS] - WARM_UP  # of a long run only the newest rows are kept
+        kept = facts.steps / done if done > 0 else 0.0
+        facts.updates = round((subject.updates - self._updates) * kept)
+        facts.collection_seconds *= kept
         facts.accumulate = subject.accumulate
         parameters = [parameter for module in subject.modules for parameter in module.parameters()]
         facts.parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)

@@ -233,6 +233,22 @@ def test_rows_before_the_warm_up_and_rows_without_a_step_do_not_count() -> None:
     assert empty.steps == 0
 
 
+def test_of_a_long_run_the_newest_steps_are_kept_and_what_was_counted_is_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.trainer.doctor.clock.MOST_ROWS", 11)
+    (facts,) = diagnose(Small(0.001), batches(43)).ranks
+    assert facts.steps == 9, "between 11 rows, of which the last is the end of the run"
+    assert facts.updates == facts.steps
+
+
+def test_operators_need_not_be_looked_at() -> None:
+    doctor = Doctor(write=False, operators=False)
+    Trainer(**QUIET, profiler=doctor).fit(Small(), batches(12))
+    assert doctor.report is not None
+    assert doctor.report.ranks[0].operators is None
+
+
 def test_there_is_at_least_one_core() -> None:
     assert usable_cores() >= 1
 
