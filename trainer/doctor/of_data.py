@@ -58,7 +58,7 @@ def data_bound(case: Case) -> Finding | None:
             "a DataLoader with num_workers, or prepare the batches before."
         )
     else:
-        more = f"num_workers={cores}, then " if workers < cores and cores > 1 else ""
+        more = f"num_workers={cores}, then " if workers < cores else ""
         change = (
             f"Use {more}a cheaper data set: store it decoded and resized, keep it in memory if it fits, move "
             f"augmentation to the device. A batch should take at most {duration(rest * cores)} of one worker."
@@ -69,11 +69,7 @@ def data_bound(case: Case) -> Finding | None:
         f"Loading a batch takes about {duration(fetch)}, the rest of the step {duration(rest)}; that would need "
         f"{wanted} workers, and there {_cores(cores)} for each process.",
         change,
-        (
-            f"Up to {cores / max(workers, 1):.3g} times as fast with the workers. "
-            if workers is not None and more
-            else ""
-        )
+        (f"{facts.step / max(rest, fetch / cores):.1f} times as fast with the workers. " if more else "")
         + faster(share),
         share,
     )
