@@ -16,8 +16,10 @@ MOST_POINTS = 1600
 _WIDTH, _HEIGHT = 760, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 12, 34
 #: The colors of series and shares, told apart also without seeing red from green; by scheme.
-_LIGHT = ("#3b6fb6", "#e08a1e", "#3a9a6a", "#b4467e", "#7a6bc4", "#8a8d93", "#c4a000", "#2fa3b5", "#a0522d", "#5b7c2a")
-_DARK = ("#7aa7e8", "#f0a94a", "#63c497", "#e07fb2", "#a99bee", "#a9adb5", "#e2c33c", "#62cddd", "#cf8a63", "#9cbf5f")
+_LIGHT = ("#3b6fb6", "#e08a1e", "#3a9a6a", "#b4467e", "#7a6bc4", "#8a8d93")
+_LIGHT += ("#c4a000", "#2fa3b5", "#a0522d", "#5b7c2a", "#1f4e79", "#d98cb3")
+_DARK = ("#7aa7e8", "#f0a94a", "#63c497", "#e07fb2", "#a99bee", "#a9adb5")
+_DARK += ("#e2c33c", "#62cddd", "#cf8a63", "#9cbf5f", "#b9cbe6", "#f2c4da")
 
 _STYLE = """
 :root { color-scheme: light dark;
@@ -89,7 +91,7 @@ def _variables(colors: Sequence[str]) -> str:
 
 
 def color(index: int) -> str:
-    """The color of series or share number ``index``, as CSS; they begin again after the tenth."""
+    """The color of series or share number ``index``, as CSS; they begin again after the twelfth."""
     return f"var(--c{index % len(_LIGHT)})"
 
 

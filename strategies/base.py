@@ -317,6 +317,17 @@ class Strategy:
         """One step; returns False when fp16 found an overflow and left the weights as they were."""
         return self.precision.optimizer_step(optimizer, closure)
 
+    def measure_communication(self) -> None:
+        """Let what communicates gradients measure how long that takes, in the run that begins."""
+
+    def communication_seconds(self) -> dict[str, float] | None:
+        """Seconds gradients were on their way so far.
+
+        Returns:
+            ``all``, what of that backward did not hide (``exposed``), and in how many ``steps``; None: not measured.
+        """
+        return None
+
     # ---- communication ---------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Tensor, op: ReduceOp = "mean", group: Any = None) -> Tensor:

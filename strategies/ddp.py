@@ -245,6 +245,19 @@ class DDPStrategy(DistributedStrategy):
             # After a forward that communicated nothing the next one does not send rank 0's buffers.
             self._wrapped.require_forward_param_sync = False
 
+    def measure_communication(self) -> None:
+        if self._wrapped is not None and self.device.type != "cuda":
+            # Torch's own timers, on in one step of a hundred. For a GPU that is left so: reading them waits for it.
+            self._wrapped._set_ddp_runtime_logging_sample_rate(1)
+
+    def communication_seconds(self) -> dict[str, float] | None:
+        if self._wrapped is None or self.world_size == 1:
+            return None
+        told = self._wrapped._get_ddp_logging_data()
+        steps = float(told.get("iteration", 0))
+        whole, hidden = (told.get(f"avg_backward_{name}_time", 0) / 1e9 for name in ("comm", "compute_comm_overlap"))
+        return {"all": whole * steps, "exposed": max(0.0, whole - hidden) * steps, "steps": steps}
+
     # ---- errors ----------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException | None:

@@ -209,11 +209,6 @@ def check_switches(given: Mapping[str, Any]) -> None:
     deterministic = given["deterministic"]
     if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
         raise ValueError(messages.unknown("value for deterministic:", deterministic, ("warn",), ", or True or False"))
-    if given["profiler"] is not None:
-        raise ValueError(
-            f"Trainer(profiler={given['profiler']!r}): this version of Paceline has no profilers. Leave it out, and "
-            "use torch.profiler around Trainer.fit."
-        )
 
 
 # ---- values together -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from .metrics import MetricStore
 from .module import TrainingModule
 from .optimizers import configure
 from .phases import SETUP
+from .profilers import wiring
 
 if TYPE_CHECKING:
     from .checkpoint.place import Resumed
@@ -44,6 +45,7 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
     trainer._log_dir = None
     connect(trainer, request, module)
     path = settle_folders(trainer, request, path)
+    wiring.setup(trainer, request.fn)
     prepare_data(trainer)
     trainer._metrics.enter(SETUP)
     for hook in trainer._hooks.setup:
@@ -66,8 +68,11 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
         if checkpoint is not None:
             _restore_model(trainer, checkpoint, ("model",))
         trainer.strategy.settle_weights(module)
+        trainer.profiler.attach(trainer)
         return None
-    return start_fit(trainer, checkpoint, request.restore)
+    resumed = start_fit(trainer, checkpoint, request.restore)
+    trainer.profiler.attach(trainer)
+    return resumed
 
 
 def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:

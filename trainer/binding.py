@@ -12,6 +12,7 @@ from .hooks import method_of, overridden
 from .joining import JoiningStep
 from .loss import LossReader
 from .module import TrainingModule
+from .profilers.wiring import wrap_bound
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -37,7 +38,8 @@ def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Cal
     if trainer.strategy.splits_batches:
         called = JoiningStep(called, name, module, trainer._metrics)
     bound = trainer.strategy.bind_step(called, trainer.model, training=name == "training_step")
-    return around_training_step(trainer, bound) if name == "training_step" else bound
+    bound = around_training_step(trainer, bound) if name == "training_step" else bound
+    return wrap_bound(trainer, name, bound)
 
 
 def around_training_step(trainer: Trainer, bound: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,6 +111,8 @@ def bind_mover(trainer: Trainer, dataloader_idx: int) -> Callable[[Any], Any] | 
         hooks[name] = data or overridden(trainer.training_module, name, TrainingModule)
     strategy = trainer.strategy
     move = strategy.batch_mover()
+    if move is not None:
+        move = wrap_bound(trainer, "batch_to_device", move)
     if not any(hooks.values()):
         return move
     before, transfer, after = hooks.values()

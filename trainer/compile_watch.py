@@ -27,6 +27,7 @@ class CompileWatch(logging.Handler):
         seconds: spent compiling, all together.
         compilations: graphs made.
         recompilations: by function, as torch names it.
+        reasons: why the last one of each was.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,7 @@ class CompileWatch(logging.Handler):
         self.seconds = 0.0
         self.compilations = 0
         self.recompilations: Counter[str] = Counter()
+        self.reasons: dict[str, str] = {}
         self._begun = 0.0
 
     def begin(self, *_: Any) -> None:
@@ -59,9 +61,9 @@ class CompileWatch(logging.Handler):
             return
         name = found.group(1)
         self.recompilations[name] += 1
+        why = _SIZE.search(text)
+        reason = self.reasons[name] = why.group(0) if why else text.splitlines()[-1].strip(" -")
         if self.recompilations[name] >= MANY:
-            why = _SIZE.search(text)
-            reason = why.group(0) if why else text.splitlines()[-1].strip(" -")
             messages.warn_once(
                 f"torch.compile has compiled {name} {self.recompilations[name] + 1} times, each of which costs as much "
                 f"as the first, and gives up after a few more. The last reason: {reason}. Bring batches to few shapes "

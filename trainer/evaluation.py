@@ -14,6 +14,7 @@ from .binding import bind_mover, bind_step
 from .data.batches import Batches
 from .data.sharding import surplus
 from .hooks import check_signature, method_of, overridden
+from .profilers import wiring
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -134,7 +135,7 @@ class EvalLoop:
         batch_idx = -1
         stops, may_stop = trainer._stops, self.may_stop(known)
         with closing(batches):
-            for batch, is_mine in self.in_step(batches, known):
+            for batch, is_mine in wiring.fetched(trainer, self.in_step(batches, known), self.kind):
                 batch_idx += 1
                 state.evaluated += 1
                 state.passed += may_stop

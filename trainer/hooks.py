@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks.base import HOOKS, Callback
+from .profilers.wiring import wrap_hooks
 
 if TYPE_CHECKING:
     from .data.datamodule import DataModule
@@ -127,6 +128,8 @@ class HookTable:
         self.on_train_epoch_end = tuple(_bind([*quiet, *own], "on_train_epoch_end"))
         self.on_train_epoch_end_monitors = tuple(_bind(monitors, "on_train_epoch_end"))
         self.prepare_data = tuple(_bind([*data, *own], "prepare_data"))
+        if trainer.profiler.active:
+            wrap_hooks(trainer, self)
 
     def __getattr__(self, name: str) -> tuple[Bound, ...]:
         raise AttributeError(f"There is no hook {name!r}")

@@ -13,6 +13,7 @@ from .data.batches import Batches
 from .data.handover import HandOver
 from .data.loaders import seed_shuffling, what_fetching_changes
 from .loss import LossReader
+from .profilers import wiring
 from .schedules import Schedules
 from .seed import host_random_states, mixed
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
@@ -47,6 +48,7 @@ class FitLoop:
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
         trainer._fit = self
+        wiring.wrap_fit(trainer, self)
 
     def run(self) -> None:
         """Train until a limit is reached, somebody stops it, or an exception ends it."""
@@ -169,9 +171,10 @@ class FitLoop:
     def step(self) -> ManualStep:
         """The step, bound to what callbacks left of optimizers and accumulation."""
         step = choose_step(self.trainer, self.forward, self.losses)
+        wiring.wrap_parts(self.trainer, step)
         if self.trainer._source.last_share == 0.0:
             step = EmptyLastStep(step)
-        return IteratorStep(step) if self.takes_iterator else step
+        return wiring.wrap_step(self.trainer, IteratorStep(step) if self.takes_iterator else step)
 
     def batches(self, start_batch: int) -> Any:
         """The epoch's batches on the device, in an order that (seed, epoch) alone decide."""
@@ -206,7 +209,7 @@ class FitLoop:
         if resumed is not None and start_batch > 0:
             resumed.enter_epoch()
         self.at_epoch_start = host_random_states()
-        iterator = iter(batches)
+        iterator = wiring.started(self.trainer, batches)
         if resumed is not None and start_batch > 0:
             resumed.go_on()
             self.finish_batch(schedules)

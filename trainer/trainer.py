@@ -21,11 +21,15 @@ from . import arguments as check
 from .attach import attach
 from .checkpoint.parts import PARTS, check_parts
 from .defaults import choose_callbacks, choose_loggers
+from .doctor.overruling import overruled
 from .environment import numerics
 from .evaluation import EvalLoop
 from .left_open import with_origins
 from .loop import FitLoop
 from .out_of_memory import out_of_memory
+from .profilers import wiring
+from .profilers.base import Profiler
+from .profilers.choose import chosen
 from .results import show_results
 from .signals import actions, check_signals, watch
 from .state import Fn, RunState
@@ -101,7 +105,8 @@ class Trainer(TrainerStatus):
         benchmark: ``torch.backends.cudnn.benchmark``.
         inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``.
         use_distributed_sampler: shard loaders over processes.
-        profiler: None.
+        profiler: where the time goes: ``"doctor"`` (what is slow, why, what to change), ``"simple"`` (a table of
+            actions), ``"advanced"`` (cProfile), ``"pytorch"`` (operators, trace, memory), or a Profiler.
         detect_anomaly: torch's anomaly mode, and an error on a loss that is not finite. Slow.
         barebones: switch off everything that is not the loop.
         plugins: a Precision.
@@ -153,7 +158,7 @@ class Trainer(TrainerStatus):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: None = None,
+        profiler: str | Profiler | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Precision | list[Precision] | None = None,
@@ -165,6 +170,7 @@ class Trainer(TrainerStatus):
         signals: Mapping[str | int, str | None] | None = None,
     ) -> None:
         given, self.settings_in_force = with_origins(dict(locals()), check.defaults(Trainer.__init__))
+        given = overruled(given)
         self.state = RunState()
         self._check_limits(given)
         self._check_steps(given)
@@ -218,7 +224,7 @@ class Trainer(TrainerStatus):
         self.inference_mode: bool = given["inference_mode"]
         self.use_distributed_sampler: bool = given["use_distributed_sampler"]
         self.sync_batchnorm: bool = given["sync_batchnorm"]
-        self.profiler = None
+        self.profiler: Profiler = chosen(given["profiler"])
         self.detect_anomaly: bool = given["detect_anomaly"]
         self.barebones: bool = given["barebones"]
         self.enable_autolog_hparams: bool = given["enable_autolog_hparams"]
@@ -261,9 +267,8 @@ class Trainer(TrainerStatus):
         """
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
         parts = check_parts(restore)
-        return self._start(
-            Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only, restore=parts)
-        )
+        self._start(Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only, restore=parts))
+        self.profiler.ended()
 
     def validate(
         self,
@@ -448,6 +453,7 @@ class Trainer(TrainerStatus):
                             hook()
                         self.saver.wait()
                         self._stops.at_end()
+                        self.profiler.finish(self)
                     failed = False
                 except Rollback as rollback:
                     self.saver.wait()
@@ -492,6 +498,7 @@ class Trainer(TrainerStatus):
         status = ("interrupted" if self.state.signum else "failed") if failed else "success"
         if self.is_global_zero:
             jobs += [lambda logger=logger: logger.finalize(status) for logger in self.loggers]
+        jobs += [partial(wiring.teardown, self, fn)]
         jobs += [self.saver.close, self._claims.release, self._source.release, self.strategy.teardown]
         if not failed:
             self.state.status = "finished"

@@ -225,3 +225,16 @@ def test_a_step_with_logging_and_a_bar_never_waits_for_the_gpu() -> None:
         Trainer(**arguments).fit(module, [torch.ones(2, 4)] * 100)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_doctor_adds_at_most_twelve_calls_a_step_and_opens_no_context() -> None:
+    from paceline.trainer.doctor.measure import Doctor
+
+    bare, measured = calls_per_batch(Tiny()), calls_per_batch(Tiny(), profiler=Doctor(write=False))
+    assert sum(measured.values()) - sum(bare.values()) <= 12, measured - bare
+    assert measured["contextlib"] == 0
+
+
+def test_a_profiler_that_is_not_there_adds_no_call() -> None:
+    calls = calls_per_batch(Tiny())
+    assert not [name for name in calls if "profilers" in name or "doctor" in name]

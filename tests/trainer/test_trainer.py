@@ -18,6 +18,7 @@ from paceline import Callback, DataModule, Trainer, TrainingModule
 from paceline.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from paceline.loggers import CSVLogger
 from paceline.strategies import Precision, Strategy
+from paceline.trainer.profilers.base import PassThroughProfiler
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ NAMES: dict[str, tuple[Test, Test, Test]] = {
     "logged_metrics": (is_({}), lambda m: isinstance(m["train_loss"], float), lambda m: "val_loss" in m),
     "progress_bar_metrics": (is_({}),) * 3,
     "log_every_n_steps": (is_(1),) * 3,
-    "profiler": (NONE,) * 3,
+    "profiler": (a(PassThroughProfiler),) * 3,
     "callbacks": (list_of(Callback),) * 3,
     "checkpoint_callback": (a(ModelCheckpoint),) * 3,
     "checkpoint_callbacks": (list_of(ModelCheckpoint),) * 3,

@@ -18,6 +18,7 @@ from ..arguments import named
 from .accumulation import GradientState, Window
 from .arguments import read_arguments
 from .errors import answer, answer_uncaught
+from .examined import examine_if_planned
 from .facts import Facts
 from .folders import Saves
 from .models import PreparedModel, is_prepared, restore, unwrapped
@@ -28,10 +29,13 @@ from .schedulers import AcceleratedScheduler
 from .trackers import Trackers
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.optim import Optimizer
     from torch.profiler import profile as Profiler
     from torch.utils.data import DataLoader
 
+    from ..doctor.measure import Doctor
     from .handlers import ProfileKwargs
     from .loaders import PreparedLoader
 
@@ -161,6 +165,7 @@ class Accelerator(Facts):
         self._backward: Callable[..., None] | None = None
         self._replicas: list[Strategy] = []
         self._norm: Tensor | None = None
+        examine_if_planned(self)
         self._trigger = False
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
@@ -615,6 +620,18 @@ class Accelerator(Facts):
         from .profiling import profile
 
         return profile(self, profile_handler)
+
+    def doctor(self, dirpath: str | Path | None = None, write: bool = True) -> AbstractContextManager[Doctor]:
+        """Context around a training loop, at whose end stands what is slow in it, why, and what to change.
+
+        Args:
+            dirpath: where ``doctor.html`` and ``doctor.json`` go; None: the ``project_dir``, or the working directory.
+            write: write them; else the report is only said.
+        """
+        from ..doctor.measure import Doctor
+        from .doctor import doctor
+
+        return doctor(self, Doctor(dirpath, write=write))
 
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
         """Within, processes may have different numbers of batches."""

@@ -15,6 +15,7 @@ from ...loggers import messages
 COMMANDS = {
     "config": "write the file of settings, asking or not",
     "launch": "run a script as one process or several, on this machine and others",
+    "doctor": "run a script for some steps, and say what is slow, why, and what to change",
     "test": "check that this machine trains as it is configured to",
     "env": "versions, devices, and the settings in force with their origin",
     "estimate-memory": "how much memory a model takes, loaded and trained, before it does",

@@ -18,8 +18,9 @@ from ..data.loaders import eval_loaders, train_loader
 from ..data.source import DataSource
 from ..environment import numerics
 from ..hooks import HookTable
-from ..memory import out_of_memory
 from ..metrics import MetricStore
+from ..out_of_memory import out_of_memory
+from ..profilers.choose import chosen
 from ..state import RunState
 from .kept import Kept
 
@@ -91,6 +92,7 @@ def _copied(trainer: Trainer) -> Trainer:
     double = copy.copy(trainer)
     for name in ("saver", "_trials"):
         vars(double).pop(name, None)
+    double.profiler = chosen(None)
     double.state = RunState()
     double.state.load_state_dict(trainer.state.state_dict())
     double.loggers = [DummyLogger()] if trainer.loggers else []

@@ -75,9 +75,7 @@ def test_many_processes_refuse_it(strategy: Any, tmp_path: Path, monkeypatch: py
     model, _ = spread(tmp_path)
     monkeypatch.setattr(type(strategy), "world_size", 2)
     strategy.device = torch.device("cpu")
-    with pytest.raises(
-        RuntimeError, match=r"Net was spread by .* 2 processes .* load_checkpoint_in_model"
-    ):
+    with pytest.raises(RuntimeError, match=r"Net was spread by .* 2 processes .* load_checkpoint_in_model"):
         strategy.places(Module(model))
 
 
@@ -124,9 +122,7 @@ def test_a_second_thread_is_an_error_while_the_first_one_runs(tmp_path: Path) ->
 
 def test_what_limits_and_maps_cannot_mean_is_an_error() -> None:
     model = Net()
-    with pytest.raises(
-        TypeError, match=r"max_memory='2GB' is no dict\. Pass .* such as \{'cpu': '2GB'\}"
-    ):
+    with pytest.raises(TypeError, match=r"max_memory='2GB' is no dict\. Pass .* such as \{'cpu': '2GB'\}"):
         plan_device_map(model, max_memory="2GB")  # type: ignore[arg-type]
     with pytest.warns(PacelineWarning, match=r"no_split_module_classes names 'Blok'.* Did you mean 'Block'"):
         plan_device_map(model, no_split_module_classes=["Blok"])

@@ -1,0 +1,134 @@
+"""``accelerator.doctor()``: the parts of a loop of one's own, and nothing left behind."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from patients import Slow
+from processes import ranks
+from torch import nn
+from torch.utils.data import DataLoader
+
+from paceline import Accelerator
+from paceline.trainer.doctor.report import Report
+
+PAUSE = 0.01
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, batch: Any) -> Any:
+        time.sleep(PAUSE)
+        return self.layer(batch)
+
+
+def prepared(accelerator: Accelerator, seconds: float = PAUSE, count: int = 12) -> Any:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return accelerator.prepare(model, optimizer, DataLoader(Slow(count, seconds)), DataLoader(Slow(3, seconds)))
+
+
+def loop(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, evaluation: Any) -> None:
+    for batch in loader:
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(PAUSE)
+    model.eval()
+    with torch.no_grad():
+        for batch in evaluation:
+            model(batch)
+    model.train()
+
+
+def examined() -> Any:
+    accelerator = Accelerator(cpu=True)
+    parts = prepared(accelerator)
+    with accelerator.doctor(write=False) as doctor:
+        loop(accelerator, *parts)
+    return None if doctor.report is None else doctor.report.as_dict()
+
+
+def test_the_parts_of_a_loop_of_one_s_own() -> None:
+    (facts,) = Report.from_dict(examined()).ranks
+    assert facts.steps == facts.updates == 9
+    for part in ("data", "forward", "other"):
+        assert facts.seconds[part] >= 9 * PAUSE, part
+    assert facts.seconds["evaluation"] >= 3 * 2 * PAUSE
+    assert facts.seconds["backward"] > 0
+    assert facts.seconds["optimizer"] > 0
+    assert facts.loader["num_workers"] == 0
+
+
+def test_what_is_prepared_inside_is_measured_and_all_is_as_before_after() -> None:
+    accelerator = Accelerator(cpu=True)
+    before = set(vars(accelerator))
+    with accelerator.doctor(write=False) as doctor:
+        model, optimizer, loader, evaluation = prepared(accelerator)
+        loop(accelerator, model, optimizer, loader, evaluation)
+    assert doctor.report is not None
+    assert doctor.report.ranks[0].seconds["forward"] > 0
+    assert set(vars(accelerator)) == before
+    assert "step" not in vars(optimizer)
+    assert "_hand_out" not in vars(loader)
+    assert "forward" not in vars(model)
+
+
+def test_an_error_in_the_loop_is_the_loop_s_and_leaves_nothing() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, *_, loader, _ = prepared(accelerator)
+    context = accelerator.doctor(write=False)
+
+    def fails() -> None:
+        with context:
+            model(next(iter(loader)))
+            raise KeyError("on purpose")
+
+    with pytest.raises(KeyError, match="on purpose"):
+        fails()
+    assert "forward" not in vars(model)
+
+
+def test_a_hidden_wait_in_the_loop_names_its_line() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, _ = prepared(accelerator, 0.0)
+    with accelerator.doctor(write=False) as doctor:
+        for batch in loader:
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item())  # the planted line
+    assert doctor.report is not None
+    assert any("planted line" in finding.what for finding in doctor.report.findings if finding.key == "host_syncs")
+
+
+def test_each_of_two_processes_is_in_the_report() -> None:
+    first, second = ranks(2, examined)
+    assert second is None
+    report = Report.from_dict(first)
+    assert [facts.rank for facts in report.ranks] == [0, 1]
+    assert all(facts.communication["exposed"] >= 0 for facts in report.ranks)
+    assert all(facts.updates == 3 for facts in report.ranks), "12 samples in two shares, the first 3 steps left out"
+
+
+def test_it_changes_no_number() -> None:
+    weights = []
+    for measured in (False, True):
+        torch.manual_seed(1)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        parts = prepared(accelerator, 0.0)
+        if measured:
+            with accelerator.doctor(write=False):
+                loop(accelerator, *parts)
+        else:
+            loop(accelerator, *parts)
+        weights.append(parts[0].layer.weight.detach().clone())
+    assert torch.equal(*weights)

@@ -1,0 +1,124 @@
+"""``paceline doctor`` on real scripts, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import paceline
+
+PACKAGE = Path(paceline.__file__).resolve().parent
+TRAINER = """
+import sys, time, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from paceline import Trainer, TrainingModule
+
+class Slow(Dataset):
+    def __len__(self):
+        return 400
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.ones(4)
+
+class Net(TrainingModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+if __name__ == "__main__":
+    print("words:", sys.argv[1:])
+    trainer = Trainer(accelerator="cpu", max_epochs=100, min_epochs=50, logger=False, enable_checkpointing=False,
+                      enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(Net(), DataLoader(Slow(), batch_size=2))
+    print("the script went on")
+"""
+LOOP = """
+import time, torch
+from torch import nn
+from torch.utils.data import DataLoader
+from paceline import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader([torch.ones(4)] * COUNT, batch_size=2))
+for epoch in range(1):
+    for batch in loader:
+        time.sleep(0.005)
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+accelerator.end_training()
+"""
+
+
+def doctor(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "paceline", "doctor", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+def found(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "doctor.json").read_text())
+
+
+def test_a_script_is_run_for_some_steps_and_judged(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINER)
+    done = doctor("--steps", "12", "--out", "out", "train.py", "--lr", "3")
+    assert done.returncode == 0, done.stderr
+    assert "Waiting for data takes" in done.stdout
+    assert "words: ['--lr', '3']" in done.stderr
+    assert "the script went on" not in done.stderr
+    assert found(tmp_path / "out")["ranks"][0]["steps"] == 9
+    assert "<!doctype html>" in (tmp_path / "out" / "doctor.html").read_text()
+
+
+def test_what_is_tried_stands_before_and_after(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINER)
+    done = doctor("--steps", "14", "--try", "--only", "num_workers", "--json", "train.py")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    rows = {row["what"]: row for row in data["trials"]}
+    assert rows["as it is"]["factor"] == 1.0
+    more = next(row for what, row in rows.items() if what.startswith("num_workers="))
+    assert more["samples_per_second"] > 0
+    assert sum(row.get("best", False) for row in data["trials"]) == 1
+
+
+def test_a_loop_of_one_s_own_is_judged_and_left_after_its_steps(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP.replace("COUNT", "4000"))
+    done = doctor("--steps", "20", "loop.py")
+    assert done.returncode == 0, done.stderr
+    assert found(tmp_path)["ranks"][0]["steps"] == 17
+
+
+def test_a_loop_that_ends_before_is_judged_by_what_there_was(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP.replace("COUNT", "24"))
+    done = doctor("--steps", "100", "loop.py")
+    assert done.returncode == 0, done.stderr
+    assert found(tmp_path)["ranks"][0]["steps"] == 9
+
+
+def test_scripts_that_fail_or_train_nothing_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    (tmp_path / "idle.py").write_text("print('hello')")
+    failed, idle = doctor("fails.py"), doctor("idle.py")
+    assert failed.returncode == idle.returncode == 2
+    assert "ended with status 3" in failed.stderr
+    assert "Trainer.fit" in idle.stderr
+
+
+def test_too_few_steps_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("")
+    done = doctor("--steps", "4", "idle.py")
+    assert done.returncode == 2
+    assert "--steps 4" in done.stderr

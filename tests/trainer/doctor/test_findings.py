@@ -1,0 +1,431 @@
+"""Each finding in a run with its fault planted, and silent where there is none.
+
+The faults dwarf everything else (a pause of 20 ms beside a step of 1 ms), so that a busy machine changes nothing. What
+needs a GPU, a second memory node or a full memory is examined from recorded facts: pageable copies, memory, fragments,
+memory nodes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from patients import QUIET, Healthy, Slow, Small, batches, diagnose, keys, only
+from processes import ranks
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Callback, Trainer
+from paceline.callbacks import ModelCheckpoint
+from paceline.strategies import DDPStrategy
+from paceline.trainer.doctor import findings
+from paceline.trainer.doctor.facts import Facts
+from paceline.trainer.doctor.measure import Doctor
+from paceline.trainer.doctor.report import Report
+
+FOUR_CORES = "paceline.trainer.doctor.measure.usable_cores"
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many cores on any machine."""
+    monkeypatch.setattr(FOUR_CORES, lambda: 4)
+
+
+def test_a_healthy_run_gives_no_finding_at_all() -> None:
+    report = diagnose(Healthy(), [torch.randn(512, 128)] * 25, max_epochs=2)
+    assert report.findings == [], report.text()
+    assert "Nothing stands out" in report.verdict()
+
+
+def test_a_run_that_is_too_short_says_so_and_nothing_else() -> None:
+    report = diagnose(Small(), batches(3))
+    assert report.findings == []
+    assert "too short" in report.verdict()
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_data_that_no_number_of_workers_can_load_in_time() -> None:
+    report = diagnose(Small(), DataLoader(Slow(60, 0.02), batch_size=4))
+    finding = only(report, "data_bound")
+    assert finding.share > 0.8
+    assert "num_workers=4" in finding.change
+    assert "too_few_workers" not in keys(report)
+    assert report.findings[0] is finding
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_slow_iterable_is_named_as_what_loads_in_the_training_process() -> None:
+    class Feed:
+        def __iter__(self) -> Any:
+            for _ in range(15):
+                time.sleep(0.02)
+                yield torch.ones(4, 4)
+
+    finding = only(diagnose(Small(), Feed()), "data_bound")
+    assert "Feed" in finding.change
+    assert "num_workers" in finding.change
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_too_few_workers_says_how_many_are_enough() -> None:
+    report = diagnose(Small(seconds=0.02), DataLoader(Slow(20, 0.03), batch_size=1))
+    finding = only(report, "too_few_workers")
+    assert "num_workers=2" in finding.change
+    assert 0.4 < finding.share < 0.8
+    assert "data_bound" not in keys(report)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_enough_workers_are_no_finding() -> None:
+    report = diagnose(Small(seconds=0.05), DataLoader(Slow(20, 0.005), batch_size=1, num_workers=2))
+    assert not keys(report) & {"data_bound", "too_few_workers", "too_many_workers"}, report.text()
+
+
+def test_more_workers_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FOUR_CORES, lambda: 1)
+    data = DataLoader(TensorDataset(torch.ones(12, 4)), batch_size=1, num_workers=2)
+
+    class First(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch[0], batch_idx)
+
+    finding = only(diagnose(First(0.01), data), "too_many_workers")
+    assert "num_workers=2" in finding.what
+    assert "num_workers=1" in finding.change
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+class Reads(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch).square().mean()
+        self.last = loss.item()  # the planted line
+        return loss
+
+
+def test_a_hidden_wait_for_the_device_names_the_users_line() -> None:
+    finding = only(diagnose(Reads(), batches()), "host_syncs")
+    assert "test_findings.py:" in finding.what
+    assert "loss.item()  # the planted line" in finding.what
+    number = int(finding.what.partition("test_findings.py:")[2].split()[0])
+    assert "planted line" in Path(__file__).read_text().splitlines()[number - 1]
+    assert finding.is_note, "on the CPU nobody waits"
+
+
+def test_the_same_line_is_a_problem_on_a_gpu() -> None:
+    report = diagnose(Reads(), batches())
+    (finding,) = [f for f in findings.examine([replace(report.ranks[0], device="cuda")]) if f.key == "host_syncs"]
+    assert not finding.is_note
+    assert "the GPU" in finding.what
+
+
+def test_logging_tensors_and_what_paceline_reads_itself_are_no_wait() -> None:
+    class Adam(Small):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), foreach=False)  # reads its step count
+
+    report = diagnose(Adam(), batches(), log_every_n_steps=1, gradient_clip_val=1.0)
+    assert "host_syncs" not in {finding.key for finding in report.findings}, report.text()
+
+
+def test_a_batch_that_is_too_small_for_the_device() -> None:
+    finding = only(diagnose(Small(), batches(200, rows=2)), "batch_too_small")
+    assert "on a batch of 2" in finding.what
+    assert "try 8" in finding.change
+
+
+def test_a_large_batch_or_work_that_takes_its_time_is_no_small_batch() -> None:
+    facts = replace(diagnose(Small(), batches(200, rows=2)).ranks[0])
+    assert findings.batch_too_small([replace(facts, batch_size=4096)]) is None
+    module = Healthy()
+    module.layer = torch.nn.Linear(1024, 1024)
+    assert "batch_too_small" not in keys(diagnose(module, [torch.randn(48, 1024)] * 12))
+
+
+COMPILE = {"backend": "eager", "dynamic": False}
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Nothing is compiled yet."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+
+
+class Net(torch.nn.Module):
+    """Of the user's own: torch compiles nothing of a layer of its own that is called alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(values)
+
+
+class Compiled(Small):
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__(seconds)
+        self.layer = Net()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_recompiling_names_the_argument_whose_shape_changes() -> None:
+    data = [torch.ones(2 + i % 8, 4) for i in range(24)]
+    finding = only(diagnose(Compiled(), data, compile=COMPILE), "recompiles")
+    assert "size mismatch at index 0" in finding.why
+    assert "tensor '" in finding.why
+    assert "dynamic" in finding.change
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_three_shapes_are_three_graphs_and_no_finding_of_one() -> None:
+    from paceline.trainer.compile_watch import watch_compiling
+
+    watch = watch_compiling()
+    before = watch.compilations
+    data = [torch.ones(2 + i % 3, 4) for i in range(24)]
+    report = diagnose(Compiled(0.01), data, compile=COMPILE)
+    made = watch.compilations - before
+    assert made == 3
+    assert "recompiles" not in keys(report), report.text()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_batches_of_one_shape_are_no_finding() -> None:
+    report = diagnose(Compiled(0.01), batches(16), compile=COMPILE)
+    assert report.ranks[0].recompilations == []
+    assert "recompiles" not in keys(report)
+    assert report.ranks[0].run_parts["compile"] > 0
+
+
+# ---- around the step -------------------------------------------------------------------------------------------------
+
+
+class Validates(Small):
+    pause = 0.02
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(self.pause)
+        self.log("val", self.layer(batch).mean())
+
+
+def test_too_much_validation() -> None:
+    report = diagnose(Validates(0.005), batches(12), batches(10), max_epochs=2)
+    finding = only(report, "evaluation_share")
+    assert finding is report.findings[0]
+    assert "limit_val_batches" in finding.change
+
+
+def test_a_short_validation_is_no_finding() -> None:
+    assert "evaluation_share" not in keys(diagnose(Validates(0.02), batches(16), batches(2)))
+
+
+class Keeps(Small):
+    pause = 0.03
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        time.sleep(self.pause)
+
+
+def test_checkpoints_that_stop_the_training() -> None:
+    often = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)
+    report = diagnose(Keeps(0.005), batches(16), callbacks=[often], enable_checkpointing=True)
+    assert "background=True" in only(report, "checkpoint_share").change
+
+
+def test_one_checkpoint_at_the_end_is_no_finding() -> None:
+    module = Keeps(0.05)
+    module.pause = 0.0
+    last = ModelCheckpoint("saved")
+    assert "checkpoint_share" not in keys(diagnose(module, batches(20), callbacks=[last], enable_checkpointing=True))
+
+
+class Ends(Callback):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.seconds:
+            time.sleep(self.seconds)
+
+
+def test_callbacks_that_take_much_of_a_step() -> None:
+    finding = only(diagnose(Small(0.005), batches(), callbacks=[Ends(0.02)]), "logging_share")
+    assert "hooks" in finding.why
+    assert "profiler='simple'" in finding.change
+
+
+def test_a_short_callback_is_no_finding() -> None:
+    assert "logging_share" not in keys(diagnose(Small(0.03), batches(), callbacks=[Ends(0.0)]))
+
+
+def test_a_logger_that_is_slow() -> None:
+    from paceline.loggers import CSVLogger
+
+    class Waits(CSVLogger):
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            time.sleep(0.02)
+
+    report = diagnose(Small(0.005), batches(), logger=Waits("logs"), log_every_n_steps=1)
+    assert "loggers" in only(report, "logging_share").why
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+def test_more_threads_than_cores() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 * (os.cpu_count() or 1) + 1)
+    try:
+        finding = only(diagnose(Small(0.01), batches(12)), "oversubscribed_threads")
+    finally:
+        torch.set_num_threads(before)
+    assert "OMP_NUM_THREADS=" in finding.change
+
+
+def test_collections_in_every_step() -> None:
+    class Collects(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            gc.collect()
+            return super().training_step(batch, batch_idx)
+
+    many = [[i] for i in range(300_000)]
+    finding = only(diagnose(Collects(), batches(12)), "collection_pauses")
+    assert "gc.freeze" in finding.change
+    assert many
+
+
+GPU = Facts(
+    device="cuda",
+    device_name="a GPU",
+    steps=100,
+    updates=100,
+    seconds={"data": 0.01, "copy": 0.2, "forward": 0.4, "backward": 0.8, "optimizer": 0.1},
+    step_seconds=[0.0151] * 100,
+    batch_size=64,
+    cores=16,
+    threads=8,
+    loader={"kind": "DataLoader", "num_workers": 4, "pin_memory": False},
+    memory={"total": 80e9, "peak_allocated": 40e9, "peak_reserved": 42e9, "retries": 0.0},
+    numa={"device_node": 1, "nodes": 2, "near": 8, "cores": 8},
+)
+
+
+def test_pageable_copies_from_recorded_facts() -> None:
+    (finding,) = findings.examine([GPU])
+    assert finding.key == "pageable_copies"
+    assert "pin_memory=True" in finding.change
+    assert findings.examine([replace(GPU, loader={**GPU.loader, "pin_memory": True})]) == []
+    assert findings.pageable_copies([replace(GPU, device="cpu")]) is None
+
+
+FINE = replace(GPU, loader={**GPU.loader, "pin_memory": True})
+
+
+def test_full_memory_from_recorded_facts() -> None:
+    full = replace(FINE, memory={**FINE.memory, "peak_allocated": 78e9, "peak_reserved": 79e9})
+    (finding,) = findings.examine([FINE, replace(full, rank=1)])
+    assert finding.key == "memory_nearly_full"
+    assert "98 %" in finding.what
+    assert "rank 1" in finding.what
+    host = replace(FINE, memory={**FINE.memory, "host_total": 100e9, "host_available": 2e9})
+    assert [f.key for f in findings.examine([host])] == ["memory_nearly_full"]
+
+
+def test_fragmented_memory_from_recorded_facts() -> None:
+    torn = {**FINE.memory, "peak_allocated": 40e9, "peak_reserved": 72e9}
+    assert findings.examine([replace(FINE, memory=torn)]) == [], "torch never had to look for space"
+    (finding,) = findings.examine([replace(FINE, memory={**torn, "retries": 12.0})])
+    assert finding.key == "fragmentation"
+    assert "expandable_segments" in finding.change
+
+
+def test_far_memory_from_recorded_facts() -> None:
+    far = replace(FINE, numa={"device_node": 1, "nodes": 2, "near": 8, "cores": 16})
+    (finding,) = findings.examine([FINE, replace(far, rank=1)])
+    assert finding.key == "numa_distance"
+    assert "Rank 1" in finding.what
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def late(seconds: float) -> Any:
+    """A way to reduce gradients that takes its time, as a slow network does."""
+
+    def hook(_: Any, bucket: Any) -> Any:
+        buffer, done = bucket.buffer().div_(dist.get_world_size()), torch.futures.Future()
+        work = dist.all_reduce(buffer, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            time.sleep(seconds)
+            done.set_result(buffer)
+
+        threading.Thread(target=finish).start()
+        return done
+
+    hook.__annotations__.clear()  # torch accepts none, or its own
+    return hook
+
+
+def two(module: Any, hook: Any = None, seconds: tuple[float, float] = (0.0, 0.0)) -> Report:
+    """The report on two processes whose steps take so long."""
+
+    def run() -> Any:
+        own = module()
+        own.seconds = seconds[int(os.environ["RANK"])]
+        doctor = Doctor(write=False)
+        strategy = DDPStrategy(ddp_comm_hook=hook)
+        Trainer(**{**QUIET, "profiler": doctor, "strategy": strategy, "devices": 2}).fit(own, batches(40))
+        return None if doctor.report is None else doctor.report.as_dict()
+
+    first, second = ranks(2, run)
+    assert second is None
+    return Report.from_dict(first)
+
+
+def test_two_processes_for_a_model_that_is_too_small() -> None:
+    report = two(Small, late(0.02))
+    finding = only(report, "model_too_small")
+    assert "2 processes are slower than one" in finding.what
+    assert "devices=1" in finding.change
+    assert "communication_bound" not in keys(report)
+
+
+def test_communication_that_backward_does_not_hide() -> None:
+    report = two(Small, late(0.02), seconds=(0.03, 0.03))
+    finding = only(report, "communication_bound")
+    assert 0.25 < finding.share < 0.6
+    assert "accumulate_grad_batches" in finding.change
+    assert "model_too_small" not in keys(report)
+    assert all(facts.communication["exposed"] > 0.015 for facts in report.ranks)
+
+
+def test_a_straggler_is_named_and_where_it_is_late() -> None:
+    report = two(Small, seconds=(0.002, 0.03))
+    finding = only(report, "stragglers")
+    assert finding.what.startswith("Rank 1 takes")
+    assert "later in forward" in finding.why
+    assert not keys(report) & {"communication_bound", "model_too_small"}, report.text()
+
+
+def test_two_healthy_processes_are_no_finding() -> None:
+    report = two(Small, seconds=(0.05, 0.05))
+    assert not keys(report) - {"oversubscribed_threads"}, report.text()
+    assert [facts.rank for facts in report.ranks] == [0, 1]
+    assert all(facts.communication for facts in report.ranks)

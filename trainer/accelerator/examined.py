@@ -1,0 +1,68 @@
+"""A loop of one's own in a script that ``paceline doctor`` runs."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..doctor.plan import Plan, loader_change
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+
+
+def examine_if_planned(accelerator: Accelerator) -> None:
+    """Examine the loop of this Accelerator, if the environment says so."""
+    plan = Plan.found()
+    if plan is not None:
+        _examine(accelerator, plan)
+
+
+def _examine(accelerator: Accelerator, plan: Plan) -> None:
+    """Measure until so many batches are done or the training ends; then write the report, and leave the program."""
+    from torch.utils.data import DataLoader
+
+    from ..doctor.planned import PlannedDoctor, changed
+    from .doctor import Wiring
+
+    examiner = PlannedDoctor(plan)
+    examiner.setup("fit", accelerator.local_process_index)
+    wiring = Wiring(accelerator, examiner)
+    change, done = loader_change(plan.change), [False]
+
+    def finish() -> None:
+        if not done[0]:
+            done[0] = True
+            wiring.unwrap()
+            examiner.end()
+            examiner.describe()
+            examiner.teardown("fit")
+
+    def prepare(wrapped: Callable[..., Any], *objects: Any, **options: Any) -> Any:
+        return wrapped(*(changed(one, **change) if isinstance(one, DataLoader) else one for one in objects), **options)
+
+    def limited(iterate: Callable[..., Iterator[Any]], action: str, iterator: Any) -> Iterator[Any]:
+        for batch in iterate(action, iterator):
+            yield batch
+            plan.steps -= 1
+            if plan.steps <= 0:
+                finish()
+                raise SystemExit(0)
+
+    wiring.wrap()
+    examiner.begin(wiring)
+    vars(examiner)["iterate"] = partial(limited, examiner.iterate)
+    own = vars(accelerator)
+    if change:
+        own["prepare"] = partial(prepare, own["prepare"])
+    end_training = accelerator.end_training
+
+    def end() -> None:
+        finish()
+        end_training()
+
+    own["end_training"] = end
+    if accelerator.num_processes == 1:
+        atexit.register(finish)

@@ -1,0 +1,97 @@
+"""``paceline doctor``: run a script for some steps, and say what is slow, why, and what to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import REMAINDER, ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from ...loggers import messages
+from .launch_script import Script, find_script
+
+#: Exit status of a run that says nothing.
+NOTHING = 1
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("--steps", type=int, default=60, help="batches to train (default: 60)")
+    parser.add_argument(
+        "--try", dest="tries", action="store_true", help="also try what may help: one short run of the script for each"
+    )
+    parser.add_argument("--only", metavar="NAMES", help="of what --try tries, only these: num_workers,batch_size,...")
+    parser.add_argument("--out", default=".", help="folder of doctor.html and doctor.json (default: this one)")
+    parser.add_argument("--json", action="store_true", help="print the JSON instead of words")
+    parser.add_argument("--num_processes", type=int, default=None, help="run it under paceline launch with so many")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a run (default: 1800)")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="the training script; its arguments follow")
+    parser.add_argument("script_args", nargs=REMAINDER, help="its own arguments")
+    parser.set_defaults(no_python=False)
+
+
+def run(arguments: Namespace) -> int:
+    """Run the script, print the report; returns the exit status."""
+    if arguments.steps < 10:
+        raise ValueError(f"--steps {arguments.steps} says too little: the first 3 do not count. Take 10 or more.")
+    script = find_script(arguments)
+    from ..doctor.report import Report
+    from ..doctor.trial import tried
+
+    def measure(change: dict[str, Any]) -> dict[str, Any]:
+        return examine(script, arguments, change)
+
+    data = measure({})
+    report = Report.from_dict(data)
+    if arguments.tries:
+        only = set(arguments.only.split(",")) if arguments.only else None
+        report.trials = tried(report, measure, messages.info, only)
+    if arguments.json:
+        messages.answer(json.dumps(report.as_dict(), indent=1))
+    else:
+        report.say(answer=True)
+    report.write(arguments.out)
+    return 0
+
+
+def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dict[str, Any]:
+    """Run the script once under a plan; returns the report that it wrote.
+
+    Raises:
+        RuntimeError: it failed, or trained nothing.
+    """
+    from ..doctor.plan import Plan
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "report.json"
+        environment = {**os.environ, **Plan(str(out), arguments.steps, change).environment()}
+        processes = 1 if change.get("devices") == 1 else arguments.num_processes
+        done = subprocess.run(
+            _command(script, processes),
+            env=environment,
+            timeout=arguments.timeout,
+            stdout=sys.stderr,  # what the script prints is not the report
+            check=False,
+        )
+        if out.exists():
+            return json.loads(out.read_text(encoding="utf-8"))
+    if done.returncode:
+        raise RuntimeError(f"{script.target} ended with status {done.returncode}; what it said stands above.")
+    raise RuntimeError(
+        f"{script.target} ended without a training that could be measured. It has to call Trainer.fit, or to train "
+        "with an Accelerator in a loop over a prepared DataLoader."
+    )
+
+
+def _command(script: Script, processes: int | None) -> list[str]:
+    if not processes or processes == 1:
+        return script.alone()
+    module = ["-m"] if script.kind == "module" else []
+    package = __name__.partition(".")[0]
+    launch = [sys.executable, "-m", package, "launch", "--num_processes", str(processes)]
+    return [*launch, *module, script.target, *script.arguments]

@@ -1,0 +1,58 @@
+"""A finding, and the words and numbers that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .facts import Facts
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is slow.
+
+    Args:
+        key: its name, for programs.
+        what: what is slow, with the number.
+        why: why.
+        change: what to change.
+        gain: what that should bring, in words.
+        share: of the time, which the findings are sorted by.
+        is_note: costs nothing in this run, but would elsewhere.
+    """
+
+    key: str
+    what: str
+    why: str
+    change: str
+    gain: str
+    share: float = 0.0
+    is_note: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return asdict(self)
+
+
+Case = Sequence[Facts]
+
+
+def percent(share: float) -> str:
+    """``0.384`` -> ``"38 %"``."""
+    return f"{100 * share:.0f} %"
+
+
+def duration(seconds: float) -> str:
+    """``0.0123`` -> ``"12.3 ms"``."""
+    if seconds >= 0.9995:
+        return f"{seconds:.4g} s" if seconds >= 99.95 else f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def faster(share: float) -> str:
+    """What it would bring if this share of the time were not spent."""
+    return (
+        f"Without it a step would take {percent(1 - share)} of its time: {1 / max(1 - share, 0.01):.1f} times as fast."
+    )

@@ -1,0 +1,45 @@
+"""What can be wrong with the speed of a run. Each finding is a function of the facts alone: a Finding, or None.
+
+A finding says what is slow, why, how much of the time that is, what to change, and what the change should bring. What
+it should bring is worked out of the measured times; ``paceline doctor --try`` tries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .finding import Case, Finding
+from .of_data import data_bound, pageable_copies, too_few_workers, too_many_workers
+from .of_machine import collection_pauses, fragmentation, memory_nearly_full, numa_distance, oversubscribed_threads
+from .of_processes import communication_bound, model_too_small, stragglers
+from .of_steps import batch_too_small, checkpoint_share, evaluation_share, host_syncs, logging_share, recompiles
+
+#: All of them, a report sorts them by their share.
+FINDINGS: tuple[Callable[[Case], Finding | None], ...] = (
+    data_bound,
+    too_few_workers,
+    too_many_workers,
+    pageable_copies,
+    host_syncs,
+    batch_too_small,
+    recompiles,
+    memory_nearly_full,
+    fragmentation,
+    model_too_small,
+    communication_bound,
+    stragglers,
+    evaluation_share,
+    checkpoint_share,
+    logging_share,
+    oversubscribed_threads,
+    numa_distance,
+    collection_pauses,
+)
+
+
+def examine(case: Case) -> list[Finding]:
+    """Everything that is wrong, the largest share first, notes last."""
+    if not case or not all(facts.steps for facts in case):
+        return []
+    found = [finding for look in FINDINGS if (finding := look(case)) is not None]
+    return sorted(found, key=lambda finding: (finding.is_note, -finding.share))

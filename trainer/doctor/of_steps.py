@@ -1,0 +1,158 @@
+"""Findings about what a step does, and what stands around it."""
+
+from __future__ import annotations
+
+import os
+
+from .finding import Case, Finding, duration, faster, percent
+
+#: Shares of the time from which on something is worth a word.
+EVALUATION = 0.30
+CHECKPOINT = 0.15
+CALLBACKS = 0.15
+COMPILING = 0.20
+#: Seconds an operator takes on average (forward, backward and update) below which calling it costs more than its work.
+SMALL_OPERATOR = 15e-6
+#: Samples of a batch above which it is not called small.
+SMALL_BATCH = 256
+#: Recompilations of one function from which on shapes are said to change.
+RECOMPILATIONS = 3
+
+
+def _mean(case: Case, *parts: str) -> float:
+    return sum(facts.share(*parts) for facts in case) / len(case)
+
+
+def _of_run(case: Case, part: str) -> float:
+    facts = case[0]
+    return facts.run_parts.get(part, 0.0) / facts.run_seconds if facts.run_seconds else 0.0
+
+
+def host_syncs(case: Case) -> Finding | None:
+    """Lines in a step at which the host waits for the device."""
+    facts = case[0]
+    lines = [line for line in facts.lines if line["times"] >= 1]
+    if not lines:
+        return None
+    first = lines[0]
+    listed = "; ".join(
+        f"{os.path.basename(line['file'])}:{line['number']} {line['text']!r}"
+        + (f" ({line['times']} times)" if line["times"] > 1 else "")
+        for line in lines[:3]
+    )
+    more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
+    on_gpu = facts.device == "cuda"
+    return Finding(
+        "host_syncs",
+        f"{len(lines)} line{'s' if len(lines) > 1 else ''} of the step make{'' if len(lines) > 1 else 's'} the host "
+        f"wait for the {'GPU' if on_gpu else 'device'}: {listed}{more}.",
+        f"The first one {first['what']}. Until the device has caught up nothing new is queued; it then stands idle."
+        + ("" if on_gpu else " On the CPU, as here, that costs nothing."),
+        "Keep values as tensors: self.log(name, tensor) reads them later, all together; torch.where instead of if.",
+        "The device gets its work early again." if on_gpu else "Nothing here; it does on a GPU.",
+        share=0.1 if on_gpu else 0.0,
+        is_note=not on_gpu,
+    )
+
+
+def batch_too_small(case: Case) -> Finding | None:
+    """Calling operators costs more than what they do."""
+    facts = case[0]
+    small = facts.batch_size is not None and facts.batch_size <= SMALL_BATCH
+    if not facts.operators or not small or not facts.steps:
+        return None
+    share = facts.share("forward", "backward", "optimizer")
+    each = facts.quick_step * share / facts.operators
+    if each >= SMALL_OPERATOR or share < 0.3:
+        return None
+    return Finding(
+        "batch_too_small",
+        f"A step calls {facts.operators} operators that take {duration(each)} each, on a batch of {facts.batch_size}.",
+        "Calling one costs some 5 us before anything is computed: batch or model are too small for the device.",
+        f"A larger batch (try {(facts.batch_size or 1) * 4}, with the learning rate to match), fewer and fused "
+        "operations, or Trainer(compile=True).",
+        "Up to a size at which operators take some 50 us, a larger batch takes hardly longer: up to "
+        f"{min(16.0, max(1.5, 4 * SMALL_OPERATOR / each)):.0f} times the samples a second.",
+        share * 0.5,
+    )
+
+
+def recompiles(case: Case) -> Finding | None:
+    """torch.compile compiles the same function again and again."""
+    facts = case[0]
+    often = [one for one in facts.recompilations if one["times"] >= RECOMPILATIONS]
+    share = facts.share("compile")
+    if not often and share < COMPILING:
+        return None
+    spent = facts.run_parts.get("compile", 0.0)
+    if not often:
+        return Finding(
+            "recompiles",
+            f"Compiling takes {percent(share)} of the time also after the first steps.",
+            "torch.compile makes graphs while the training runs.",
+            "Compile once before the training, or see what is compiled with TORCH_LOGS=recompiles.",
+            faster(share),
+            share,
+        )
+    first = often[0]
+    return Finding(
+        "recompiles",
+        f"torch.compile compiled {first['function']} {first['times'] + 1} times ({duration(spent)} for all compiling).",
+        f"The last reason: {first['reason'] or 'torch does not say'}.",
+        "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for shapes that change "
+        "(Trainer(compile={'dynamic': True})).",
+        faster(share) if share > 0.01 else "No more stalls; after 8 recompilations torch gives up and runs uncompiled.",
+        max(share, _of_run(case, "compile"), 0.05),
+    )
+
+
+def evaluation_share(case: Case) -> Finding | None:
+    """Much of the time goes into validation."""
+    share = _of_run(case, "evaluation")
+    if share < EVALUATION:
+        return None
+    return Finding(
+        "evaluation_share",
+        f"Validation takes {percent(share)} of the run.",
+        "It runs too often, or over more batches than the figure needs.",
+        "check_val_every_n_epoch=, val_check_interval=, limit_val_batches=; larger batches there: it has no gradients.",
+        f"Validating a quarter as often: {1 / (1 - 0.75 * share):.1f} times as fast.",
+        share * 0.75,
+    )
+
+
+def checkpoint_share(case: Case) -> Finding | None:
+    """Training stands still while checkpoints are written."""
+    share = _of_run(case, "checkpoint")
+    if share < CHECKPOINT or case[0].often.get("checkpoint", 0) < 2:
+        return None  # the one at the end of a short run says nothing of a long one
+    return Finding(
+        "checkpoint_share",
+        f"Saving checkpoints stops the training for {percent(share)} of the run.",
+        "They are large for how often they are written, or the disk is slow.",
+        "ModelCheckpoint(every_n_train_steps=...) less often; background=True writes while the training goes on.",
+        f"{1 / (1 - share):.1f} times as fast if they are written in the background.",
+        share,
+    )
+
+
+def logging_share(case: Case) -> Finding | None:
+    """Callbacks, hooks or loggers take much of each step."""
+    callbacks, logging = _mean(case, "callbacks"), _mean(case, "logging")
+    share = callbacks + logging
+    if share < CALLBACKS:
+        return None
+    most = "hooks of callbacks and of the module" if callbacks >= logging else "sending values to the loggers"
+    advice = (
+        "Trainer(profiler='simple') lists each hook. Do such work every n steps, or at the end of an epoch."
+        if callbacks >= logging
+        else "Trainer(log_every_n_steps=...) less often, fewer values, or a logger that writes in the background."
+    )
+    return Finding(
+        "logging_share",
+        f"Callbacks and logging take {percent(share)} of each step.",
+        f"Most of it goes into {most}.",
+        advice,
+        faster(share),
+        share,
+    )

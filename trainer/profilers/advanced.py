@@ -1,0 +1,88 @@
+"""``profiler="advanced"``: cProfile, action by action."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+from pathlib import Path
+
+from .base import Profiler
+
+
+class AdvancedProfiler(Profiler):
+    """Every Python function that ran within an action, with its calls and seconds.
+
+    A call counts for the innermost action under way. It slows a step down several times: look at what is large, not at
+    how large it is.
+
+    Args:
+        dirpath: see :class:`Profiler`.
+        filename: see :class:`Profiler`.
+        line_count_restriction: lines of the table of an action: a number of them (int), or a share (float).
+        dump_stats: also write what cProfile found as ``.prof`` files, one an action, for tools that draw them.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        line_count_restriction: float = 1.0,
+        dump_stats: bool = False,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.line_count_restriction = line_count_restriction
+        self.dump_stats = dump_stats
+        self.profiled_actions: dict[str, cProfile.Profile] = {}
+        self._open: list[str] = []
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | Path | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        self._pause()
+        self.profiled_actions, self._open = {}, []
+
+    def start(self, action_name: str) -> None:
+        self._pause()  # a process has one profiler at a time
+        self._open.append(action_name)
+        self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
+
+    def stop(self, action_name: str) -> None:
+        if action_name not in self._open:
+            raise ValueError(
+                f"Profiler.stop({action_name!r}): no action of that name is running. Call start({action_name!r}) first."
+            )
+        self._pause()
+        del self._open[len(self._open) - 1 - self._open[::-1].index(action_name)]
+        if self._open:
+            self.profiled_actions[self._open[-1]].enable()
+
+    def _pause(self) -> None:
+        if self._open:
+            self.profiled_actions[self._open[-1]].disable()
+
+    def summary(self) -> str:
+        parts = []
+        for name, profile in self.profiled_actions.items():
+            text = io.StringIO()
+            stats = pstats.Stats(profile, stream=text) if profile.getstats() else None
+            if stats is None:
+                continue
+            stats.strip_dirs().sort_stats("cumulative").print_stats(self.line_count_restriction)
+            parts.append(f"Profile stats for: {name}\n{text.getvalue().rstrip()}")
+        title = f"{self._stage.upper()} Profiler Report" if self._stage else "Profiler Report"
+        return "\n\n".join([title, *parts]) if parts else ""
+
+    def describe(self) -> None:
+        super().describe()
+        for name, profile in self.profiled_actions.items() if self.dump_stats else ():
+            if profile.getstats():
+                safe = "".join(c if c.isalnum() or c in "._" else "_" for c in name).strip("_")
+                profile.dump_stats(self.path(".prof", safe))
+
+    def teardown(self, stage: str | None) -> None:
+        self._pause()
+        self._open = []
+        super().teardown(stage)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "profiled_actions": {}, "_open": []}

@@ -1,0 +1,53 @@
+"""Which profiler ``Trainer(profiler=...)`` means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...loggers import messages
+from .base import PassThroughProfiler, Profiler
+
+#: The profilers that have a name.
+NAMES = ("simple", "advanced", "pytorch", "doctor")
+
+
+def chosen(value: Any) -> Profiler:
+    """The profiler that ``Trainer(profiler=)`` means.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: neither a name nor a profiler.
+    """
+    if value is None:
+        return PassThroughProfiler()
+    if isinstance(value, Profiler):
+        return value
+    if not isinstance(value, str):
+        hint = f" Did you mean {value.__name__}()?" if isinstance(value, type) else ""
+        raise TypeError(
+            f"Trainer(profiler={value!r}) is a {type(value).__name__}. Pass {messages.names(NAMES)}, or a "
+            f"Profiler.{hint}"
+        )
+    name = value.lower()
+    if name not in NAMES:
+        raise ValueError(messages.unknown("profiler", value, NAMES, ", or pass a Profiler"))
+    return _by_name(name)
+
+
+def _by_name(name: str) -> Profiler:
+    """Imported here, so that only who asks for one pays for it."""
+    if name == "doctor":
+        from ..doctor.measure import Doctor
+
+        return Doctor()
+    if name == "simple":
+        from .simple import SimpleProfiler
+
+        return SimpleProfiler()
+    if name == "advanced":
+        from .advanced import AdvancedProfiler
+
+        return AdvancedProfiler()
+    from .pytorch import PyTorchProfiler
+
+    return PyTorchProfiler()
