@@ -12,6 +12,8 @@ ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and f"Python {sys.vers
 
 # Two workers share the cores, so each computes on one thread.
 export OMP_NUM_THREADS := 1
+# Tests start some thousand processes; compiling the package anew in each costs more than the bytecode takes.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test lint types tests faults format demo clean
 
