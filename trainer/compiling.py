@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..loggers import messages
@@ -29,7 +30,7 @@ def compile_in_place(module: nn.Module, settings: bool | Mapping[str, Any]) -> N
         return
     for target in (module, *_networks(module)):
         if target._compiled_call_impl is None:
-            target.compile(**arguments)
+            compile_one(target, arguments)
 
 
 def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
@@ -46,8 +47,25 @@ def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
         if len(blocks) > 1 and len({type(block) for block in blocks}) == 1 and not inside:
             found.append(name)
             for block in blocks:
-                block.compile(**settings)
+                compile_one(block, settings)
     return bool(found)
+
+
+def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
+    """``module.compile(**settings)``, also for torch's own layers, whose frames torch does not compile by themselves.
+
+    Args:
+        module: its forward is compiled in place.
+        settings: arguments for ``torch.compile``.
+    """
+    if not type(module).forward.__module__.startswith("torch."):
+        module.compile(**settings)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    module._compiled_call_impl = torch.compile(call, **settings)
 
 
 def _networks(module: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Trainer, TrainingModule
-from paceline.trainer.compiling import uncompiled
+from paceline.trainer.compiling import compile_repeated, uncompiled
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +95,33 @@ def test_a_compiled_run_trains_to_the_same_bits(kind: type[Net], precision: str,
         k: float(v) for k, v in first.callback_metrics.items()
     }
     assert "val" in second.callback_metrics
+
+
+class OfTorch(Net):
+    """Steps that call torch's own layers alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.blocks[1](self.blocks[0](batch))).pow(2).mean()
+
+
+def test_torchs_own_layers_are_compiled_too(quiet: dict[str, Any]) -> None:
+    plain, _ = trained(OfTorch, quiet)
+    backend = Counts()
+    compiled, _ = trained(OfTorch, quiet, compile={"backend": backend, "fullgraph": True})
+    assert backend.graphs >= 2
+    assert same(compiled, plain)
+    hooked: list[Any] = []
+    compiled.blocks[0].register_forward_hook(lambda *_: hooked.append(1))
+    assert torch.equal(compiled(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+    assert hooked == [1]
+
+
+def test_repeated_layers_of_torchs_own_are_compiled_once() -> None:
+    backend, model = Counts(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = model(torch.ones(2, 4))
+    assert compile_repeated(model, {"backend": backend})
+    assert torch.equal(model(torch.ones(2, 4)), expected)
+    assert backend.graphs >= 1
 
 
 def test_another_real_backend_gives_the_same_numbers(quiet: dict[str, Any]) -> None:

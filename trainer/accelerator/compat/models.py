@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compiling import compile_repeated
+from ...compiling import compile_one, compile_repeated
 from ..models import compiler_of, restore, unwrapped
 
 
@@ -46,7 +46,7 @@ def has_compiled_regions(module: Any) -> bool:
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Compile the blocks that a list holds several of; of a module without any, all of it. The same object."""
     if not compile_repeated(module, compile_kwargs):
-        module.compile(**compile_kwargs)
+        compile_one(module, compile_kwargs)
     return module
 
 
