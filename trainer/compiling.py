@@ -65,6 +65,8 @@ def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
+    # What is compiled is kept, and counted, by code object: one for all would reach torch's limit with a few layers.
+    call.__code__ = call.__code__.replace(co_name=type(module).__name__)
     module._compiled_call_impl = torch.compile(call, **settings)
 
 

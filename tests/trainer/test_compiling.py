@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Trainer, TrainingModule
-from paceline.trainer.compiling import compile_repeated, uncompiled
+from paceline.trainer.compiling import compile_one, compile_repeated, uncompiled
 
 
 @pytest.fixture(autouse=True)
@@ -116,12 +116,17 @@ def test_torchs_own_layers_are_compiled_too(quiet: dict[str, Any]) -> None:
     assert hooked == [1]
 
 
-def test_repeated_layers_of_torchs_own_are_compiled_once() -> None:
+def test_many_layers_of_torchs_own_are_compiled_each() -> None:
     backend, model = Counts(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     expected = model(torch.ones(2, 4))
     assert compile_repeated(model, {"backend": backend})
     assert torch.equal(model(torch.ones(2, 4)), expected)
-    assert backend.graphs >= 1
+    assert backend.graphs == 2
+    for width in range(5, 17):  # more than torch compiles one piece of code
+        layer = nn.Linear(width, 1)
+        compile_one(layer, {"backend": backend, "dynamic": False})
+        layer(torch.ones(2, width))
+    assert backend.graphs == 14
 
 
 def test_another_real_backend_gives_the_same_numbers(quiet: dict[str, Any]) -> None:
