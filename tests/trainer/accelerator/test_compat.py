@@ -194,7 +194,7 @@ def test_install_warns_of_libraries_that_have_looked_already(accelerate: Any, mo
     compat.install()  # the second time does nothing
     assert sum(isinstance(one, compat.Finder) for one in sys.meta_path) == 1
     monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, compat.Finder)])
-    monkeypatch.delitem(sys.modules, "accelerate")
+    del sys.modules["accelerate"]  # for good: put back later it would look like the package to every other test
     monkeypatch.setattr(compat, "LOOKING", ("json", "surely_not_imported"))
     with pytest.warns(match="comes after the import of 'json', which may"):
         compat.install()
