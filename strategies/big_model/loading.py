@@ -16,7 +16,7 @@ from .device_map import check_device_map, device_of, main_device_of, torch_devic
 from .dispatch import check_filled, dispatch_model
 from .empty import give
 from .files import Pages, copy_into, is_aligned, mapped_tensors, weight_files
-from .noted import Note, is_to_be_noted, write_note
+from .noted import Note, is_noting, is_to_be_noted, write_note
 from .offload import load_offloaded_weight, offload_weight, save_offload_index
 from .placement import plan_device_map
 from .sizes import as_dtype, named_tensors, names_of
@@ -82,6 +82,11 @@ def load_checkpoint_and_dispatch(
         ...     model = MyModel(config)
         >>> model = load_checkpoint_and_dispatch(model, "weights/", device_map="auto", max_memory={"cpu": "2GB"})
     """
+    if is_noting():
+        raise RuntimeError(
+            f"load_checkpoint_and_dispatch({type(model).__name__}) places weights on the devices of one process, but "
+            "here a strategy is about to split them over processes. Call load_checkpoint_in_model(model, checkpoint)."
+        )
     weight_files(Path(checkpoint))  # complain before a plan is shown
     whole = no_split_module_classes if preload_module_classes is None else preload_module_classes
     main = None

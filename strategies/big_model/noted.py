@@ -70,9 +70,14 @@ def noting() -> Iterator[None]:
         _noting.reset(token)
 
 
+def is_noting() -> bool:
+    """Whether weights are only noted at this moment, to be read when the module has been split."""
+    return _noting.get()
+
+
 def is_to_be_noted(own: Tensor) -> bool:
     """Whether the values of this tensor are to be read later."""
-    return _noting.get() and own.is_meta and isinstance(own, nn.Parameter)
+    return is_noting() and own.is_meta and isinstance(own, nn.Parameter)
 
 
 def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtype: torch.dtype) -> None:

@@ -241,9 +241,9 @@ def test_slow_data_a_slow_hook_and_a_slow_validation_are_told_apart() -> None:
     trainer = trainer_with(RunReport(), max_epochs=1, num_sanity_val_steps=0, log_every_n_steps=1)
     trainer.fit(Slow(), Loader(), tiny_loader(2))
     clock = read("logs").clock
-    assert 0.3 <= clock["data"] < 0.6
-    assert 0.12 <= clock["step"] < 0.3
-    assert 0.2 <= clock["evaluation"] < 0.4
+    assert clock["data"] >= 6 * 0.05
+    assert clock["step"] >= 6 * 0.02
+    assert clock["evaluation"] >= 2 * 0.1
 
 
 def test_the_speed_leaves_validation_and_checkpoints_out() -> None:
@@ -253,9 +253,9 @@ def test_the_speed_leaves_validation_and_checkpoints_out() -> None:
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
             time.sleep(0.5)
 
-    fit(RunReport(), ModelCheckpoint(), Waits(), num_sanity_val_steps=0)
+    trainer = fit(RunReport(), ModelCheckpoint(), Waits(), num_sanity_val_steps=0)
     speed = read("logs").speed()
-    assert speed["steps per second"] > 50
+    assert speed["steps per second"] > trainer.global_step / (0.5 * trainer.max_epochs)  # what the waiting alone allows
     assert speed["samples per second"] == pytest.approx(2 * speed["steps per second"])
 
 

@@ -17,6 +17,7 @@ from paceline import Accelerator, Trainer, TrainingModule, disk_offload, load_ch
 from paceline.loggers.messages import PacelineWarning
 from paceline.strategies import DDPStrategy, FSDPStrategy
 from paceline.strategies.big_model.hooks import remove_hook_from_submodules
+from paceline.strategies.big_model.noted import noting
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
 
@@ -130,3 +131,8 @@ def test_what_limits_and_maps_cannot_mean_is_an_error() -> None:
         plan_device_map(model, "cuda")
     with pytest.raises(FileNotFoundError, match="nothing is downloaded"):
         load_checkpoint_and_dispatch(model, "someone/something")
+
+
+def test_spreading_where_a_strategy_is_about_to_split_is_an_error(tmp_path: Path) -> None:
+    with noting(), pytest.raises(RuntimeError, match=r"places weights on the devices .* Call load_checkpoint_in_model"):
+        load_checkpoint_and_dispatch(Net(), tmp_path)
