@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...loggers import messages
-from .order import pass_over
-from .workers import start_iterating
+from .order import iterate, pass_over
 
 Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 Limit = int | float | None
@@ -201,7 +200,7 @@ class CombinedLoader:
 
     def _limited(self, index: int) -> tuple[Iterator[Any], Iterator[Any]]:
         """A fresh iterator of one loader: the one to read, which ends at the limit, and the one to close."""
-        iterator = start_iterating(self._flattened[index])
+        iterator = iterate(self._flattened[index])
         return islice(iterator, self._limit(index)), iterator
 
     def _parts(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
@@ -243,9 +242,7 @@ class _Pass:
     def open(self, start: int) -> None:
         loader, limit = self.loader, self.limit
         self.iterator = (
-            start_iterating(loader)
-            if self.open_leaf is None
-            else self.open_leaf(loader, start, self.index, self.number)
+            iterate(loader) if self.open_leaf is None else self.open_leaf(loader, start, self.index, self.number)
         )
         self.source = islice(self.iterator, None if limit is None else max(limit - start, 0))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,12 +20,15 @@ from torch.utils.data import (
 )
 
 from .. import seed as randomness
+from .in_memory import rows_of
 from .workers import start_iterating
 
 #: Where torchdata's BatchSampler is from, which cuts as torch's does and can save its place.
 _STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
 
 _REACHED = object()
+#: Batches whose indices are cut out at a time.
+_PIECES = 1024
 
 
 def from_item(sampler: Any, count: int) -> Iterator[Any]:
@@ -68,6 +73,25 @@ def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
     torch.randperm(size, generator=sampler.generator)
 
 
+def _at_once(sampler: Any, start: int) -> Iterator[Any]:
+    """What a batch sampler yields from batch number ``start`` on, as tensors where torch would list an order it has."""
+    source = sampler.sampler if cuts(sampler) else None
+    if type(source) is SequentialSampler or (type(source) is RandomSampler and _is_one_permutation(source)):
+        return _cut(sampler, source, start)
+    return from_item(sampler, start) if start else iter(sampler)
+
+
+def _cut(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Tensor]:
+    draw = partial(torch.randperm, generator=source.generator) if isinstance(source, RandomSampler) else torch.arange
+    order, size = draw(len(source)), sampler.batch_size
+    full = len(order) // size * size
+    for first in range(start * size, full, size * _PIECES):
+        yield from order[first : min(first + size * _PIECES, full)].split(size)
+    draw(len(source))  # as RandomSampler does at its end, for a part that is empty
+    if len(order) > max(full, start * size) and not sampler.drop_last:
+        yield order[full:]
+
+
 class NumberedIndices:
     """The indices of a batch and its number, on their way to a worker process, where they arrive as the indices alone.
 
@@ -90,30 +114,38 @@ def _arrived(indices: Any, seed: int, number: int) -> Any:
 
 
 class Order:
-    """Takes the place of a loader's sampler in one iterator of it: starts anywhere, and numbers batches for workers."""
+    """Takes the place of a loader's sampler in one iterator of it: starts anywhere, and numbers batches for workers.
 
-    def __init__(self, sampler: Any, in_workers: bool) -> None:
+    Args:
+        sampler: whose place it takes.
+        in_workers: worker processes load what it yields.
+        at_once: it may yield tensors instead of lists of indices.
+    """
+
+    def __init__(self, sampler: Any, in_workers: bool, at_once: bool) -> None:
         self.sampler = sampler
         self.in_workers = in_workers
+        self.from_item = _at_once if at_once else from_item
         self.start = 0
         self.seed: int | None = None
-        self._opened: Iterator[Any] = iter(())
+        self.opened: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        self._opened = self._numbered() if self.in_workers else self._from_start()
-        return self._opened
+        self.opened = self._numbered() if self.in_workers else self._from_start()
+        return self.opened
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def reach(self) -> None:
         """Draw what comes before the start, now; workers have been given their first batches by then."""
-        if not self.in_workers:
-            next(self._opened)
+        if self.start and not self.in_workers:
+            next(self.opened)
 
     def _from_start(self) -> Iterator[Any]:
-        items = from_item(self.sampler, self.start)
-        yield _REACHED
+        items = self.from_item(self.sampler, self.start)
+        if self.start:
+            yield _REACHED
         yield from items
 
     def _numbered(self) -> Iterator[Any]:
@@ -155,12 +187,12 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     """
     if not can_jump(loader):
         return start_iterating(loader)
-    running, workers = loader._iterator, loader.num_workers > 0
-    if running is None and not start and (seed is None or not workers):
+    running, workers, rows = loader._iterator, loader.num_workers > 0, rows_of(loader)
+    if running is None and rows is None and not start and (seed is None or not workers):
         return start_iterating(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
-    order = Order(sampler, workers) if running is None else running._index_sampler
+    order = Order(sampler, workers, rows is not None) if running is None else running._index_sampler
     order.start, order.seed = start, seed
     loader.__dict__[name] = order  # the loader refuses a plain assignment; its iterator reads it once
     try:
@@ -168,7 +200,7 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     finally:
         loader.__dict__[name] = sampler
     order.reach()
-    return iterator
+    return iterator if rows is None else rows.batches(order.opened, iterator._pin_memory)  # type: ignore[attr-defined]
 
 
 def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .in_memory import index_at_once
-
 #: Whoever sends SIGTERM can be told apart on Linux; where it cannot, workers must go on obeying it.
 _KNOWS_SENDER = hasattr(signal, "sigwaitinfo")
 _NAMES = ("SIGINT", "SIGUSR1", "SIGUSR2", *(["SIGTERM", "SIGHUP"] if _KNOWS_SENDER else []))
@@ -42,15 +40,8 @@ def _obey_parent() -> None:
 
 
 def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
-    """``iter(loader)``, which fetches whole batches where it can.
-
-    Worker processes that this starts do not die of a signal that their whole group gets.
-    """
-    if isinstance(loader, DataLoader) and not loader.num_workers:
-        iterator = iter(loader)
-        index_at_once(loader, iterator)
-        return iterator
-    if not isinstance(loader, DataLoader) or not hasattr(signal, "pthread_sigmask"):
+    """``iter(loader)``; worker processes that this starts do not die of a signal that their whole group gets."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers or not hasattr(signal, "pthread_sigmask"):
         return iter(loader)
     users, numbers = loader.worker_init_fn, {getattr(signal, name) for name in _NAMES}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

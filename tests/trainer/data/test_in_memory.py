@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
-from paceline.trainer.data.in_memory import _Indexer
-from paceline.trainer.data.workers import start_iterating
+from paceline.trainer.data import order
+from paceline.trainer.data.in_memory import rows_of
+from paceline.trainer.data.order import iterate
+from paceline.trainer.data.sharding import shard_evaluation, shard_training
 
 
 class Own(TensorDataset):
@@ -17,44 +29,131 @@ class Own(TensorDataset):
         return tuple(tensor + 1 for tensor in super().__getitem__(index))
 
 
-def tensors(size: int = 23) -> TensorDataset:
+class Once(TensorDataset):
+    """Equal to a ``TensorDataset``, but of another type, so that its samples are fetched one by one."""
+
+
+def tensors(size: int = 23, kind: type[TensorDataset] = TensorDataset) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randn(size, 2, 3, generator=generator).transpose(1, 2)
-    return TensorDataset(pixels, torch.arange(size), torch.rand(size, generator=generator).bool(), torch.zeros(size, 0))
+    return kind(pixels, torch.arange(size), torch.rand(size, generator=generator).bool(), torch.zeros(size, 0))
 
 
-def batches(loader: DataLoader[Any], start: Any) -> tuple[list[Any], Any]:
-    torch.manual_seed(5)
-    return list(start(loader)), torch.get_rng_state()
+def nested_in(data: Any, subsets: int) -> Any:
+    for number in range(subsets):
+        chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(number))[:-2]
+        data = Subset(data, chosen.tolist() if number else chosen)  # type: ignore[arg-type]
+    return data
 
 
-@pytest.mark.parametrize("more", [{}, {"shuffle": True}, {"drop_last": True}, {"batch_size": 1}, {"batch_size": 40}])
-@pytest.mark.parametrize("nested", [0, 1, 2])
-def test_batches_and_random_states_are_those_of_torch(nested: int, more: dict[str, Any]) -> None:
-    data: Any = tensors()
-    for _ in range(nested):
-        data = Subset(data, torch.randperm(len(data)).tolist()[:-2])
-    loader = DataLoader(data, **{"batch_size": 4, **more})
-    assert type(start_iterating(loader)._dataset_fetcher) is _Indexer  # type: ignore[attr-defined]
-    (found, state), (expected, other) = batches(loader, start_iterating), batches(loader, iter)
-    assert torch.equal(state, other)
-    assert len(found) == len(expected)
-    for one, two in zip(found, expected, strict=True):
-        assert type(one) is type(two) is list
-        for a, b in zip(one, two, strict=True):
-            assert (a.dtype, a.shape, a.stride(), a.is_contiguous()) == (
-                b.dtype,
-                b.shape,
-                b.stride(),
-                b.is_contiguous(),
-            )
-            assert torch.equal(a, b)
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert type(found) is type(expected) is list
+    for a, b in zip(found, expected, strict=True):
+        assert (a.dtype, a.shape, a.stride(), a.storage_offset()) == (b.dtype, b.shape, b.stride(), b.storage_offset())
+        assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes()
+        assert torch.equal(a, b)
+
+
+def walked(batches: Iterator[Any], generator: torch.Generator) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """Each batch with the random states after it was fetched; last those after the end."""
+    found = [(batch, generator.get_state(), torch.get_rng_state()) for batch in batches]
+    return [*found, (None, generator.get_state(), torch.get_rng_state())]
+
+
+SIZES = [{}, {"drop_last": True}, {"batch_size": 1}, {"batch_size": 40}, {"batch_size": 21}]
+
+
+@pytest.mark.parametrize("more", SIZES)
+@pytest.mark.parametrize("shuffle", [False, True, "generator", "replacement", "some"])
+@pytest.mark.parametrize("subsets", [0, 1, 2])
+def test_batches_and_random_states_are_those_of_torch(subsets: int, shuffle: Any, more: dict[str, Any]) -> None:
+    generator = torch.Generator()
+    found = []
+    for kind, start in ((TensorDataset, iterate), (Once, iter)):
+        data: Any = nested_in(tensors(kind=kind), subsets)
+        sampler = {
+            "generator": lambda data: RandomSampler(data, generator=generator),
+            "replacement": lambda data: RandomSampler(data, replacement=True, generator=generator),
+            "some": lambda data: RandomSampler(data, num_samples=2 * len(data) + 3, generator=generator),
+        }.get(shuffle)
+        how = {"shuffle": shuffle} if sampler is None else {"sampler": sampler(data)}
+        loader = DataLoader(data, **{"batch_size": 4, **how, **more})
+        assert (rows_of(loader) is None) == (kind is Once)
+        torch.manual_seed(5)
+        generator.manual_seed(6)
+        found.append([walked(start(loader), generator) for _ in range(2)])
+    for one, other in zip(*found, strict=True):
+        assert len(one) == len(other)
+        for (batch, state, host), (expected, torchs, torchs_host) in zip(one, other, strict=True):
+            assert torch.equal(state, torchs)
+            assert torch.equal(host, torchs_host)
+            assert batch is expected is None or assert_same(batch, expected) is None
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 5, 6, 9])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_pass_can_be_entered_anywhere(
+    shuffle: bool, drop_last: bool, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "_PIECES", 2)
+    generator = torch.Generator()
+    data = tensors()
+    sampler = RandomSampler(data, generator=generator) if shuffle else SequentialSampler(data)
+    loader = DataLoader(data, batch_size=4, drop_last=drop_last, sampler=sampler)
+    generator.manual_seed(6)
+    whole = walked(iterate(loader), generator)
+    generator.manual_seed(6)
+    rest = walked(iterate(loader, start), generator)
+    for (found, _, _), (expected, _, _) in zip(rest[:-1], whole[start:-1], strict=True):
+        assert_same(found, expected)
+    assert torch.equal(rest[-1][1], whole[-1][1])
+
+
+@pytest.mark.parametrize("shard", [shard_training, shard_evaluation])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_process_indexes_its_part_at_once(rank: int, shard: Any) -> None:
+    found = []
+    for kind in (TensorDataset, Once):
+        loader = DataLoader(tensors(kind=kind), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3))
+        loader.sampler.generator = torch.Generator().manual_seed(4)  # type: ignore[attr-defined]
+        part = shard(loader, rank, 3)
+        assert (rows_of(part) is None) == (kind is Once)
+        found.append(list(iterate(part)))
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize(
+    "batch_sampler",
+    [
+        [[0, -1, 3], [-23]],
+        [(5, 2), (1,)],
+        [torch.tensor([4, 7]), torch.tensor([-2])],
+        BatchSampler([3, -4, 5], 2, False),  # type: ignore[arg-type]
+        BatchSampler(WeightedRandomSampler([1.0] * 23, 9, generator=torch.Generator().manual_seed(2)), 2, True),
+    ],
+    ids=["lists", "tuples", "tensors", "a list cut", "weighted"],
+)
+@pytest.mark.parametrize("subsets", [0, 1])
+def test_indices_of_any_kind_are_understood(batch_sampler: Any, subsets: int) -> None:
+    found = []
+    for kind, start in ((TensorDataset, iterate), (Once, iter)):
+        data: Any = tensors(25, kind)
+        data = Subset(data, list(range(24, 1, -1))) if subsets else data
+        for sampler in (batch_sampler, getattr(batch_sampler, "sampler", None)):
+            if isinstance(sampler, WeightedRandomSampler):
+                sampler.generator.manual_seed(2)
+        found.append(list(start(DataLoader(data, batch_sampler=batch_sampler))))
+    assert found[0]
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
 
 
 def test_a_batch_does_not_share_memory_with_the_data_and_keeps_the_graph() -> None:
     weight = torch.randn(6, 2, requires_grad=True)
     loader = DataLoader(TensorDataset(weight * 2), batch_size=3)
-    first, second = (batch[0] for batch in start_iterating(loader))
+    first, second = (batch[0] for batch in iterate(loader))
     first.detach().zero_()
     second.sum().backward()
     assert torch.equal(weight.grad, torch.tensor([[0.0] * 2] * 3 + [[2.0] * 2] * 3))
@@ -73,12 +172,18 @@ def test_a_batch_does_not_share_memory_with_the_data_and_keeps_the_graph() -> No
     ids=["a data set of one's own", "own collate", "no batches", "a parameter", "a list"],
 )
 def test_what_is_collated_in_another_way_stays_as_it_is(loader: DataLoader[Any]) -> None:
-    assert type(start_iterating(loader)._dataset_fetcher) is not _Indexer  # type: ignore[attr-defined]
-    for found, expected in zip(start_iterating(loader), iter(loader), strict=True):
+    assert rows_of(loader) is None
+    for found, expected in zip(iterate(loader), iter(loader), strict=True):
         assert type(found) is type(expected)
 
 
-def test_an_index_that_is_not_there_is_an_error() -> None:
-    loader = DataLoader(tensors(4), batch_sampler=[[0, 1], [3, 4]])
+@pytest.mark.parametrize("subsets", [0, 1])
+def test_an_index_that_is_not_there_is_an_error(subsets: int) -> None:
+    data: Any = Subset(tensors(9), [0, 1, 2, 8]) if subsets else tensors(4)
+    loader = DataLoader(data, batch_sampler=[[0, 1], [3, 4]])
     with pytest.raises(IndexError):
-        list(start_iterating(loader))
+        list(iterate(loader))
+
+
+def test_no_samples_are_no_batches() -> None:
+    assert list(iterate(DataLoader(Subset(tensors(), []), batch_size=2))) == []
