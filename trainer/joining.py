@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .data.batches import batch_size_of
-from .records import Options, check_value, not_synced, reduction_of, taken
+from .records import Options, Table, check_value, not_synced, reduction_of, taken
 
 if TYPE_CHECKING:
     from .metrics import MetricStore
@@ -51,7 +51,7 @@ class JoiningStep:
         calls: list[_Call] = []
         self._heard[id(batch)] = (batch, None, calls)
         store = self.store
-        before, store.records = store.records, {}  # empty, so that every call of self.log asks for its record
+        before, store.records = store.records, Table()  # empty, so that every call of self.log asks for its record
         store.listener = lambda name, value, options: _Call(calls, name, options)
         try:
             output = self.step(batch, *more)

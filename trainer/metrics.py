@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from ..loggers import messages
 from .data.batches import batch_size_of, conflicting_sizes
 from .phases import EVAL_BATCH, SETUP, Moment
-from .records import REDUCTIONS, MetricRecord, Options, Record, as_tensor, make_record
+from .records import REDUCTIONS, MetricRecord, Options, Record, Table, as_tensor, make_record
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
     from .state import RunState
 
-Table = dict[str, Record]
 Place = tuple[Moment, Table, int | None]
 Send = Callable[[dict[str, float], int], None]
 #: Loader, record and epoch value.
@@ -47,7 +46,7 @@ class MetricStore:
         self.state = state
         self.strategy = strategy
         self.send = send
-        self.records: Table = {}
+        self.records = Table()
         self.batch: Any = None
         self.epoch_ended = False
         self.sent: dict[str, float] = {}
@@ -68,7 +67,7 @@ class MetricStore:
         """Say what ``self.log`` means from here on; return what it meant, for :meth:`back`."""
         before = (self._moment, self.records, self._dataloader_idx)
         self._moment = moment
-        self.records = self._tables.setdefault((self.state.stage or "", moment.name, dataloader_idx), {})
+        self.records = self._tables.setdefault((self.state.stage or "", moment.name, dataloader_idx), Table())
         self._dataloader_idx = dataloader_idx
         return before
 
@@ -326,6 +325,8 @@ class MetricStore:
                 self._keep(record, record.epoch_key, value)
         for _, record in self._stage_records(self.state.stage):
             record.reset()
+        for table in self._tables.values():
+            table.groups.clear()  # a collection may get other metrics before the next epoch
         self.epoch_ended = False
         self.batch = self._sized = None
         return results
@@ -366,7 +367,7 @@ class MetricStore:
     def resume(self, stage: str, moment: Moment, idx: int | None, name: str, record: Record) -> None:
         """Put a record back that :meth:`running` gave in an earlier run."""
         record.resumed = True
-        self._tables.setdefault((stage, moment.name, idx), {})[name] = record
+        self._tables.setdefault((stage, moment.name, idx), Table())[name] = record
 
     def weigher(self, moment: Moment) -> Callable[[str], int]:
         """What weighs the values logged in a moment."""

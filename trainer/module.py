@@ -17,7 +17,7 @@ from ..loggers import messages
 from ..strategies.transfer import move
 from .hparams import HyperparametersMixin
 from .module_hooks import ModuleHooks
-from .records import Options
+from .records import Group, Options
 
 if TYPE_CHECKING:
     from ..loggers.base import Logger
@@ -153,19 +153,25 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             record = store.define(name, value, Options(*options))
         record.update(value, batch_size)
 
-    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any], *, batch_size: int | None = None, **kwargs: Any) -> None:
         """Log every entry of a dict, or every metric of a torchmetrics ``MetricCollection``, as ``log`` does."""
-        if hasattr(dictionary, "compute_groups"):
-            items: Any = dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
-        elif isinstance(dictionary, Mapping):
-            items = dictionary.items()
-        else:
+        collection = dictionary if hasattr(dictionary, "compute_groups") else None
+        if collection is None and not isinstance(dictionary, Mapping):
             raise TypeError(
                 f"self.log_dict got {type(dictionary).__name__}. Pass a dict of names and values, or use "
                 "self.log(name, value)."
             )
+        table = None if self._metric_store is None else self._metric_store.records
+        key = tuple(dictionary) if collection is None else id(collection)
+        group = None if table is None else table.groups.get(key)
+        if group is not None and group.arguments == kwargs:
+            group.update(dictionary, batch_size)
+            return
+        items: Any = dictionary.items() if collection is None else collection.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
         for name, value in items:
-            self.log(name, value, **kwargs)
+            self.log(name, value, batch_size=batch_size, **kwargs)
+        if table is not None and all(name in table for name, _ in items):  # in a micro-batch none is
+            table.groups[key] = Group([table[name] for name, _ in items], kwargs, collection)
 
     def _log_in_vain(self, name: str) -> None:
         trainer = self._trainer

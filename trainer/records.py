@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,6 +119,44 @@ class Record:
 
     def merge(self, state: dict[str, Any]) -> None:
         """Add what another process dumped, as if this one had seen it too."""
+
+
+class Table(dict[str, Record]):
+    """The records of one stage, moment and loader, by name.
+
+    Attributes:
+        groups: those that one call of ``self.log_dict`` updates, by their names or the identity of the collection.
+    """
+
+    __slots__ = ("groups",)
+
+    def __init__(self) -> None:
+        self.groups: dict[Any, Group] = {}
+
+
+class Group:
+    """Records that one call of ``self.log_dict`` updates, so that further calls look nothing up by name.
+
+    Args:
+        records: in the order of the values.
+        arguments: of the first call; calls with others are another group.
+        collection: the ``MetricCollection`` whose metrics they are of; None for values in a dict.
+    """
+
+    __slots__ = ("arguments", "collection", "records")
+
+    def __init__(self, records: list[Record], arguments: dict[str, Any], collection: Any) -> None:
+        self.records, self.arguments, self.collection = records, arguments, collection
+
+    def update(self, values: Mapping[str, Any], batch_size: int | None) -> None:
+        """Take in one call; metrics keep their values themselves."""
+        if self.collection is None:
+            for record, value in zip(self.records, values.values(), strict=True):
+                record.update(value, batch_size)
+            return
+        for record in self.records:
+            record.fresh = record.seen = True
+            record.shared = None
 
 
 class SumRecord(Record):

@@ -147,6 +147,27 @@ def test_a_run_report_adds_five_calls_and_nothing_else(tmp_path: Path) -> None:
     }
 
 
+def calls_per_evaluation_batch(module: TrainingModule) -> float:
+    def count(batches: int) -> int:
+        found = 0
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            nonlocal found
+            found += event == "call" and own(frame) is not None
+
+        trainer = Trainer(**QUIET)
+        data = Ones(batches)
+        sys.setprofile(note)
+        try:
+            trainer.validate(module, data, verbose=False)
+        finally:
+            sys.setprofile(None)
+        return found
+
+    count(5)
+    return (count(120) - count(20)) / 100
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_logged_scalar_adds_at_most_three_calls(count: int) -> None:
     module = Logs()
@@ -173,25 +194,31 @@ def test_an_evaluation_batch_makes_at_most_four_own_calls_and_a_logged_value_eig
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.layer(batch).sum())
 
-    def count(module: TrainingModule, batches: int) -> int:
-        found = 0
-
-        def note(frame: Any, event: str, argument: Any) -> None:
-            nonlocal found
-            found += event == "call" and own(frame) is not None
-
-        trainer = Trainer(**QUIET)
-        data = Ones(batches)
-        sys.setprofile(note)
-        try:
-            trainer.validate(module, data, verbose=False)
-        finally:
-            sys.setprofile(None)
-        return found
-
     for module, most in ((Evaluates(), 4), (Logging(), 8)):
-        count(module, 5)
-        assert (count(module, 120) - count(module, 20)) / 100 <= most
+        assert calls_per_evaluation_batch(module) <= most
+
+
+def test_a_collection_of_metrics_costs_as_many_calls_as_one_metric() -> None:
+    from torchmetrics import MeanMetric, MetricCollection
+
+    class Logging(Tiny):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.metrics = MetricCollection({str(number): MeanMetric() for number in range(count)})
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log_dict(self.metrics)
+
+    one, ten = calls_per_evaluation_batch(Logging(1)), calls_per_evaluation_batch(Logging(10))
+    assert one == ten <= 6
+
+
+def test_a_dict_of_values_costs_a_call_for_each_and_two_more() -> None:
+    class Logging(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log_dict(dict.fromkeys("abcde", self.layer(batch).sum()), batch_size=2)
+
+    assert calls_per_evaluation_batch(Logging()) <= 4 + 5 + 2
 
 
 def test_from_fit_to_training_step_are_at_most_six_frames_over_four_files() -> None:

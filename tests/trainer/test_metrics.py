@@ -820,6 +820,57 @@ def test_values_of_finished_epochs_stay_in_sight(quiet: dict[str, Any]) -> None:
     assert seen == [{}, {"t": 0.5}, {"t": 0.5, "v": 1.0}]
 
 
+def test_a_dict_may_change_its_names_from_batch_to_batch(quiet: dict[str, Any]) -> None:
+    def log(module: Values, batch: torch.Tensor) -> None:
+        value = float(batch.mean())
+        module.log_dict({"a": value, "b": value} if value < 3 else {"b": value, "a": -value}, on_epoch=True)
+
+    _, memory = fit(
+        Values(training_step=log),
+        [torch.full((2,), 1.0), torch.full((2,), 2.0), torch.full((2,), 3.0), torch.full((2,), 4.0)],
+        quiet=quiet,
+        max_epochs=2,
+    )
+    assert [value for _, value in memory.of("a_epoch")] == [(1 + 2 - 3 - 4) / 4] * 2
+    assert [value for _, value in memory.of("b_epoch")] == [2.5] * 2
+
+
+def test_the_batch_size_of_a_dict_may_change_and_its_other_arguments_may_not(quiet: dict[str, Any]) -> None:
+    def log(module: Values, batch: torch.Tensor) -> None:
+        value = float(batch.mean())
+        module.log_dict({"a": value}, on_step=False, on_epoch=True, batch_size=int(value))
+
+    _, memory = fit(
+        Values(training_step=log), [torch.full((2,), 1.0), torch.full((2,), 2.0), torch.full((2,), 3.0)], quiet=quiet
+    )
+    assert [value for _, value in memory.of("a")] == [pytest.approx((1 + 4 + 9) / 6)]
+    changing = Values(training_step=lambda m, b: m.log_dict({"a": 1.0}, prog_bar=bool(b.mean() > 1)))
+    with pytest.raises(ValueError, match=r"self.log\('a'\) was called twice .* \(prog_bar=False then True\)"):
+        fit(changing, [torch.full((2,), 1.0), torch.full((2,), 2.0)], quiet=quiet)
+
+
+def test_a_metric_that_joins_a_collection_is_logged_from_the_next_epoch_on(quiet: dict[str, Any]) -> None:
+    from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+    class Module(Values):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all = MetricCollection({"mean": MeanMetric()})
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.all.update(batch)
+            self.log_dict(self.all, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch:
+                self.all.add_metrics({"sum": SumMetric()})
+
+    _, memory = fit(Module(), [torch.full((2,), 1.0), torch.full((2,), 2.0)], quiet=quiet, max_epochs=2)
+    assert [value for _, value in memory.of("mean")] == [1.5] * 2
+    assert len(memory.of("sum")) == 1
+
+
 def test_log_dict_refuses_what_is_no_dict(quiet: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"self.log_dict got list. Pass a dict of names and values"):
         fit(Values(training_step=lambda m, b: m.log_dict([1.0])), batches(1), quiet=quiet)
