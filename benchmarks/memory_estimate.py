@@ -107,8 +107,8 @@ def transformer(large: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
     spec = importlib.util.spec_from_file_location("language_model", path)
     example = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     spec.loader.exec_module(example)  # type: ignore[union-attr]
-    text = torch.zeros(example.CONTEXT, dtype=torch.long)
-    return example.LanguageModel(dim=768 if large else 32, depth=8 if large else 2), (text, text)
+    text = torch.ones(example.CONTEXT + 1, dtype=torch.uint8)
+    return example.LanguageModel(dim=768 if large else 32, depth=8 if large else 2), (text,)
 
 
 def convolutions(large: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -18,32 +18,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from paceline import Trainer, TrainingModule, seed_everything
 from paceline.callbacks import LearningRateMonitor
 from paceline.loggers import TensorBoardLogger
 
 CONTEXT = 96
-NOTHING = -100  # the target of a position behind the end of a file: no loss
+NOTHING = 0  # the byte behind the end of a file, which no source has: no loss there
 
 
-class Source(Dataset):
-    """Windows of the library's files: (bytes, next bytes), each (CONTEXT,) int64; the last one of a file is padded."""
+def corpus() -> list[Subset]:
+    """Windows of the library's files, (CONTEXT + 1,) uint8, each file's last one padded; 95 % are to train on."""
+    windows: list[Tensor] = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        windows += text.split(CONTEXT + 1)
+    data = TensorDataset(nn.utils.rnn.pad_sequence(windows, batch_first=True, padding_value=NOTHING))
+    return random_split(data, [0.95, 0.05], torch.Generator().manual_seed(0))
 
-    def __init__(self) -> None:
-        self.windows: list[Tensor] = []
-        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-            text = torch.tensor(list(path.read_bytes()), dtype=torch.uint8)
-            self.windows += [window for window in text.split(CONTEXT + 1) if len(window) > 1]
 
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        window = self.windows[i].long()
-        empty = CONTEXT + 1 - len(window)
-        return F.pad(window[:-1], (0, empty)), F.pad(window[1:], (0, empty), value=NOTHING)
+def num_bytes(batch: Any) -> Tensor:
+    """How many bytes of a batch are to be foretold, ()."""
+    return (batch[0][:, 1:] != NOTHING).sum()
 
 
 class Block(nn.Module):
@@ -78,16 +75,16 @@ class LanguageModel(TrainingModule):
         return self.head(self.blocks(self.embed(text) + self.position(positions)))
 
     def loss(self, batch: Any) -> Tensor:
-        text, following = batch
-        return F.cross_entropy(self(text).flatten(0, 1), following.flatten(), ignore_index=NOTHING)
+        text = batch[0].long()
+        return F.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), ignore_index=NOTHING)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
-        return {"loss": loss, "num_items": (batch[1] != NOTHING).sum()}
+        return {"loss": loss, "num_items": num_bytes(batch)}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), prog_bar=True, batch_size=int((batch[1] != NOTHING).sum()))
+        self.log("val_loss", self.loss(batch), prog_bar=True, batch_size=int(num_bytes(batch)))
 
     def configure_optimizers(self) -> dict[str, Any]:
         warmup, total = self.hparams["warmup_steps"], int(self.trainer.estimated_stepping_batches)
@@ -118,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
 
     seed_everything(1)
-    train, val = random_split(Source(), [0.95, 0.05], torch.Generator().manual_seed(0))
+    train, val = corpus()
     model = LanguageModel(dim=32, depth=1) if args.fast else LanguageModel()
     trainer = Trainer(
         max_steps=3 if args.fast else args.steps,

@@ -20,6 +20,7 @@ from ..loggers import messages
 from .big_model.device_map import spread_in
 from .big_model.noted import Waiting
 from .big_model.sharded import all_or_none
+from .foreach import prefer_foreach
 from .precision.base import Precision, gradients
 from .stacks import stacks
 from .stopping import Stop
@@ -233,6 +234,7 @@ class Strategy:
         self.precision.setup_optimizers(optimizers)
         for optimizer in optimizers:
             move_optimizer_state(optimizer, self.device)
+        prefer_foreach(optimizers)
         return optimizers
 
     def batch_mover(self) -> Callable[[Any], Any] | None:

@@ -1,0 +1,228 @@
+"""Whole programs: the loop that tutorials teach beside the examples of this repository as they stand.
+
+    python benchmarks/whole_script.py                     # digits and language model, 5 rounds: some minutes
+    python benchmarks/whole_script.py --only digits --rounds 3
+    python benchmarks/whole_script.py --smoke
+
+Both train the example's network on its data for the same number of batches, with the validation that the example makes.
+By hand means what a tutorial writes: a DataLoader, ``loss.item()`` for the printed line, ``.item()`` in validation.
+Each run is a process of its own. Timed are passes over some hundred batches after the first, which warms up; a round
+runs every contestant once, and the ratio is that of the medians of a round to those of the loop by hand in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from measuring import machine, progress, quiet_environment, spread, table
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+#: What a contestant adds to ``Trainer``; None is the loop by hand.
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+CONTESTANTS: dict[str, dict[str, Any] | None] = {
+    "by hand": None,
+    "paceline": QUIET,
+    "paceline, with log, bar and checkpoints": {},
+    "paceline, compile='step'": {**QUIET, "compile": "step"},
+}
+TASKS = ("digits", "language model")
+#: Batches of the language model between two stamps.
+BLOCK = 20
+
+Stamps = list[tuple[float, float]]
+
+
+def stamp(stamps: Stamps) -> None:
+    stamps.append((time.perf_counter(), time.process_time()))
+
+
+def example(name: str) -> Any:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name[3:], EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+def digits_by_hand(passes: int) -> Stamps:
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    script = example("01_first_fit")
+    data, model, stamps = script.Digits(), script.Classifier(), []
+    data.setup("fit")
+    train, val = data.train_dataloader(), data.val_dataloader()
+    net, optimizer = model.net, model.configure_optimizers()
+    stamp(stamps)
+    for epoch in range(passes + 1):
+        net.train()
+        for number, (images, labels) in enumerate(train):
+            loss = cross_entropy(net(images), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 10 == 0:
+                print(f"epoch {epoch}, batch {number}: loss {loss.item():.4f}")
+        net.eval()
+        total, right = 0.0, 0
+        with torch.no_grad():
+            for images, labels in val:
+                logits = net(images)
+                total += cross_entropy(logits, labels).item() * len(labels)
+                right += (logits.argmax(1) == labels).sum().item()
+        print(f"epoch {epoch}: validation loss {total / len(data.val):.4f}, accuracy {right / len(data.val):.1%}")
+        stamp(stamps)
+    return stamps
+
+
+def language_model_by_hand(passes: int) -> Stamps:
+    import torch
+    from torch.utils.data import DataLoader
+
+    script = example("02_language_model")
+    train, _ = script.corpus()
+    model, stamps = script.LanguageModel(), []
+    loader = DataLoader(train, batch_size=32, shuffle=True, drop_last=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    model.train()
+    for number, batch in enumerate(loader):
+        if number % BLOCK == 0:
+            stamp(stamps)
+        if number == (passes + 1) * BLOCK:
+            break
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.loss(batch)
+        (loss / 2).backward()
+        if number % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if number % 20 == 0:
+            print(f"batch {number}: loss {loss.item():.4f}")
+    return stamps
+
+
+def digits(passes: int, arguments: dict[str, Any]) -> Stamps:
+    from paceline import Callback, Trainer
+
+    class Stamper(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            stamp(stamps)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            stamp(stamps)
+
+    script, stamps = example("01_first_fit"), []
+    Trainer(max_epochs=passes + 1, callbacks=[Stamper()], num_sanity_val_steps=0, **arguments).fit(
+        script.Classifier(), datamodule=script.Digits()
+    )
+    return stamps
+
+
+def language_model(passes: int, arguments: dict[str, Any]) -> Stamps:
+    from torch.utils.data import DataLoader
+
+    from paceline import Trainer
+
+    script, stamps = example("02_language_model"), []
+
+    class Stamped(script.LanguageModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx % BLOCK == 0:
+                stamp(stamps)
+
+        validation_step = None
+
+        def configure_optimizers(self) -> Any:
+            import torch
+
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.05)
+
+    train, _ = script.corpus()
+    Trainer(
+        max_epochs=1,
+        limit_train_batches=(passes + 1) * BLOCK + 1,
+        precision="bf16-mixed",
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        **arguments,
+    ).fit(Stamped(), DataLoader(train, batch_size=32, shuffle=True, drop_last=True))
+    return stamps
+
+
+BY_HAND: dict[str, Callable[[int], Stamps]] = {"digits": digits_by_hand, "language model": language_model_by_hand}
+TRAINED: dict[str, Callable[..., Stamps]] = {"digits": digits, "language model": language_model}
+
+
+def measure(task: str, name: str, passes: int) -> None:
+    """Run one contestant here; print the milliseconds of its median pass, wall and CPU, as JSON on the last line."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    arguments = CONTESTANTS[name]
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.redirect_stdout(sys.stderr):
+        stamps = BY_HAND[task](passes) if arguments is None else TRAINED[task](passes, arguments)
+    pairs = list(pairwise(stamps[1:]))
+    if len(pairs) != passes:
+        raise RuntimeError(f"{name} made {len(pairs)} passes of {passes}")
+    print(json.dumps([statistics.median(1e3 * (after[i] - before[i]) for before, after in pairs) for i in (0, 1)]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--passes", type=int, default=8, help="epochs of the digits, blocks of 20 language batches")
+    parser.add_argument("--only", choices=TASKS, nargs="*", default=TASKS)
+    parser.add_argument("--contestants", choices=CONTESTANTS, nargs="*", default=list(CONTESTANTS))
+    parser.add_argument("--smoke", action="store_true", help="one round of two passes")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        measure(*args.measure, args.passes)
+        return
+    rounds, passes = (1, 2) if args.smoke else (args.rounds, args.passes)
+    order = random.Random(0)
+    print(machine())
+    for task in args.only:
+        found: dict[str, list[list[float]]] = {name: [] for name in args.contestants}
+        for number in range(rounds):
+            for name in order.sample(args.contestants, len(args.contestants)):
+                command = [sys.executable, __file__, "--measure", task, name, "--passes", str(passes)]
+                done = subprocess.run(
+                    command, env=quiet_environment(), capture_output=True, text=True, check=False,
+                )  # fmt: skip
+                if done.returncode:
+                    raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
+                found[name].append(json.loads(done.stdout.splitlines()[-1]))
+            progress(f"{task}: round {number + 1} of {rounds}")
+        hand = found.get("by hand") or [[float("nan")] * 2] * rounds
+        rows = []
+        for name, times in found.items():
+            wall, cpu = ([mine[i] / other[i] for mine, other in zip(times, hand, strict=True)] for i in (0, 1))
+            ms = statistics.median(time[0] for time in times)
+            rows.append(
+                [name, ms, f"{statistics.median(cpu):.3f}x", f"{spread(cpu):.3f}", f"{statistics.median(wall):.3f}x"]
+            )
+        print(f"\n### {task.capitalize()}\n")
+        print(table(["", "ms a pass", "CPU, to by hand", "+-", "wall, to by hand"], rows))
+
+
+if __name__ == "__main__":
+    main()

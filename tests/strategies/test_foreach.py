@@ -1,0 +1,120 @@
+"""Taking all parameters at once changes no bit, and nothing that the user chose."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+from torch import nn
+
+from paceline import Trainer
+from paceline.strategies.foreach import MOST_ELEMENTS, SAME_BITS, SAME_BITS_IN, prefer_foreach
+
+OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "SGD": {
+        "momentum": (0, 0.9),
+        "dampening": (0, 0.1),
+        "weight_decay": (0, 0.01),
+        "nesterov": (False, True),
+        "maximize": (False, True),
+    },
+    "Adam": {
+        "weight_decay": (0, 0.01),
+        "amsgrad": (False, True),
+        "maximize": (False, True),
+        "betas": ((0.9, 0.999), (0.5, 0.9)),
+    },
+    "AdamW": {"weight_decay": (0, 0.01), "amsgrad": (False, True), "maximize": (False, True)},
+    "RMSprop": {
+        "weight_decay": (0, 0.01),
+        "momentum": (0, 0.9),
+        "centered": (False, True),
+        "maximize": (False, True),
+    },
+}
+
+
+def network(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(3)
+    convolution = nn.Conv2d(2, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return nn.ModuleList([nn.Linear(7, 33), nn.BatchNorm1d(33), convolution, nn.Linear(1, 1), nn.Embedding(5, 3)]).to(
+        dtype
+    )
+
+
+def trained(kind: type[torch.optim.Optimizer], foreach: bool, options: dict[str, Any], dtype: torch.dtype) -> Any:
+    module = network(dtype)
+    optimizer = kind(module.parameters(), lr=0.03, **options)  # type: ignore[call-arg]
+    if foreach:
+        prefer_foreach([optimizer])
+        assert optimizer.param_groups[0]["foreach"] is True
+    generator = torch.Generator().manual_seed(4)
+    for step in range(6):
+        for number, parameter in enumerate(module.parameters()):
+            drawn = torch.randn(parameter.shape, generator=generator) * 10.0 ** (number - 3)
+            parameter.grad = None if step == 2 and number == 1 else drawn.to(dtype)
+        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.step()
+    return module.state_dict(), [list(state.values()) for state in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("dtype", SAME_BITS_IN, ids=str)
+@pytest.mark.parametrize("kind", SAME_BITS, ids=lambda kind: kind.__name__)
+def test_weights_and_states_are_the_same_to_the_bit_with_every_option(kind: Any, dtype: torch.dtype) -> None:
+    names = OPTIONS[kind.__name__]
+    for values in product(*names.values()):
+        options = dict(zip(names, values, strict=True))
+        if options.get("nesterov") and (not options["momentum"] or options["dampening"]):
+            continue
+        found, states = trained(kind, True, options, dtype)
+        expected, expected_states = trained(kind, False, options, dtype)
+        for name in expected:
+            assert torch.equal(found[name], expected[name]), (options, name)
+        for one, other in zip(states, expected_states, strict=True):
+            assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True)), options
+
+
+def test_sparse_gradients_are_stepped_as_before() -> None:
+    found = []
+    for foreach in (False, True):
+        torch.manual_seed(1)
+        layer = nn.Embedding(6, 4, sparse=True)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        if foreach:
+            prefer_foreach([optimizer])
+        layer(torch.tensor([1, 3, 3])).square().sum().backward()
+        optimizer.step()
+        found.append(layer.weight.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("chosen", [{"foreach": False}, {"fused": True}, {"differentiable": True}])
+def test_what_the_user_chose_stays(chosen: dict[str, bool]) -> None:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(3))], **chosen)  # type: ignore[arg-type]
+    before = dict(optimizer.param_groups[0])
+    prefer_foreach([optimizer])
+    assert optimizer.param_groups[0] == before
+
+
+def test_only_small_groups_and_known_optimizers_are_changed() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    small, large = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(MOST_ELEMENTS + 1))
+    away = nn.Parameter(torch.zeros(2, device="meta"))
+    half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([{"params": [one]} for one in (small, large, away, half)], lr=0.1)
+    own = Own([nn.Parameter(torch.zeros(8))], lr=0.1)
+    prefer_foreach([optimizer, own])
+    assert [group["foreach"] for group in (*optimizer.param_groups, *own.param_groups)] == [True, *[None] * 4]
+
+
+def test_a_fit_chooses_it() -> None:
+    trainer = Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(TinyModule(), tiny_loader())
+    assert trainer.optimizers[0].param_groups[0]["foreach"] is True
