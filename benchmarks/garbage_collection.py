@@ -1,6 +1,6 @@
 """What Python's garbage collector costs a fit, and what GarbageCollection changes about it.
 
-    python benchmarks/garbage_collection.py                  # every case, 7 rounds: some fifteen minutes
+    python benchmarks/garbage_collection.py                  # every case, 5 rounds: some ten minutes on an idle machine
     python benchmarks/garbage_collection.py --cases list ddp --rounds 3
     python benchmarks/garbage_collection.py --smoke          # a few steps of everything: does it work?
 
@@ -44,7 +44,7 @@ class Case(NamedTuple):
     keeps: int = 0
     cycles: int = 0
     processes: int = 1
-    steps: int = 10_000
+    steps: int = 4_000
 
 
 CASES = {
@@ -52,11 +52,11 @@ CASES = {
     "keeps": Case("... and keeps 10 dicts with a list in each", keeps=10),
     "cycles": Case("... and leaves 10 objects in reference cycles", cycles=10),
     "list": Case("a data set that is a list of 2 million objects", live=2_000_000),
-    "list-keeps": Case("... and a step that keeps 30 such dicts", live=2_000_000, keeps=30, steps=15_000),
-    "ddp": Case("2 processes with lists of half a million, steps that keep 30", 500_000, 30, 0, 2, 6_000),
+    "list-keeps": Case("... and a step that keeps 100 such dicts", live=2_000_000, keeps=100),
+    "ddp": Case("2 processes with lists of half a million, steps that keep 100", 500_000, 100, 0, 2, 1_500),
 }
 KINDS: dict[str, Any] = {
-    "python": lambda: [],
+    "python": list,
     "freeze": lambda: [GarbageCollection(every_n_steps=None)],
     "every 50": lambda: [GarbageCollection()],
     "every 1000": lambda: [GarbageCollection(every_n_steps=1000)],
@@ -192,7 +192,7 @@ def report(name: str, rounds: dict[str, list[dict[str, float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--smoke", action="store_true", help="one round of a few steps")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)

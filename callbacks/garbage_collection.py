@@ -1,4 +1,4 @@
-"""Lets Python's garbage collector run between steps that all ranks agree on, instead of in the middle of any of them."""
+"""Lets Python's garbage collector run between steps that all ranks agree on, instead of in the middle of any."""
 
 from __future__ import annotations
 

@@ -128,7 +128,8 @@ def _split(history: History) -> list[Html]:
     clock = history.clock
     rows = [(name, round(seconds, 3), f"{seconds / (history.seconds or 1):.1%}") for name, seconds in clock.items()]
     pies = [pages.pie(clock, "the whole run")]
-    pies += [pages.pie(split, f"by {source}") for source, split in history.splits.items()]
+    whose = "" if len(history.starts) < 2 else ", the last start"
+    pies += [pages.pie(split, f"by {source}{whose}") for source, split in history.splits.items()]
     return [
         pages.side_by_side(pies),
         pages.table(rows, ("part", "seconds", "share")),

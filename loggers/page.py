@@ -15,6 +15,8 @@ from typing import NamedTuple
 MOST_POINTS = 1600
 _WIDTH, _HEIGHT = 760, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 12, 34
+#: Of a character of a chart's text, at most.
+_CHARACTER = 7.5
 #: The colors of series and shares, told apart also without seeing red from green; by scheme.
 _LIGHT = ("#3b6fb6", "#e08a1e", "#3a9a6a", "#b4467e", "#7a6bc4", "#8a8d93")
 _LIGHT += ("#c4a000", "#2fa3b5", "#a0522d", "#5b7c2a", "#1f4e79", "#d98cb3")
@@ -236,11 +238,7 @@ def line_chart(
 
     drawn = [_grid_line(place(left, y)[1], y) for y in y_ticks if low <= y <= high]
     floor = _HEIGHT - _BOTTOM + 16
-    drawn += [
-        f'<text x="{place(x, low)[0]:.1f}" y="{floor}" text-anchor="middle">{_number(x)}</text>'
-        for x in x_ticks
-        if left <= x <= right
-    ]
+    drawn += [_x_label(place(x, low)[0], floor, _number(x)) for x in x_ticks if left <= x <= right]
     drawn.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 3}" text-anchor="middle">{escaped(x_label)}</text>')
     drawn.append(
         f'<text transform="translate(11 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle">{escaped(y_label)}</text>'
@@ -282,6 +280,12 @@ def _stretch(places: list[tuple[float, float]], paint: str) -> str:
         return f'<circle cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="2.5" fill="{paint}"/>'
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     return f'<polyline fill="none" stroke="{paint}" stroke-width="1.6" stroke-linejoin="round" points="{points}"/>'
+
+
+def _x_label(middle: float, floor: float, text: str) -> str:
+    """A number below its place on the x axis; as far to the left as the chart's right edge asks."""
+    middle = min(middle, _WIDTH - 1 - len(text) * _CHARACTER / 2)
+    return f'<text x="{middle:.1f}" y="{floor}" text-anchor="middle">{text}</text>'
 
 
 def _grid_line(height: float, value: float) -> str:

@@ -6,8 +6,9 @@ import pickle
 import signal
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ class Notes(Callback):
 class Ring:
     """An object that only the collector can free; it holds a tensor."""
 
-    alive: list[weakref.ref[Ring]] = []
+    alive: ClassVar[list[weakref.ref[Ring]]] = []
 
     def __init__(self) -> None:
         self.itself = self
@@ -146,7 +147,7 @@ def test_objects_that_pile_up_are_gone_over_ever_more_rarely(quiet: dict[str, An
     notes = Notes()
     fit(quiet, GarbageCollection(every_n_steps=1), notes, steps=300, model=Keeps())
     full = [step for step, generation in notes.runs if generation == 2]
-    gaps = [after - before for before, after in zip(full[:-1], full[1:-1], strict=False)]
+    gaps = [after - before for before, after in pairwise(full[:-1])]
     assert gaps[0] == FULL_EVERY
     assert gaps[-1] >= 3 * FULL_EVERY, full
 

@@ -103,6 +103,24 @@ def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
     assert len(list(drawn.iter("polyline"))) == 2
 
 
+@pytest.mark.parametrize("most", [1.0, 30.0, 1234.0, 20_000.0, 1e6, 1.5e9])
+def test_the_numbers_below_a_chart_end_inside_of_it(most: float) -> None:
+    drawn = svg(pages.line_chart({"a": [(0, 1.0), (most, 2.0)]}, "step", "loss"))
+    width, height = float(drawn.attrib["width"]), float(drawn.attrib["height"])
+    line = next(drawn.iter("polyline"))
+    assert float(line.attrib["points"].split()[-1].split(",")[0]) <= width
+    below = [text for text in drawn.iter("text") if float(text.attrib.get("y", 0)) == height - 18]
+    assert len(below) >= 3
+    assert float(below[-1].text or "nan") == pytest.approx(most, rel=0.3)
+    ends = []
+    for text in below:
+        middle, half = float(text.attrib["x"]), 7.5 * len(text.text or "") / 2  # a digit is 7 wide at 12 pixels
+        ends += [middle - half, middle + half]
+    assert ends == sorted(ends), "two of them lie over each other"
+    assert ends[0] >= 0
+    assert ends[-1] <= width
+
+
 def test_a_logarithmic_axis_leaves_out_what_is_not_above_zero() -> None:
     drawn = svg(pages.line_chart({"a": [(0, 100.0), (1, 0.0), (2, 1.0), (3, 0.01)]}, log=True))
     lines = list(drawn.iter("polyline"))

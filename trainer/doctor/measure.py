@@ -245,6 +245,15 @@ class Doctor(Profiler):
 
         self.report = Report.of(found)
 
+    def split(self) -> dict[str, float]:
+        """That of the report; of a fit that did not come to its end, all that the clock of the host has seen."""
+        from .report import WORDS
+
+        if self._stage != "fit":
+            return {}
+        parts = dict(zip(PARTS, self.clock.totals, strict=False)) if self.report is None else self.report.ranks[0].parts
+        return {WORDS[name]: parts[name] for name in PARTS if parts.get(name, 0.0) > 0}
+
     def summary(self) -> str:
         return "" if self.report is None else self.report.text()
 
