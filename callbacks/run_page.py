@@ -76,7 +76,7 @@ def overview(history: History) -> dict[str, Any]:
         "starts": len(history.starts),
         "steps": history.steps,
         "epoch": history.epochs,
-        **{name: f"{value:.4g}" for name, value in history.speed().items()},
+        **{name: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for name, value in history.speed().items()},
         "parameters": f"{facts['parameters']:,}" if facts.get("parameters") is not None else None,
         "strategy": ", ".join(str(strategy.get(name)) for name in ("strategy", "device", "precision")),
         "processes": strategy.get("world_size"),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 #: Points that a line keeps; of more, the lowest and highest of each stretch are drawn.
 MOST_POINTS = 1600
 _WIDTH, _HEIGHT = 760, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 12, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 82, 12, 12, 34
 #: Of a character of a chart's text, at most.
 _CHARACTER = 7.5
 #: The colors of series and shares, told apart also without seeing red from green; by scheme.
@@ -33,7 +33,7 @@ _STYLE = """
 body { margin: 0 auto; padding: 24px 20px 60px; max-width: 860px; color: var(--ink); background: var(--back);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif }
 h1 { font-size: 24px; margin: 0 0 4px } h2 { font-size: 17px; margin: 34px 0 8px } p { margin: 6px 0 }
-.scroll { overflow-x: auto }
+.scroll { overflow-x: auto; margin-bottom: 10px }
 table { border-collapse: collapse; font-size: 14px } th, td { text-align: left; padding: 4px 14px 4px 0;
   border-bottom: 1px solid var(--line); vertical-align: top } th { color: var(--soft); font-weight: 600 }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
@@ -41,7 +41,8 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
   padding: 8px 14px; margin: 10px 0 }
 .card h3 { margin: 0 0 4px; font-size: 15px } .card.good { border-color: var(--c2) }
 .card.bad { border-color: var(--c1) }
-.charts { display: flex; flex-wrap: wrap; gap: 12px 36px } figure { margin: 0 } .charts figure { max-width: 235px }
+.charts { display: flex; flex-wrap: wrap; gap: 12px 36px } figure { margin: 0 0 14px }
+.charts figure { max-width: 235px }
 figcaption { color: var(--soft); font-size: 13px } pre { background: var(--box); padding: 10px; overflow-x: auto }
 svg { max-width: 100%%; height: auto; display: block } svg text { fill: var(--soft); font-size: 12px }
 .legend { list-style: none; padding: 0; margin: 4px 0; display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px }
@@ -119,11 +120,14 @@ def side_by_side(parts: Iterable[Html]) -> Html:
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[object] = ()) -> Html:
-    """Rows of cells; numbers stand to the right."""
+    """Rows of cells; columns of nothing but numbers stand to the right."""
+    rows = [list(row) for row in rows]
+    words = {place for row in rows for place, cell in enumerate(row) if not _is_number(cell) and cell not in ("", None)}
 
     def cells(row: Sequence[object], tag: str) -> str:
         return "".join(
-            f"<{tag}{' class=number' if _is_number(cell) else ''}>{escaped(_shown(cell))}</{tag}>" for cell in row
+            f"<{tag}{'' if place in words else ' class=number'}>{escaped(_shown(cell))}</{tag}>"
+            for place, cell in enumerate(row)
         )
 
     head = f"<thead><tr>{cells(header, 'th')}</tr></thead>" if header else ""
@@ -311,4 +315,6 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _number(value: float) -> str:
+    if value == round(value) and abs(value) < 1e6:
+        return f"{value:.0f}"
     return f"{0.0 if abs(value) < 1e-12 else value:.4g}"

@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline
 from paceline import Callback, Trainer, TrainingModule
-from paceline.callbacks import RunReport
+from paceline.callbacks import GarbageCollection, RunReport
 
 PACKAGE = Path(paceline.__file__).resolve().parent
 QUIET = {
@@ -145,6 +145,16 @@ def test_a_run_report_adds_five_calls_and_nothing_else(tmp_path: Path) -> None:
         "trainer/loop.py",
         "trainer/step.py",
     }
+
+
+def test_collecting_garbage_together_adds_a_hook_and_the_list_of_what_hooks_return() -> None:
+    bare, collected = (
+        calls_per_batch(Tiny()),
+        calls_per_batch(Tiny(), callbacks=[GarbageCollection(every_n_steps=1000)]),
+    )
+    added = {name: calls for name, calls in (collected - bare).items() if calls >= 1}
+    assert sum(added.values()) <= 2, added
+    assert {name.partition(":")[0] for name in added} <= {"callbacks/garbage_collection.py", "trainer/loop.py"}
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import weakref
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,7 +18,7 @@ from tiny import TinyModule, tiny_loader
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Callback, Trainer
-from paceline.callbacks import GarbageCollection, LambdaCallback
+from paceline.callbacks import GarbageCollection, LambdaCallback, garbage_collection
 from paceline.callbacks.garbage_collection import _PROCESS, FULL_EVERY, MOST_UNSEEN
 from paceline.trainer.doctor.measure import Doctor
 
@@ -43,7 +44,7 @@ def thawed() -> Iterator[None]:
 
 
 class Notes(Callback):
-    """Which generations were collected in front of which step, in a fit; and the collector as it was in its hooks."""
+    """Which generations the callback collected after which step; and the collector as it was in these hooks."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[int, int]] = []
@@ -57,7 +58,8 @@ class Notes(Callback):
         gc.callbacks.remove(self.note)
 
     def note(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and self.trainer.state.stage == "train":
+        by_hand = sys._getframe(1).f_code.co_filename == garbage_collection.__file__
+        if phase == "start" and by_hand:
             self.runs.append((self.trainer.state.updates, info["generation"]))
 
     def look(self, where: str) -> None:

@@ -252,7 +252,8 @@ class Doctor(Profiler):
         if self._stage != "fit":
             return {}
         parts = dict(zip(PARTS, self.clock.totals, strict=False)) if self.report is None else self.report.ranks[0].parts
-        return {WORDS[name]: parts[name] for name in PARTS if parts.get(name, 0.0) > 0}
+        least = 0.0005 * sum(parts.values())
+        return {WORDS[name]: parts[name] for name in PARTS if parts.get(name, 0.0) > least}
 
     def summary(self) -> str:
         return "" if self.report is None else self.report.text()
