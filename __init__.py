@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import callbacks, loggers, strategies
+    from . import callbacks, loggers, profilers, strategies
     from .callbacks.base import Callback
     from .strategies.big_model.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
     from .strategies.big_model.empty import init_empty_weights, init_on_device
@@ -95,6 +95,7 @@ __all__ = [
     "loggers",
     "notebook_launcher",
     "plan_device_map",
+    "profilers",
     "seed_everything",
     "set_seed",
     "skip_first_batches",
@@ -149,7 +150,7 @@ _HOME = {
     "synchronize_rng_states": ".trainer.accelerator.randomness",
     "verify": ".trainer.verify",
 }
-_ROOMS = ("callbacks", "loggers", "strategies", "trainer")
+_ROOMS = ("callbacks", "loggers", "profilers", "strategies", "trainer")
 
 
 def __getattr__(name: str) -> Any:

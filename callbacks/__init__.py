@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .device_stats_monitor import DeviceStatsMonitor
     from .early_stopping import EarlyStopping
     from .finetuning import BackboneFinetuning, BaseFinetuning
+    from .garbage_collection import GarbageCollection
     from .gradient_accumulation_scheduler import GradientAccumulationScheduler
     from .hang_detector import HangDetector
     from .lambda_callback import LambdaCallback
@@ -41,6 +42,7 @@ __all__ = [
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
     "EarlyStopping",
+    "GarbageCollection",
     "GradientAccumulationScheduler",
     "HangDetector",
     "LambdaCallback",
@@ -69,6 +71,7 @@ _FILES = {
     "device_stats_monitor": ("DeviceStatsMonitor",),
     "early_stopping": ("EarlyStopping",),
     "finetuning": ("BackboneFinetuning", "BaseFinetuning"),
+    "garbage_collection": ("GarbageCollection",),
     "gradient_accumulation_scheduler": ("GradientAccumulationScheduler",),
     "hang_detector": ("HangDetector",),
     "lambda_callback": ("LambdaCallback",),

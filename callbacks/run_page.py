@@ -76,7 +76,7 @@ def overview(history: History) -> dict[str, Any]:
         "starts": len(history.starts),
         "steps": history.steps,
         "epoch": history.epochs,
-        **{name: f"{value:.4g}" for name, value in history.speed().items()},
+        **{name: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for name, value in history.speed().items()},
         "parameters": f"{facts['parameters']:,}" if facts.get("parameters") is not None else None,
         "strategy": ", ".join(str(strategy.get(name)) for name in ("strategy", "device", "precision")),
         "processes": strategy.get("world_size"),
@@ -128,7 +128,8 @@ def _split(history: History) -> list[Html]:
     clock = history.clock
     rows = [(name, round(seconds, 3), f"{seconds / (history.seconds or 1):.1%}") for name, seconds in clock.items()]
     pies = [pages.pie(clock, "the whole run")]
-    pies += [pages.pie(split, f"by {source}") for source, split in history.splits.items()]
+    whose = "" if len(history.starts) < 2 else ", the last start"
+    pies += [pages.pie(split, f"by {source}{whose}") for source, split in history.splits.items()]
     return [
         pages.side_by_side(pies),
         pages.table(rows, ("part", "seconds", "share")),

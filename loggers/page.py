@@ -14,7 +14,9 @@ from typing import NamedTuple
 #: Points that a line keeps; of more, the lowest and highest of each stretch are drawn.
 MOST_POINTS = 1600
 _WIDTH, _HEIGHT = 760, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 12, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 82, 12, 12, 34
+#: Of a character of a chart's text, at most.
+_CHARACTER = 7.5
 #: The colors of series and shares, told apart also without seeing red from green; by scheme.
 _LIGHT = ("#3b6fb6", "#e08a1e", "#3a9a6a", "#b4467e", "#7a6bc4", "#8a8d93")
 _LIGHT += ("#c4a000", "#2fa3b5", "#a0522d", "#5b7c2a", "#1f4e79", "#d98cb3")
@@ -31,7 +33,7 @@ _STYLE = """
 body { margin: 0 auto; padding: 24px 20px 60px; max-width: 860px; color: var(--ink); background: var(--back);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif }
 h1 { font-size: 24px; margin: 0 0 4px } h2 { font-size: 17px; margin: 34px 0 8px } p { margin: 6px 0 }
-.scroll { overflow-x: auto }
+.scroll { overflow-x: auto; margin-bottom: 10px }
 table { border-collapse: collapse; font-size: 14px } th, td { text-align: left; padding: 4px 14px 4px 0;
   border-bottom: 1px solid var(--line); vertical-align: top } th { color: var(--soft); font-weight: 600 }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
@@ -39,7 +41,8 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
   padding: 8px 14px; margin: 10px 0 }
 .card h3 { margin: 0 0 4px; font-size: 15px } .card.good { border-color: var(--c2) }
 .card.bad { border-color: var(--c1) }
-.charts { display: flex; flex-wrap: wrap; gap: 12px 36px } figure { margin: 0 } .charts figure { max-width: 235px }
+.charts { display: flex; flex-wrap: wrap; gap: 12px 36px } figure { margin: 0 0 14px }
+.charts figure { max-width: 235px }
 figcaption { color: var(--soft); font-size: 13px } pre { background: var(--box); padding: 10px; overflow-x: auto }
 svg { max-width: 100%%; height: auto; display: block } svg text { fill: var(--soft); font-size: 12px }
 .legend { list-style: none; padding: 0; margin: 4px 0; display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px }
@@ -117,11 +120,14 @@ def side_by_side(parts: Iterable[Html]) -> Html:
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[object] = ()) -> Html:
-    """Rows of cells; numbers stand to the right."""
+    """Rows of cells; columns of nothing but numbers stand to the right."""
+    rows = [list(row) for row in rows]
+    words = {place for row in rows for place, cell in enumerate(row) if not _is_number(cell) and cell not in ("", None)}
 
     def cells(row: Sequence[object], tag: str) -> str:
         return "".join(
-            f"<{tag}{' class=number' if _is_number(cell) else ''}>{escaped(_shown(cell))}</{tag}>" for cell in row
+            f"<{tag}{'' if place in words else ' class=number'}>{escaped(_shown(cell))}</{tag}>"
+            for place, cell in enumerate(row)
         )
 
     head = f"<thead><tr>{cells(header, 'th')}</tr></thead>" if header else ""
@@ -236,11 +242,7 @@ def line_chart(
 
     drawn = [_grid_line(place(left, y)[1], y) for y in y_ticks if low <= y <= high]
     floor = _HEIGHT - _BOTTOM + 16
-    drawn += [
-        f'<text x="{place(x, low)[0]:.1f}" y="{floor}" text-anchor="middle">{_number(x)}</text>'
-        for x in x_ticks
-        if left <= x <= right
-    ]
+    drawn += [_x_label(place(x, low)[0], floor, _number(x)) for x in x_ticks if left <= x <= right]
     drawn.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 3}" text-anchor="middle">{escaped(x_label)}</text>')
     drawn.append(
         f'<text transform="translate(11 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle">{escaped(y_label)}</text>'
@@ -284,6 +286,12 @@ def _stretch(places: list[tuple[float, float]], paint: str) -> str:
     return f'<polyline fill="none" stroke="{paint}" stroke-width="1.6" stroke-linejoin="round" points="{points}"/>'
 
 
+def _x_label(middle: float, floor: float, text: str) -> str:
+    """A number below its place on the x axis; as far to the left as the chart's right edge asks."""
+    middle = min(middle, _WIDTH - 1 - len(text) * _CHARACTER / 2)
+    return f'<text x="{middle:.1f}" y="{floor}" text-anchor="middle">{text}</text>'
+
+
 def _grid_line(height: float, value: float) -> str:
     line = f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{height:.1f}" y2="{height:.1f}" stroke="var(--line)"/>'
     return f'{line}<text x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{_number(value)}</text>'
@@ -307,4 +315,6 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _number(value: float) -> str:
+    if value == round(value) and abs(value) < 1e6:
+        return f"{value:.0f}"
     return f"{0.0 if abs(value) < 1e-12 else value:.4g}"

@@ -67,6 +67,7 @@ def test_the_public_names_are_these() -> None:
         "init_on_device",
         "infer_auto_device_map",
         "plan_device_map",
+        "profilers",
         "load_checkpoint_and_dispatch",
         "compute_module_sizes",
         "load_checkpoint_in_model",
@@ -98,7 +99,7 @@ def test_a_misspelled_name_is_corrected() -> None:
         _ = paceline.Traner
 
 
-@pytest.mark.parametrize("room", ["callbacks", "loggers", "strategies"])
+@pytest.mark.parametrize("room", ["callbacks", "loggers", "profilers", "strategies"])
 def test_every_name_that_a_room_promises_is_there(room: str) -> None:
     module = getattr(paceline, room)
     assert module.__all__, f"paceline.{room} promises nothing"
@@ -106,6 +107,15 @@ def test_every_name_that_a_room_promises_is_there(room: str) -> None:
     for name in module.__all__:
         assert callable(getattr(module, name))
     assert set(module.__all__) <= set(dir(module))
+
+
+def test_a_profiler_is_the_same_wherever_it_is_imported_from() -> None:
+    import paceline.profilers as here
+    import paceline.trainer.profilers as there
+
+    assert here.__all__ == there.__all__
+    assert all(getattr(here, name) is getattr(there, name) for name in here.__all__)
+    assert here.Doctor is importlib.import_module("paceline.trainer.doctor.measure").Doctor
 
 
 def test_pyproject_lists_every_folder_that_holds_code() -> None:

@@ -492,7 +492,7 @@ class Trainer(TrainerStatus):
             self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
 
     def _teardown(self, fn: str, failed: bool) -> None:
-        jobs: list[Any] = []
+        jobs: list[Any] = [partial(wiring.report_split, self)] if self.profiler.active else []
         if self._hooks is not None:
             jobs += [lambda hook=hook: hook(fn) for hook in self._hooks.teardown]
         status = ("interrupted" if self.state.signum else "failed") if failed else "success"

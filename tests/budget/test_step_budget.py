@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline
 from paceline import Callback, Trainer, TrainingModule
-from paceline.callbacks import RunReport
+from paceline.callbacks import GarbageCollection, RunReport
 
 PACKAGE = Path(paceline.__file__).resolve().parent
 QUIET = {
@@ -166,6 +166,16 @@ def calls_per_evaluation_batch(module: TrainingModule) -> float:
 
     count(5)
     return (count(120) - count(20)) / 100
+
+
+def test_collecting_garbage_together_adds_a_hook_and_the_list_of_what_hooks_return() -> None:
+    bare, collected = (
+        calls_per_batch(Tiny()),
+        calls_per_batch(Tiny(), callbacks=[GarbageCollection(every_n_steps=1000)]),
+    )
+    added = {name: calls for name, calls in (collected - bare).items() if calls >= 1}
+    assert sum(added.values()) <= 2, added
+    assert {name.partition(":")[0] for name in added} <= {"callbacks/garbage_collection.py", "trainer/loop.py"}
 
 
 @pytest.mark.parametrize("count", [1, 3])

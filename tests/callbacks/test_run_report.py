@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -279,6 +280,32 @@ def test_a_further_split_of_the_time_can_be_joined() -> None:
     fit(report := RunReport(), Joins(), max_epochs=1)
     assert read("logs").splits == {"doctor": {"forward": 1.0, "backward": 3.0}}
     assert "backward 75.0%" in Page(report.path).text
+
+
+@pytest.mark.parametrize("name", ["doctor", "simple"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_profiler_saw_of_a_step_is_on_the_page(name: str, fails: bool) -> None:
+    error = Fails(12 if fails else -1, ZeroDivisionError("planted"))
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        fit(report := RunReport(), error, batches=20, max_epochs=1, profiler=name)
+    history, page = read("logs"), Page(report.path)
+    ((source, split),) = history.splits.items()
+    assert source == {"doctor": "Doctor", "simple": "SimpleProfiler"}[name]
+    assert f"by {source}" in page.text
+    named = {"doctor": ("forward", "backward", "optimizer"), "simple": ("no action",)}[name]
+    for part in named:
+        assert split[part] > 0
+        assert f"{part} {split[part] / sum(split.values()):.1%}" in page.text
+    assert 0 < sum(split.values()) <= 1.1 * history.seconds, "parts that lie in each other count once"
+
+
+def test_a_profiler_without_a_split_adds_none_and_other_entry_points_have_none_of_the_doctors() -> None:
+    fit(report := RunReport(), max_epochs=1, profiler="advanced")
+    assert read("logs").splits == {}
+    trainer = trainer_with(report := RunReport("tested"), profiler="doctor", logger=False)
+    trainer.test(TinyModule(), tiny_loader())
+    assert report.path is not None
+    assert read("tested").splits == {}
 
 
 def test_a_run_without_values_has_a_page_too() -> None:

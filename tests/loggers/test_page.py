@@ -103,6 +103,45 @@ def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
     assert len(list(drawn.iter("polyline"))) == 2
 
 
+@pytest.mark.parametrize("most", [1.0, 30.0, 1234.0, 20_000.0, 1e6, 1.5e9])
+def test_the_numbers_below_a_chart_end_inside_of_it(most: float) -> None:
+    drawn = svg(pages.line_chart({"a": [(0, 1.0), (most, 2.0)]}, "step", "loss"))
+    width, height = float(drawn.attrib["width"]), float(drawn.attrib["height"])
+    line = next(drawn.iter("polyline"))
+    assert float(line.attrib["points"].split()[-1].split(",")[0]) <= width
+    below = [text for text in drawn.iter("text") if float(text.attrib.get("y", 0)) == height - 18]
+    assert len(below) >= 3
+    assert float(below[-1].text or "nan") == pytest.approx(most, rel=0.3)
+    ends = []
+    for text in below:
+        middle, half = float(text.attrib["x"]), 7.5 * len(text.text or "") / 2  # a digit is 7 wide at 12 pixels
+        ends += [middle - half, middle + half]
+    assert ends == sorted(ends), "two of them lie over each other"
+    assert ends[0] >= 0
+    assert ends[-1] <= width
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, -1e-4, 1e9, -1e9])
+def test_the_numbers_beside_a_chart_leave_room_for_what_they_are(scale: float) -> None:
+    drawn = svg(pages.line_chart({"a": [(0, scale), (5, 1.6 * scale)]}, "step", "loss"))
+    beside = [text for text in drawn.iter("text") if text.attrib.get("text-anchor") == "end"]
+    assert len(beside) >= 3
+    (name,) = [text for text in drawn.iter("text") if text.text == "loss"]
+    right_of_name = float(name.attrib["transform"].partition("(")[2].split()[0]) + 4
+    assert min(float(text.attrib["x"]) - 7.5 * len(text.text or "") for text in beside) > right_of_name
+
+
+def test_whole_numbers_of_an_axis_are_written_out() -> None:
+    drawn = svg(pages.line_chart({"a": [(0, 0.0), (50_000, 2.0)]}))
+    assert {"0", "10000", "50000", "0.5"} <= {text.text for text in drawn.iter("text")}
+
+
+def test_columns_of_numbers_stand_to_the_right_with_their_headings_and_others_do_not() -> None:
+    shown = pages.table([["a", 1, "", 3], ["b", 2.5, 3, "-"]], ["name", "value", "rows", "either"])
+    assert re.findall(r"<th( .*?)?>", shown) == ["", " class=number", " class=number", ""]
+    assert re.findall(r"<td( .*?)?>", shown) == ["", " class=number", " class=number", ""] * 2
+
+
 def test_a_logarithmic_axis_leaves_out_what_is_not_above_zero() -> None:
     drawn = svg(pages.line_chart({"a": [(0, 100.0), (1, 0.0), (2, 1.0), (3, 0.01)]}, log=True))
     lines = list(drawn.iter("polyline"))

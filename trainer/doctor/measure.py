@@ -245,6 +245,16 @@ class Doctor(Profiler):
 
         self.report = Report.of(found)
 
+    def split(self) -> dict[str, float]:
+        """That of the report; of a fit that did not come to its end, all that the clock of the host has seen."""
+        from .report import WORDS
+
+        if self._stage != "fit":
+            return {}
+        parts = dict(zip(PARTS, self.clock.totals, strict=False)) if self.report is None else self.report.ranks[0].parts
+        least = 0.0005 * sum(parts.values())
+        return {WORDS[name]: parts[name] for name in PARTS if parts.get(name, 0.0) > least}
+
     def summary(self) -> str:
         return "" if self.report is None else self.report.text()
 

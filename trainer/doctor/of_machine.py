@@ -106,8 +106,9 @@ def collection_pauses(case: Case) -> Finding | None:
         f"Python's garbage collector takes {percent(share)} of the time on rank {worst.rank} ({worst.collections} "
         f"runs, {duration(worst.collection_seconds / max(worst.collections, 1))} each).",
         "It walks over all objects of the program, or is called by hand (gc.collect()) in the step.",
-        "gc.freeze() when everything is set up, gc.disable() and a gc.collect() every thousand steps on all ranks; "
-        "data in arrays instead of many small Python objects.",
+        "Trainer(callbacks=[GarbageCollection()]), which freezes what is there and collects on all ranks at once, or a "
+        "larger every_n_steps where it is at work; in a loop of your own gc.freeze() when everything is set up. Data "
+        "in arrays instead of many small Python objects.",
         faster(share),
         share,
     )

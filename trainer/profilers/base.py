@@ -60,6 +60,13 @@ class Profiler:
         """What was found, as text; an empty one says nothing."""
         return ""
 
+    def split(self) -> dict[str, float]:
+        """Seconds of the run so far by part, parts that do not overlap: for the page of a ``RunReport``.
+
+        Empty: there is no such split.
+        """
+        return {}
+
     # ---- around code --------------------------------------------------------------------
 
     @contextmanager

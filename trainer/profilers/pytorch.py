@@ -66,7 +66,7 @@ class PyTorchProfiler(Profiler):
         if emit_nvtx and not torch.cuda.is_available():
             raise RuntimeError(
                 "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process sees no CUDA "
-                "device. Leave it out here."
+                "device. Run it where there is one, or leave it out: PyTorchProfiler() records on a CPU, too."
             )
         self.group_by_input_shapes = group_by_input_shapes
         self.emit_nvtx = emit_nvtx

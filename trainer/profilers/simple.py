@@ -9,6 +9,18 @@ from time import perf_counter
 from ...loggers import messages
 from .base import Profiler
 
+#: Actions that a split names; the others are one part of it.
+MOST_PARTS = 9
+
+
+class _Running:
+    """An action under way: when it began, and the seconds of those inside of it."""
+
+    __slots__ = ("begun", "inside", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name, self.inside, self.begun = name, 0.0, perf_counter()
+
 
 class SimpleProfiler(Profiler):
     """Adds up the seconds of each action.
@@ -26,24 +38,41 @@ class SimpleProfiler(Profiler):
         super().__init__(dirpath, filename)
         self.extended = extended
         self.recorded_durations: dict[str, list[float]] = {}
-        self._running: dict[str, list[float]] = {}
+        self._running: list[_Running] = []
+        self._own: dict[str, float] = {}
         self._begun = perf_counter()
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | Path | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
-        self.recorded_durations, self._running, self._begun = {}, {}, perf_counter()
+        self.recorded_durations, self._running, self._own, self._begun = {}, [], {}, perf_counter()
 
     def start(self, action_name: str) -> None:
-        self._running.setdefault(action_name, []).append(perf_counter())
+        self._running.append(_Running(action_name))
 
     def stop(self, action_name: str) -> None:
-        now = perf_counter()
-        begun = self._running.get(action_name)
-        if not begun:
+        now, running = perf_counter(), self._running
+        at = len(running) - 1
+        while at >= 0 and running[at].name != action_name:
+            at -= 1
+        if at < 0:
             raise ValueError(
                 f"Profiler.stop({action_name!r}): no action of that name is running. Call start({action_name!r}) first."
             )
-        self.recorded_durations.setdefault(action_name, []).append(now - begun.pop())
+        action = running.pop(at)
+        seconds = now - action.begun
+        self.recorded_durations.setdefault(action_name, []).append(seconds)
+        self._own[action_name] = self._own.get(action_name, 0.0) + max(0.0, seconds - action.inside)
+        if at:
+            running[at - 1].inside += seconds
+
+    def split(self) -> dict[str, float]:
+        """Seconds of each action without those inside of it; and of what was no action."""
+        largest = sorted(self._own.items(), key=lambda item: -item[1])
+        found = dict(largest[:MOST_PARTS])
+        if len(largest) > MOST_PARTS:
+            found["other actions"] = sum(seconds for _, seconds in largest[MOST_PARTS:])
+        found["no action"] = max(0.0, perf_counter() - self._begun - sum(self._own.values()))
+        return found if largest else {}
 
     def summary(self) -> str:
         whole = perf_counter() - self._begun

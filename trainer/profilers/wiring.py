@@ -113,6 +113,16 @@ def fetched(trainer: Trainer, batches: Any, kind: str) -> Any:
     return profiler.iterate(f"[_EvaluationLoop].{_FETCHES[kind]}", batches) if profiler.active else batches
 
 
+def report_split(trainer: Trainer) -> None:
+    """Give what was found to those who make a page about the run, before they do."""
+    from ...callbacks.run_report import RunReport
+
+    split = trainer.profiler.split()
+    for callback in trainer.callbacks if split else ():
+        if isinstance(callback, RunReport):
+            callback.add_split(type(trainer.profiler).__name__, split)
+
+
 def teardown(trainer: Trainer, stage: str) -> None:
     """The run is over: say what was found, and unwrap what stays."""
     profiler = trainer.profiler

@@ -23,10 +23,10 @@ from processes import ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Callback, Trainer
-from paceline.callbacks import ModelCheckpoint
+from paceline.callbacks import GarbageCollection, ModelCheckpoint
 from paceline.strategies import DDPStrategy
 from paceline.trainer.doctor import findings
-from paceline.trainer.doctor.facts import Facts
+from paceline.trainer.doctor.facts import Facts, usable_cores
 from paceline.trainer.doctor.measure import Doctor
 from paceline.trainer.doctor.report import Report
 
@@ -297,6 +297,15 @@ def test_more_threads_than_cores() -> None:
     assert "OMP_NUM_THREADS=" in finding.change
 
 
+def test_a_thread_for_each_core_is_no_finding() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cores())
+    try:
+        assert "oversubscribed_threads" not in keys(diagnose(Small(0.01), batches(12)))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_collections_in_every_step() -> None:
     class Collects(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -305,7 +314,16 @@ def test_collections_in_every_step() -> None:
 
     many = [[i] for i in range(300_000)]
     finding = only(diagnose(Collects(), batches(12)), "collection_pauses")
+    assert "GarbageCollection()" in finding.change
     assert "gc.freeze" in finding.change
+    assert many
+
+
+@pytest.mark.parametrize("callbacks", [[], [GarbageCollection(every_n_steps=2)]])
+def test_many_objects_that_are_hardly_looked_at_are_no_finding(callbacks: list[Callback]) -> None:
+    many = [[i] for i in range(300_000)]
+    report = diagnose(Small(0.01), batches(24), callbacks=callbacks)
+    assert "collection_pauses" not in keys(report), report.text()
     assert many
 
 

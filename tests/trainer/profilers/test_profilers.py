@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pstats
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,27 @@ def test_the_simple_table_is_sorted_and_its_shares_are_of_the_whole(caplog: pyte
     assert all(0 < float(share) <= 100 for name, *_, share in rows if name != "Total")
 
 
+def test_a_split_counts_what_lies_inside_of_an_action_once() -> None:
+    profiler = SimpleProfiler()
+    profiler.setup("fit")
+    assert profiler.split() == {}
+    with profiler.profile("outer"):
+        time.sleep(0.02)
+        for _ in range(2):
+            with profiler.profile("inner"):
+                time.sleep(0.02)
+    split = profiler.split()
+    assert set(split) == {"outer", "inner", "no action"}
+    assert split["inner"] >= 0.04
+    assert 0.02 <= split["outer"] < sum(profiler.recorded_durations["outer"]) - 0.04 + 1e-6
+    assert split["inner"] == pytest.approx(sum(profiler.recorded_durations["inner"]))
+    for number in range(20):
+        with profiler.profile(f"further {number}"):
+            pass
+    assert len(profiler.split()) == 11
+    assert "other actions" in profiler.split()
+
+
 def test_a_file_is_named_after_stage_and_file_name(tmp_path: Path) -> None:
     profiler = SimpleProfiler(dirpath=tmp_path / "there", filename="times", extended=False)
     trainer = fit(profiler)
@@ -166,7 +188,7 @@ def test_arguments_that_torchs_profiler_does_not_have_are_named() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_nvtx_ranges_without_a_gpu_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"emit_nvtx=True.*no CUDA device"):
+    with pytest.raises(RuntimeError, match=r"emit_nvtx=True.*no CUDA device.*PyTorchProfiler\(\) records"):
         PyTorchProfiler(emit_nvtx=True)
 
 
