@@ -11,7 +11,7 @@ from tiny import TinyModule, tiny_loader
 from torch import nn
 
 from paceline import Trainer
-from paceline.strategies.foreach import MOST_ELEMENTS, SAME_BITS, SAME_BITS_IN, prefer_foreach
+from paceline.strategies.foreach import FEWEST, MOST_ELEMENTS, SAME_BITS, SAME_BITS_IN, prefer_foreach
 
 OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "SGD": {
@@ -81,40 +81,48 @@ def test_sparse_gradients_are_stepped_as_before() -> None:
     found = []
     for foreach in (False, True):
         torch.manual_seed(1)
-        layer = nn.Embedding(6, 4, sparse=True)
-        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        layers = [nn.Embedding(6, 4, sparse=number % 2 == 0) for number in range(FEWEST)]
+        optimizer = torch.optim.SGD([layer.weight for layer in layers], 0.1)
         if foreach:
             prefer_foreach([optimizer])
-        layer(torch.tensor([1, 3, 3])).square().sum().backward()
+        sum(layer(torch.tensor([1, 3, 3])).square().sum() for layer in layers).backward()  # type: ignore[union-attr]
         optimizer.step()
-        found.append(layer.weight.detach())
-    assert torch.equal(*found)
+        found.append([layer.weight.detach() for layer in layers])
+    assert all(map(torch.equal, *found))
+
+
+def parameters(count: int = FEWEST, **made: Any) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(3, **made)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("chosen", [{"foreach": False}, {"fused": True}, {"differentiable": True}])
 def test_what_the_user_chose_stays(chosen: dict[str, bool]) -> None:
-    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(3))], **chosen)  # type: ignore[arg-type]
+    optimizer = torch.optim.Adam(parameters(), **chosen)  # type: ignore[arg-type]
     before = dict(optimizer.param_groups[0])
     prefer_foreach([optimizer])
     assert optimizer.param_groups[0] == before
 
 
-def test_only_small_groups_and_known_optimizers_are_changed() -> None:
+def test_only_small_groups_of_several_and_known_optimizers_are_changed() -> None:
     class Own(torch.optim.SGD):
         pass
 
-    small, large = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(MOST_ELEMENTS + 1))
-    away = nn.Parameter(torch.zeros(2, device="meta"))
-    half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([{"params": [one]} for one in (small, large, away, half)], lr=0.1)
-    own = Own([nn.Parameter(torch.zeros(8))], lr=0.1)
+    large = [*parameters(), nn.Parameter(torch.zeros(MOST_ELEMENTS))]
+    groups = [parameters(), parameters(FEWEST - 1), large, parameters(device="meta"), parameters(dtype=torch.bfloat16)]
+    optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+    own = Own(parameters(), lr=0.1)
     prefer_foreach([optimizer, own])
-    assert [group["foreach"] for group in (*optimizer.param_groups, *own.param_groups)] == [True, *[None] * 4]
+    assert [group["foreach"] for group in (*optimizer.param_groups, *own.param_groups)] == [True, *[None] * 5]
 
 
 def test_a_fit_chooses_it() -> None:
+    class Deep(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))  # type: ignore[assignment]
+
     trainer = Trainer(
         max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
-    trainer.fit(TinyModule(), tiny_loader())
+    trainer.fit(Deep(), tiny_loader())
     assert trainer.optimizers[0].param_groups[0]["foreach"] is True
