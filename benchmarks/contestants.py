@@ -6,7 +6,9 @@ off          everything optional switched off
 log          off, and the loss logged every step
 metric       off, and a torchmetrics metric updated every step, its epoch value logged
 accumulate   off, an optimizer step every 4 batches
+manual       the user's step runs backward and the optimizer itself (a hand-written loop does nothing else)
 validate     the evaluation loop, with the mean loss
+predict      the outputs for every batch, kept
 realistic    three values logged every step, sent to TensorBoard every 50 steps; a progress bar; a checkpoint at the end
 """
 
@@ -32,7 +34,7 @@ LOGGED = ("train_loss", "train_loss_a", "train_loss_b")
 
 class Contestant:
     module: ClassVar[str] = "torch"
-    configs: ClassVar[tuple[str, ...]] = ("off", "accumulate", "validate", "realistic")
+    configs: ClassVar[tuple[str, ...]] = ("off", "accumulate", "validate", "predict", "realistic")
 
     @classmethod
     def available(cls) -> bool:
@@ -50,11 +52,11 @@ class Contestant:
 class Raw(Contestant):
     """By hand: nothing but the work, and for each configuration what a careful person would write for it."""
 
-    configs = ("off", "log", "metric", "accumulate", "validate", "realistic")
+    configs = ("off", "log", "metric", "accumulate", "validate", "predict", "realistic")
 
     def train(self, task: Task, net: Net, batches: Batches, folder: Path) -> nn.Module:
         loop = getattr(self, task.config)
-        if task.config == "validate":
+        if task.config in ("validate", "predict"):
             loop(net.eval(), batches)
         else:
             loop(net.train(), sgd(net), batches, task, folder)
@@ -103,6 +105,11 @@ class Raw(Contestant):
                 count += len(x)
         (total / count).item()
 
+    def predict(self, net: Net, batches: Batches) -> None:
+        with torch.inference_mode():
+            kept = [net(x) for x, _ in batches]
+        del kept
+
     def realistic(self, net: Net, optimizer: Any, batches: Batches, _: Task, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
@@ -134,7 +141,7 @@ class LightningLike(Contestant):
     """Paceline and Lightning: the same program, but for the name of the module class."""
 
     base: ClassVar[str]
-    configs = Raw.configs
+    configs = (*Raw.configs, "manual")
 
     def library(self) -> Any:
         for room in ("callbacks", "loggers"):
@@ -155,6 +162,8 @@ class LightningLike(Contestant):
         )
         if task.config == "validate":
             trainer.validate(module, batches, verbose=False)
+        elif task.config == "predict":
+            trainer.predict(module, batches)
         else:
             trainer.fit(module, batches)
         return net
@@ -181,40 +190,72 @@ def user_module(base: type, config: str) -> type:
         def configure_optimizers(self) -> Any:
             return sgd(self)
 
-    class LogsOne(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            loss = mse_loss(self.net(x), y)
-            self.log("train_loss", loss)
-            return loss
+    return type("Written", (WRITTEN[config], Plain), {}) if config in WRITTEN else Plain
 
-    class LogsThree(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            loss = mse_loss(self.net(x), y)
-            self.log(LOGGED[0], loss, prog_bar=True)
-            self.log(LOGGED[1], loss)
-            self.log(LOGGED[2], loss)
-            return loss
 
-    class LogsMetric(Plain):
-        def __init__(self, net: nn.Module) -> None:
-            super().__init__(net)
-            self.metric = mean_squared_error()
+class LogsOne:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = mse_loss(self.net(x), y)
+        self.log("train_loss", loss)
+        return loss
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            guess = self.net(x)
-            self.metric.update(guess.detach(), y)
-            self.log("mse", self.metric, on_step=False, on_epoch=True)
-            return mse_loss(guess, y)
 
-    class Validates(Plain):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            x, y = batch
-            self.log("val_loss", mse_loss(self.net(x), y), batch_size=len(x))
+class LogsThree:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = mse_loss(self.net(x), y)
+        self.log(LOGGED[0], loss, prog_bar=True)
+        self.log(LOGGED[1], loss)
+        self.log(LOGGED[2], loss)
+        return loss
 
-    return {"log": LogsOne, "realistic": LogsThree, "metric": LogsMetric, "validate": Validates}.get(config, Plain)
+
+class LogsMetric:
+    def __init__(self: Any, net: nn.Module) -> None:
+        super().__init__(net)
+        self.metric = mean_squared_error()
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        guess = self.net(x)
+        self.metric.update(guess.detach(), y)
+        self.log("mse", self.metric, on_step=False, on_epoch=True)
+        return mse_loss(guess, y)
+
+
+class Manual:
+    def __init__(self: Any, net: nn.Module) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        self.manual_backward(mse_loss(self.net(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Predicts:
+    def predict_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
+class Validates:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", mse_loss(self.net(x), y), batch_size=len(x))
+
+
+WRITTEN: dict[str, type] = {
+    "log": LogsOne,
+    "realistic": LogsThree,
+    "metric": LogsMetric,
+    "manual": Manual,
+    "predict": Predicts,
+    "validate": Validates,
+}
 
 
 class Paceline(LightningLike):
@@ -247,8 +288,8 @@ class Accelerate(Contestant):
     def train(self, task: Task, net: Net, batches: Batches, folder: Path) -> nn.Module:
         tracking = {"log_with": "tensorboard", "project_dir": folder} if task.config == "realistic" else {}
         accelerator = self.library()(cpu=True, gradient_accumulation_steps=task.accumulate, **tracking)
-        if task.config == "validate":
-            self.evaluate(accelerator, net, batches)
+        if task.config in ("validate", "predict"):
+            getattr(self, task.config)(accelerator, net, batches)
         else:
             model, optimizer, loader = accelerator.prepare(net.train(), sgd(net), batches)
             loop = getattr(self, task.config)
@@ -269,7 +310,13 @@ class Accelerate(Contestant):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def evaluate(self, accelerator: Any, net: Net, batches: Batches) -> None:
+    def predict(self, accelerator: Any, net: Net, batches: Batches) -> None:
+        model, loader = accelerator.prepare(net.eval(), batches)
+        with torch.inference_mode():
+            kept = [accelerator.gather_for_metrics(model(x)) for x, _ in loader]
+        del kept
+
+    def validate(self, accelerator: Any, net: Net, batches: Batches) -> None:
         model, loader = accelerator.prepare(net.eval(), batches)
         total, count = torch.zeros(()), 0
         with torch.inference_mode():
@@ -300,6 +347,70 @@ class Accelerate(Contestant):
         accelerator.end_training()
 
 
+class Fabric(Accelerate):
+    """A hand-written loop on Lightning Fabric."""
+
+    module = "lightning_fabric"
+
+    def train(self, task: Task, net: Net, batches: Batches, folder: Path) -> nn.Module:
+        from lightning_fabric import Fabric
+        from lightning_fabric.loggers import TensorBoardLogger
+
+        loggers = [TensorBoardLogger(folder)] if task.config == "realistic" else []
+        fabric = Fabric(accelerator="cpu", devices=1, loggers=loggers)
+        if task.config in ("validate", "predict"):
+            getattr(self, task.config)(fabric, net, batches)
+            return net
+        model, optimizer = fabric.setup(net.train(), sgd(net))
+        if task.config == "accumulate":
+            self.in_windows(fabric, model, optimizer, batches, task)
+        else:
+            getattr(self, task.config)(fabric, model, optimizer, batches, folder)
+        return net
+
+    def in_windows(self, fabric: Any, model: Any, optimizer: Any, batches: Batches, task: Task) -> None:
+        last = len(batches)
+        for i, (x, y) in enumerate(batches, 1):
+            stepping = i % task.accumulate == 0 or i == last
+            with fabric.no_backward_sync(model, enabled=not stepping):
+                fabric.backward(mse_loss(model(x), y) / task.accumulate)
+            if stepping:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def validate(self, fabric: Any, net: Net, batches: Batches) -> None:
+        model = fabric.setup_module(net.eval())
+        total, count = torch.zeros(()), 0
+        with torch.inference_mode():
+            for x, y in batches:
+                total += mse_loss(model(x), y) * len(y)
+                count += len(y)
+        (total / count).item()
+
+    def predict(self, fabric: Any, net: Net, batches: Batches) -> None:
+        model = fabric.setup_module(net.eval())
+        with torch.inference_mode():
+            kept = [model(x) for x, _ in batches]
+        del kept
+
+    def realistic(self, fabric: Any, model: Any, optimizer: Any, batches: Batches, folder: Path) -> None:
+        from tqdm import tqdm
+
+        logged = {}
+        bar = tqdm(batches, total=len(batches))
+        for step, (x, y) in enumerate(bar, 1):
+            loss = mse_loss(model(x), y)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            for name in LOGGED:
+                logged[name] = loss.detach()
+            if step % LOG_EVERY == 0:
+                fabric.log_dict({name: value.item() for name, value in logged.items()}, step=step)
+                bar.set_postfix(loss=loss.item(), refresh=False)
+        fabric.save(folder / "last.ckpt", {"model": model, "optimizer": optimizer})
+
+
 class PacelineAccelerator(Accelerate):
     """The same loop, but for the import line."""
 
@@ -319,8 +430,8 @@ class Ignite(Contestant):
     def train(self, task: Task, net: Net, batches: Batches, folder: Path) -> nn.Module:
         from ignite.engine import Engine
 
-        if task.config == "validate":
-            self.evaluate(net.eval(), batches)
+        if task.config in ("validate", "predict"):
+            getattr(self, task.config)(net.eval(), batches)
             return net
         net.train()
         optimizer, accumulate, last = sgd(net), task.accumulate, len(batches)
@@ -346,7 +457,14 @@ class Ignite(Contestant):
         trainer.run(batches, max_epochs=1)
         return net
 
-    def evaluate(self, net: Net, batches: Batches) -> None:
+    def predict(self, net: Net, batches: Batches) -> None:
+        from ignite.engine import Engine
+
+        kept: list[Tensor] = []
+        with torch.inference_mode():
+            Engine(lambda engine, batch: kept.append(net(batch[0]))).run(batches)
+
+    def validate(self, net: Net, batches: Batches) -> None:
         from ignite.engine import create_supervised_evaluator
         from ignite.metrics import Loss
 
@@ -376,6 +494,7 @@ CONTESTANTS: dict[str, type[Contestant]] = {
     "paceline": Paceline,
     "paceline accelerator": PacelineAccelerator,
     "ignite": Ignite,
+    "fabric": Fabric,
     "accelerate": Accelerate,
     "lightning": Lightning,
 }

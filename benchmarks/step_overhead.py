@@ -35,7 +35,9 @@ CONFIGS = {
     "realistic": ("off", "Three logged values, TensorBoard, progress bar, checkpoint (against a loop without any)"),
     "accumulate": ("accumulate", "A step every 4 batches"),
     "metric": ("metric", "A torchmetrics metric, logged (against updating it by hand)"),
+    "manual": ("off", "Manual optimization (against the loop by hand)"),
     "validate": ("validate", "Validation (against evaluating by hand)"),
+    "predict": ("predict", "Prediction, outputs kept (against a list of them by hand)"),
 }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -186,15 +187,18 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """The batches, each with whether it counts.
+        """The batches, each with whether it counts."""
+        strategy = self.trainer.strategy
+        if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
+            return self.until_all_end(batches)
+        return zip(batches, repeat(True), strict=False)
 
-        Where a forward pass takes all ranks and nobody knows how many batches they have, a rank that is done repeats
-        its last one, which counts for nothing, until all are.
+    def until_all_end(self, batches: Batches) -> Iterator[tuple[Any, bool]]:
+        """Where a forward pass takes all ranks and nobody knows how many batches they have.
+
+        A rank that is done repeats its last one, which counts for nothing, until all are.
         """
         strategy = self.trainer.strategy
-        if not strategy.communicates_forward or strategy.world_size == 1 or known != float("inf"):
-            yield from ((batch, True) for batch in batches)
-            return
         iterator, end, last = iter(batches), object(), None
         while strategy.agree((batch := next(iterator, end)) is not end):
             if batch is end and last is None:
