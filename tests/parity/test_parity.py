@@ -33,19 +33,27 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
 }
 
 
+#: The two halves of every accumulation with every precision. Two strategies that share their code, next to each other
+#: above, take opposite halves of each network; each strategy has every network with every accumulation, every network
+#: with every precision, and every accumulation with every precision.
+HALVES = (((1, "32-true"), (3, "bf16-mixed")), ((1, "bf16-mixed"), (3, "32-true")))
+#: Those without such a neighbor take both.
+ALONE = ("ddp x2", "pipeline x2")
+
+
 def cells() -> list[Any]:
     """Every strategy with every network it can take: tensor parallelism splits the linear layers of blocks."""
     found = []
-    for strategy in STRATEGIES:
+    for row, strategy in enumerate(STRATEGIES):
         marks = [NEEDS_DEEPSPEED] if strategy.startswith("deepspeed") else []
         networks = [Language, TiedLanguage] if "tensor" in strategy else [ConvNet, Language, TiedLanguage]
-        found += [pytest.param(strategy, network, marks=marks) for network in networks]
+        for column, network in enumerate(networks):
+            ways = sum(HALVES, ()) if strategy in ALONE else HALVES[(row + column) % 2]
+            found += [pytest.param(strategy, network, *way, marks=marks) for way in ways]
     return found
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize(("strategy", "module"), cells())
+@pytest.mark.parametrize(("strategy", "module", "accumulate", "precision"), cells())
 def test_a_strategy_gives_the_numbers_of_one_process(
     strategy: str, module: type[TrainingModule], accumulate: int, precision: str
 ) -> None:
