@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["PACELINE_CONFIG_FILE"] = "none"
 torch.set_num_threads(1)
+FROZEN_AT = pytest.StashKey[tuple[Path, int]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,6 +49,15 @@ def pytest_collection_finish() -> None:
     """Take what was imported and collected out of the garbage collector's way: it is walked at every collection."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Do the same before each file of tests and after large imports: what they leave stays to the end."""
+    now = item.path, len(sys.modules) // 100
+    if now != item.config.stash.get(FROZEN_AT, None) and not multiprocessing.active_children():
+        item.config.stash[FROZEN_AT] = now
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
