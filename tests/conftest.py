@@ -62,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def end_workers() -> None:
-    """End the workers of loaders. The collector does not do it well: it takes their queues first, then waits 5 s each."""
+    """End the workers of loaders. Left to the collector, which takes their queues first, each is waited for for 5 s."""
     for found in gc.get_objects():
         if type(found) is _MultiProcessingDataLoaderIter:
             found._shutdown_workers()
