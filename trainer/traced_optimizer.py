@@ -1,0 +1,103 @@
+"""An optimizer as torch's compiler is to see it: its own code and state, and a learning rate that is no constant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+#: What belongs to the class itself rather than to its instances.
+_OF_CLASS = {"__dict__", "__weakref__", "__init__", "__new__", "__init_subclass__", "__slots__"}
+
+
+class TracedOptimizer:
+    """Steps an optimizer inside a compiled function.
+
+    Torch breaks the graph at ``Optimizer.step``, looks for gradients before they are computed in the graph, and takes
+    each learning rate for a constant. So what is traced is the ``step`` of the optimizer's class on an object that is
+    no ``Optimizer``, but shares attributes and state with it; its parameter groups are copies, with the learning rate
+    in a tensor. Those of the optimizer stay what they are: numbers that schedulers set and anybody may read.
+
+    Args:
+        optimizer: stepped by the graph from then on.
+
+    Attributes:
+        groups: the copies.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.groups: list[dict[str, Any]] = []
+        groups = self.groups
+        body: dict[str, Any] = {"param_groups": property(lambda _: groups)}
+        for kind in type(optimizer).__mro__[:-1]:
+            body = {name: value for name, value in vars(kind).items() if name not in _OF_CLASS} | body
+        if "_init_group" in body:  # torch has its own way to trace it, for which gradients must be there before
+            body["_init_group"] = getattr(body["_init_group"], "_torchdynamo_orig_callable", body["_init_group"])
+        self.seen = object.__new__(type(type(optimizer).__name__, (), body))
+        self.seen.__dict__ = vars(optimizer)
+        self.raw_step = _without_torch_wrappers(type(optimizer).step)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler warns where nobody called step()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring the copies up to what schedulers and others have made of the groups."""
+        given = self.optimizer.param_groups
+        if len(given) != len(self.groups):
+            self.groups[:] = [{} for _ in given]
+            self.rates = [_Rate(group) for group in given]
+        for group, copy, rate in zip(given, self.groups, self.rates, strict=True):
+            copy.update(group)
+            if "lr" in copy:
+                copy["lr"] = rate.now(copy["lr"])
+            if "capturable" in copy:  # let no number leave the graph
+                copy["capturable"] = True
+            if copy.get("fused"):  # the compiler fuses by itself
+                copy["fused"] = False
+
+    def step(self) -> None:
+        """The optimizer's step, to be traced."""
+        with torch.no_grad():
+            self.raw_step(self.seen)
+
+    def settle(self, static: bool) -> None:
+        """Bring counters of steps to where the graph needs them, and tell it that the state stays where it is.
+
+        Args:
+            static: for CUDA graphs, which write to the same memory at each replay.
+        """
+        for parameter, state in self.optimizer.state.items():
+            steps = state.get("step")
+            if isinstance(steps, Tensor) and steps.device != parameter.device and "capturable" in self.groups[0]:
+                state["step"] = steps.to(parameter.device)
+            for value in (*state.values(), parameter) if static else ():
+                if isinstance(value, Tensor):
+                    torch._dynamo.mark_static_address(value)
+
+
+class _Rate:
+    """A group's learning rate as a tensor, which a graph takes for data rather than for a constant."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        kind = torch.float32 if device.type == "mps" else torch.float64
+        self.tensor, self.number = torch.zeros((), dtype=kind, device=device), 0.0
+
+    def now(self, rate: Any) -> Tensor:
+        """The rate as it is now; a tensor of the user's own as it is."""
+        if isinstance(rate, Tensor):
+            return rate
+        if rate != self.number:
+            self.number = rate
+            self.tensor.fill_(rate)
+        return self.tensor
+
+
+def _without_torch_wrappers(step: Any) -> Any:
+    """The ``step`` of a class under what ``Optimizer`` wraps around it, which breaks graphs; wrappers of others stay."""
+    while hasattr(step, "__wrapped__") and step.__code__.co_filename == torch_optimizer.__file__:
+        step = step.__wrapped__
+    return step
