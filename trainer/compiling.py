@@ -12,7 +12,7 @@ from torch import nn
 from ..loggers import messages
 from .compile_watch import watch_compiling
 
-#: What ``Trainer(compile=)`` compiles: the networks that the steps call, the whole training step, the same as CUDA graph.
+#: What ``Trainer(compile=)`` compiles: the networks that steps call, the whole training step, the same as a CUDA graph.
 SCOPES = ("networks", "step", "graphs")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -32,7 +32,7 @@ def arguments_of(settings: Any) -> dict[str, Any]:
     return given
 
 
-def compile_in_place(module: nn.Module, settings: bool | Mapping[str, Any]) -> None:
+def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]) -> None:
     """Compile the networks that a module's steps call: its attributes, and itself for ``self(x)``.
 
     The steps stay Python, so ``self.log`` and the rest of the trainer are outside the graph.

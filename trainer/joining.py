@@ -50,9 +50,7 @@ class JoiningStep:
         """Run the step on a micro-batch; one that runs again replaces what it logged before."""
         calls: list[_Call] = []
         self._heard[id(batch)] = (batch, None, calls)
-        output = listened(
-            self.store, lambda name, value, options: _Call(calls, name, options), self.step, batch, *more
-        )
+        output = listened(self.store, lambda name, value, options: _Call(calls, name, options), self.step, batch, *more)
         if isinstance(output, Mapping) and output.get("num_items") is not None:
             self._heard[id(batch)] = (batch, output["num_items"], calls)  # means are over items
         return output

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
+#: Where torch's wrappers are defined.
+_TORCHS = inspect.getfile(Optimizer)
 #: What belongs to the class itself rather than to its instances.
 _OF_CLASS = {"__dict__", "__weakref__", "__init__", "__new__", "__init_subclass__", "__slots__"}
 
@@ -37,7 +39,7 @@ class TracedOptimizer:
             body = {name: value for name, value in vars(kind).items() if name not in _OF_CLASS} | body
         if "_init_group" in body:  # torch has its own way to trace it, for which gradients must be there before
             body["_init_group"] = getattr(body["_init_group"], "_torchdynamo_orig_callable", body["_init_group"])
-        self.seen = object.__new__(type(type(optimizer).__name__, (), body))
+        self.seen: Any = object.__new__(type(type(optimizer).__name__, (), body))
         self.seen.__dict__ = vars(optimizer)
         self.raw_step = _without_torch_wrappers(type(optimizer).step)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler warns where nobody called step()
@@ -97,7 +99,7 @@ class _Rate:
 
 
 def _without_torch_wrappers(step: Any) -> Any:
-    """The ``step`` of a class under what ``Optimizer`` wraps around it, which breaks graphs; wrappers of others stay."""
-    while hasattr(step, "__wrapped__") and step.__code__.co_filename == torch_optimizer.__file__:
+    """The ``step`` of a class under what torch wraps around it, which breaks graphs; wrappers of others stay."""
+    while hasattr(step, "__wrapped__") and step.__code__.co_filename == _TORCHS:
         step = step.__wrapped__
     return step

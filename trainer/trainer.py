@@ -117,7 +117,7 @@ class Trainer(TrainerStatus):
             ``s3://bucket/run``, is for checkpoints; logs then go to the working directory.
         enable_autolog_hparams: log ``save_hyperparameters`` at the start of a fit.
         compile: True compiles the networks in place; ``"step"`` the whole training step, update included; ``"graphs"``
-            the same as a CUDA graph. A dict holds ``torch.compile`` arguments and says which as ``scope``. None: nothing.
+            the same as a CUDA graph. A dict holds ``torch.compile`` arguments, and which of these as ``scope``.
         signals: what signals do, such as ``{"SIGUSR2": "stop"}``: ``"stop"`` saves at the next step and ends the run,
             ``"requeue"`` also gives the SLURM job back to the queue, None leaves the signal alone. SIGTERM and SIGINT
             stop, SLURM's SIGUSR1 requeues, unless said otherwise.

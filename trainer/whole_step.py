@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +64,7 @@ class Switches:
         sources = ",".join(filter(None, (compiler.dynamic_sources, "L['args'][1]")))
         self._on = ExitStack()
         self._on.enter_context(dynamo.patch(trace_autograd_ops=True, allow_unspec_int_on_nn_module=True))
-        self._on.enter_context(compiler.patch(dynamic_sources=sources))
+        self._on.enter_context(compiler.patch(dynamic_sources=sources))  # type: ignore[attr-defined]
 
     def _end(self, *_: Any) -> None:
         if self._on is not None:
@@ -72,6 +73,7 @@ class Switches:
 
 
 _switches = Switches()
+_fits = count(1)
 
 
 class WholeStep:
@@ -96,6 +98,7 @@ class WholeStep:
         self.clip_value, self.clips_value = trainer.gradient_clip_val, trainer.gradient_clip_algorithm == "value"
         self.optimizer = TracedOptimizer(trainer.optimizers[0])
         self.primed = False
+        self.number = next(_fits)
         self.unit: float | None = None
         self.heard: list[Heard] = []
         self.replays = scope_of(trainer.compile) == "graphs"
@@ -108,14 +111,14 @@ class WholeStep:
         self.window_end = self.compiled("window_end", lambda *args: self.trace_update(*args))
 
     def compiled(self, name: str, function: Any, **more: Any) -> Callable[..., Any]:
-        """A function compiled by itself: what torch compiles is kept, and counted, by code object.
+        """A function compiled by itself: what torch compiles, and learns of shapes, it keeps by name of the code.
 
         Args:
             name: shows in what torch says about it.
             function: takes ``*args``.
             more: arguments for ``torch.compile``.
         """
-        function.__code__ = function.__code__.replace(co_name=f"{self.owner}_{name}")
+        function.__code__ = function.__code__.replace(co_name=f"{self.owner}_{name}_of_fit_{self.number}")
         return wrap_bound(self.trainer, "training_step", torch.compile(function, **{**self.arguments, **more}))
 
     def batch_step(self, batch: Any) -> Callable[..., Any]:
@@ -160,7 +163,7 @@ class WholeStep:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         items = output.get("num_items") if isinstance(output, Mapping) else None
         usable = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
-        if not usable or (items is not None) != by_items:
+        if loss is None or not usable or (items is not None) != by_items:
             return without_graph(output), False, before
         total: Any = None
         if items is not None:
@@ -176,7 +179,7 @@ class WholeStep:
             self.trace_update(factor)
         return without_graph(output), True, total
 
-    def trace_gradients(self, loss: Tensor, complete: bool) -> None:
+    def trace_gradients(self, loss: Any, complete: bool) -> None:
         """Backward; what the window had already is added up in place while it goes on."""
         parameters = [p for group in self.optimizer.groups for p in group["params"] if p.requires_grad]
         with torch.no_grad():
@@ -239,9 +242,9 @@ class WholeStep:
         places = [line for line in lines if line.startswith('File "')]
         where = f" At {places[-1]}." if places else ""
         return RuntimeError(
-            f"Trainer(compile='step') makes one graph of {self.owner}.training_step and the optimizer's step, and torch "
-            f"cannot: {said}{': ' + why if why else ''}.{where} Take that out of training_step, or use compile=True, "
-            "which compiles the networks and leaves the step Python."
+            f"Trainer(compile='step') makes one graph of {self.owner}.training_step and the optimizer's step, and "
+            f"torch cannot: {said}{': ' + why if why else ''}.{where} Take that out of training_step, or use "
+            "compile=True, which compiles the networks and leaves the step Python."
         )
 
     def step(self, losses: LossReader) -> CompiledStep:
@@ -282,9 +285,7 @@ class CompiledStep(TrainStep):
     ``training_step`` show as what they are.
     """
 
-    def __init__(
-        self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader, whole: WholeStep
-    ) -> None:
+    def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader, whole: WholeStep) -> None:
         super().__init__(trainer, forward, losses)
         self.whole = whole
         whole.accumulate = self.accumulate
@@ -336,7 +337,8 @@ class CompiledStep(TrainStep):
 
     def finish_window(self) -> None:
         if not self.state.window or not self.whole.primed:
-            return super().finish_window()
+            super().finish_window()
+            return
         factor: Any = self.accumulate / self.state.window
         if self.losses.by_items:
             factor = self.losses.finish_window()
@@ -360,7 +362,7 @@ class _Detached(Heard):
 
 
 def shapes_of(batch: Any) -> Any:
-    """The shapes of the tensors of a batch, to tell batches apart; what is no collection of tensors is like any other."""
+    """The shapes of a batch's tensors, to tell batches apart; what is no collection of tensors is like any other."""
     if isinstance(batch, Tensor):
         return batch.shape
     if isinstance(batch, Mapping):

@@ -102,6 +102,9 @@ def check_optimizers(trainer: Trainer) -> None:
         _refuse(trainer, f"{name} evaluates the loss several times a step", "Use another optimizer")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         _refuse(trainer, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
+    cycles = any(getattr(config.scheduler, "cycle_momentum", False) for config in trainer.lr_scheduler_configs)
+    if cycles and scope_of(trainer.compile) == "graphs":
+        _refuse(trainer, "a scheduler changes momentum, which a CUDA graph holds fixed", "Pass cycle_momentum=False")
     hooks: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     if any(hooks):
         _refuse(trainer, f"{name} has hooks of its step", "Do what they do in on_train_batch_end")
