@@ -20,7 +20,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 def scope_of(settings: Any) -> str | None:
     """What is to be compiled, one of :data:`SCOPES`; None for nothing."""
     if isinstance(settings, Mapping):
-        return settings.get("scope", "networks")
+        scope = settings.get("scope", "networks")
+        return None if settings.get("disable") and scope in ("step", "graphs") else scope
     return settings if isinstance(settings, str) else "networks" if settings else None
 
 

@@ -64,8 +64,7 @@ class FitLoop:
             return
         state.stage = "train"
         self.load_data()
-        self.forward = bind_step(trainer, "training_step")
-        self.whole = compiled_whole(trainer, self.forward)
+        self.bind()
         self.advise()
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
@@ -82,6 +81,11 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
             hook()
+
+    def bind(self) -> None:
+        """Bind the training step to the module, and compile it if it is to be one graph with its update."""
+        self.forward = bind_step(self.trainer, "training_step")
+        self.whole = compiled_whole(self.trainer, self.forward)
 
     def owed(self) -> str:
         """What was still to be done where the checkpoint was written, which comes before any limit.

@@ -55,13 +55,14 @@ class TracedOptimizer:
             copy.update(group)
             if "lr" in copy:
                 copy["lr"] = rate.now(copy["lr"])
-            if "capturable" in copy:  # let no number leave the graph
-                copy["capturable"] = True
             if copy.get("fused"):  # the compiler fuses by itself
                 copy["fused"] = False
 
     def step(self) -> None:
         """The optimizer's step, to be traced."""
+        for group in self.groups:
+            if "capturable" in group:  # no number leaves the graph
+                group["capturable"] = torch.compiler.is_compiling()
         with torch.no_grad():
             self.raw_step(self.seen)
 
@@ -71,13 +72,14 @@ class TracedOptimizer:
         Args:
             static: for CUDA graphs, which write to the same memory at each replay.
         """
-        for parameter, state in self.optimizer.state.items():
-            steps = state.get("step")
-            if isinstance(steps, Tensor) and steps.device != parameter.device and "capturable" in self.groups[0]:
-                state["step"] = steps.to(parameter.device)
-            for value in (*state.values(), parameter) if static else ():
-                if isinstance(value, Tensor):
-                    torch._dynamo.mark_static_address(value)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                if "capturable" in group and "step" in state:
+                    state["step"] = torch.as_tensor(state["step"]).to(parameter.device)
+                for value in (*state.values(), parameter) if static else ():
+                    if isinstance(value, Tensor):
+                        torch._dynamo.mark_static_address(value)
 
 
 class _Rate:

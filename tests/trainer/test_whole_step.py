@@ -422,6 +422,18 @@ def test_mistakes_in_the_step_are_said_as_without_it(quiet: dict[str, Any]) -> N
         trained(quiet, Wrong(), compile=COUNTED)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_compiler_that_is_switched_off_changes_nothing(quiet: dict[str, Any], optimizer: str) -> None:
+    plain, disabled, eager = Net(optimizer), Net(optimizer), Net(optimizer)
+    trained(quiet, plain)
+    trained(quiet, disabled, compile={**COUNTED, "disable": True})
+    with torch.compiler.set_stance("force_eager"):
+        trained(quiet, eager, compile=COUNTED)
+    assert not graphs
+    same_weights(disabled, plain, exactly=True)
+    same_weights(eager, plain)
+
+
 def test_torchs_switches_are_as_they_were(quiet: dict[str, Any]) -> None:
     import torch._dynamo.config as dynamo
 
