@@ -25,13 +25,14 @@ class TracedOptimizer:
 
     Args:
         optimizer: stepped by the graph from then on.
+        cycled: a scheduler changes its momentum, which Adam and its like have in ``betas``.
 
     Attributes:
         groups: the copies.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, cycled: bool = False) -> None:
+        self.optimizer, self.cycled = optimizer, cycled
         self.groups: list[dict[str, Any]] = []
         groups = self.groups
         body: dict[str, Any] = {"param_groups": property(lambda _: groups)}
@@ -50,11 +51,14 @@ class TracedOptimizer:
         given = self.optimizer.param_groups
         if len(given) != len(self.groups):
             self.groups[:] = [{} for _ in given]
-            self.rates = [_Rate(group) for group in given]
-        for group, copy, rate in zip(given, self.groups, self.rates, strict=True):
+            self.rates = [_Data(group) for group in given]
+            self.betas = [(_Data(group), _Data(group)) for group in given]
+        for group, copy, rate, betas in zip(given, self.groups, self.rates, self.betas, strict=True):
             copy.update(group)
             if "lr" in copy:
                 copy["lr"] = rate.now(copy["lr"])
+            if self.cycled and "betas" in copy:
+                copy["betas"] = tuple([data.now(beta) for data, beta in zip(betas, copy["betas"], strict=True)])
             if copy.get("fused"):  # the compiler fuses by itself
                 copy["fused"] = False
 
@@ -82,21 +86,21 @@ class TracedOptimizer:
                         torch._dynamo.mark_static_address(value)
 
 
-class _Rate:
-    """A group's learning rate as a tensor, which a graph takes for data rather than for a constant."""
+class _Data:
+    """A number of a group as a tensor, which a graph takes for data rather than for a constant."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         kind = torch.float32 if device.type == "mps" else torch.float64
         self.tensor, self.number = torch.zeros((), dtype=kind, device=device), 0.0
 
-    def now(self, rate: Any) -> Tensor:
-        """The rate as it is now; a tensor of the user's own as it is."""
-        if isinstance(rate, Tensor):
-            return rate
-        if rate != self.number:
-            self.number = rate
-            self.tensor.fill_(rate)
+    def now(self, number: Any) -> Tensor:
+        """The number as it is now; a tensor of the user's own as it is."""
+        if isinstance(number, Tensor):
+            return number
+        if number != self.number:
+            self.number = number
+            self.tensor.fill_(number)
         return self.tensor
 
 

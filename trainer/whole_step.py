@@ -21,7 +21,7 @@ from .joining import Heard, listened
 from .profilers.wiring import wrap_bound
 from .step import Outputs, TrainStep
 from .traced_optimizer import TracedOptimizer
-from .whole_step_checks import check_optimizers, check_trainer
+from .whole_step_checks import check_optimizers, check_trainer, cycles_momentum
 
 if TYPE_CHECKING:
     from .loss import LossReader
@@ -96,7 +96,7 @@ class WholeStep:
         self.module, self.store = trainer.training_module, trainer._metrics
         self.accumulate = trainer.accumulate_grad_batches
         self.clip_value, self.clips_value = trainer.gradient_clip_val, trainer.gradient_clip_algorithm == "value"
-        self.optimizer = TracedOptimizer(trainer.optimizers[0])
+        self.optimizer = TracedOptimizer(trainer.optimizers[0], cycles_momentum(trainer))
         self.primed = False
         self.number = next(_fits)
         self.unit: float | None = None

@@ -102,8 +102,7 @@ def check_optimizers(trainer: Trainer) -> None:
         _refuse(trainer, f"{name} evaluates the loss several times a step", "Use another optimizer")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         _refuse(trainer, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
-    cycles = any(getattr(config.scheduler, "cycle_momentum", False) for config in trainer.lr_scheduler_configs)
-    if cycles and scope_of(trainer.compile) == "graphs":
+    if cycles_momentum(trainer) and scope_of(trainer.compile) == "graphs":
         _refuse(trainer, "a scheduler changes momentum, which a CUDA graph holds fixed", "Pass cycle_momentum=False")
     hooks: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     if any(hooks):
@@ -113,6 +112,11 @@ def check_optimizers(trainer: Trainer) -> None:
         _refuse(trainer, f"step of this {name} was replaced", "Define step in a class")
     if type(optimizer).zero_grad is not Optimizer.zero_grad:
         _refuse(trainer, f"{name}.zero_grad is not part of the graph", "Leave it out")
+
+
+def cycles_momentum(trainer: Trainer) -> bool:
+    """Whether a scheduler changes more than the learning rate."""
+    return any(getattr(config.scheduler, "cycle_momentum", False) for config in trainer.lr_scheduler_configs)
 
 
 def _refuse(trainer: Trainer, why: str, fix: str) -> None:
