@@ -16,6 +16,7 @@ from typing_extensions import ParamSpec
 from ..callbacks import locations
 from ..callbacks.timer import to_timedelta
 from ..loggers import messages
+from .compiling import SCOPES, scope_of
 
 if TYPE_CHECKING:
     from .trainer import Request
@@ -184,16 +185,40 @@ def check_folder(name: str, value: Any) -> str:
 
 
 def check_compile(value: Any) -> None:
-    """A switch, or a dict of arguments that ``torch.compile`` has."""
-    if not isinstance(value, (bool, Mapping)):
+    """A switch, what to compile, or a dict of arguments that ``torch.compile`` has."""
+    if not isinstance(value, (bool, str, Mapping)):
         raise TypeError(
-            f"Trainer(compile={value!r}) is a {type(value).__name__}. Pass True, or a dict of arguments for "
-            "torch.compile such as {'mode': 'max-autotune'}."
+            f"Trainer(compile={value!r}) is a {type(value).__name__}. Pass True, 'step', 'graphs', or a dict of "
+            "arguments for torch.compile such as {'mode': 'max-autotune'}."
         )
+    scope = scope_of(value)
+    if scope is not None and scope not in SCOPES:
+        dicts = ", or True, or a dict of arguments for torch.compile such as {'scope': 'step', 'mode': 'max-autotune'}"
+        raise ValueError(messages.unknown("value for Trainer(compile=):", scope, SCOPES, dicts))
+    if not isinstance(value, Mapping):
+        return
     known = [p for p in inspect.signature(torch.compile).parameters if p != "model"]
-    for name in value if isinstance(value, Mapping) else ():
-        if name not in known:
+    for name in value:
+        if name not in (*known, "scope"):
             raise ValueError(messages.unknown("argument of torch.compile in Trainer(compile=):", name, known))
+    _check_whole(value, scope)
+
+
+def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
+    """Arguments for ``torch.compile`` that a step compiled as a whole does not go with."""
+    if scope in ("step", "graphs") and value.get("fullgraph") is False:
+        raise ValueError(
+            f"Trainer(compile={value!r}): a step compiled as a whole is one graph. Leave fullgraph out, or the scope."
+        )
+    if scope == "step" and value.get("mode") == "reduce-overhead":
+        raise ValueError(
+            f"Trainer(compile={value!r}): what mode='reduce-overhead' makes are CUDA graphs. Use compile='graphs'."
+        )
+    graphs = {"mode": ("reduce-overhead", "max-autotune"), "backend": ("inductor",), "options": (None,)}
+    for name, allowed in graphs.items() if scope == "graphs" else ():
+        if value.get(name, allowed[0]) not in allowed:
+            fix = f"Pass {' or '.join(map(repr, allowed))}, or leave it out" if allowed[0] else "Leave it out"
+            raise ValueError(f"Trainer(compile={value!r}): {name}={value[name]!r} makes no CUDA graph. {fix}.")
 
 
 def check_switches(given: Mapping[str, Any]) -> None:

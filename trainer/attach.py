@@ -14,7 +14,7 @@ from ..callbacks.timer import Timer
 from ..loggers import messages
 from ..strategies.cluster import is_requeued
 from .binding import check_step, takes_iterator
-from .compiling import compile_in_place, uncompiled
+from .compiling import compile_in_place, scope_of, uncompiled
 from .data.datamodule import DataModule
 from .data.source import DataSource
 from .defaults import check_state_keys, order, refuse_switched_off
@@ -24,6 +24,7 @@ from .module import TrainingModule
 from .optimizers import configure
 from .phases import SETUP
 from .profilers import wiring
+from .whole_step_checks import check_module
 
 if TYPE_CHECKING:
     from .checkpoint.place import Resumed
@@ -62,8 +63,11 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
     if request.fn == "fit":
         trainer.strategy.settle_batch_norm(module, trainer.sync_batchnorm)
     trainer.model = trainer.strategy.setup_module(module) if trainer.strategy.places(module) else module
-    if trainer.compile is not False:
+    scope = scope_of(trainer.compile)
+    if scope == "networks":
         compile_in_place(module, trainer.compile)
+    elif scope is not None and request.fn == "fit":
+        check_module(trainer)
     if request.fn != "fit":
         if checkpoint is not None:
             _restore_model(trainer, checkpoint, ("model",))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks.loss_guard import LossGuard
 from . import phases
+from .compiling import scope_of
 from .hooks import method_of, overridden
 from .joining import JoiningStep
 from .loss import LossReader
@@ -39,6 +40,8 @@ def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Cal
         called = JoiningStep(called, name, module, trainer._metrics)
     bound = trainer.strategy.bind_step(called, trainer.model, training=name == "training_step")
     bound = around_training_step(trainer, bound) if name == "training_step" else bound
+    if name == "training_step" and scope_of(trainer.compile) in ("step", "graphs"):
+        return bound  # it is traced, not called
     return wrap_bound(trainer, name, bound)
 
 

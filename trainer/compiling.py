@@ -12,10 +12,28 @@ from torch import nn
 from ..loggers import messages
 from .compile_watch import watch_compiling
 
+#: What ``Trainer(compile=)`` compiles: the networks that steps call, the whole training step, the same as a CUDA graph.
+SCOPES = ("networks", "step", "graphs")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-def compile_in_place(module: nn.Module, settings: bool | Mapping[str, Any]) -> None:
+def scope_of(settings: Any) -> str | None:
+    """What is to be compiled, one of :data:`SCOPES`; None for nothing."""
+    if isinstance(settings, Mapping):
+        scope = settings.get("scope", "networks")
+        return None if settings.get("disable") and scope in ("step", "graphs") else scope
+    return settings if isinstance(settings, str) else "networks" if settings else None
+
+
+def arguments_of(settings: Any) -> dict[str, Any]:
+    """The arguments for ``torch.compile``."""
+    given = dict(settings) if isinstance(settings, Mapping) else {}
+    if given.pop("scope", "") == "graphs" or settings == "graphs":
+        given.setdefault("mode", "reduce-overhead")
+    return given
+
+
+def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]) -> None:
     """Compile the networks that a module's steps call: its attributes, and itself for ``self(x)``.
 
     The steps stay Python, so ``self.log`` and the rest of the trainer are outside the graph.
@@ -25,7 +43,7 @@ def compile_in_place(module: nn.Module, settings: bool | Mapping[str, Any]) -> N
         settings: True, or arguments for ``torch.compile``; with ``regional`` only repeated blocks, where there are any.
     """
     watch_compiling()
-    arguments = dict(settings) if isinstance(settings, Mapping) else {}
+    arguments = arguments_of(settings)
     if arguments.pop("regional", False) and compile_repeated(module, arguments):
         return
     for target in (module, *_networks(module)):

@@ -50,13 +50,7 @@ class JoiningStep:
         """Run the step on a micro-batch; one that runs again replaces what it logged before."""
         calls: list[_Call] = []
         self._heard[id(batch)] = (batch, None, calls)
-        store = self.store
-        before, store.records = store.records, Table()  # empty, so that every call of self.log asks for its record
-        store.listener = lambda name, value, options: _Call(calls, name, options)
-        try:
-            output = self.step(batch, *more)
-        finally:
-            store.records, store.listener = before, None
+        output = listened(self.store, lambda name, value, options: _Call(calls, name, options), self.step, batch, *more)
         if isinstance(output, Mapping) and output.get("num_items") is not None:
             self._heard[id(batch)] = (batch, output["num_items"], calls)  # means are over items
         return output
@@ -129,20 +123,40 @@ class JoiningStep:
             record.update(value if what is None else what, entry.batch_size)
 
 
-class _Call:
+class Heard:
     """One call of ``self.log``: takes the place of the record that it would update."""
 
-    def __init__(self, calls: list[_Call], name: str, options: Options) -> None:
+    def __init__(self, calls: list[Any], name: str, options: Options) -> None:
         self.calls, self.name, self.options = calls, name, options
         self.value: Any = None
         self.batch_size: int | None = None
 
     def update(self, value: Any, batch_size: int | None) -> None:
+        """Keep what was logged."""
+        self.value, self.batch_size = value, batch_size
+        self.calls.append(self)
+
+
+class _Call(Heard):
+    """One whose value is checked, and kept as it is now."""
+
+    def update(self, value: Any, batch_size: int | None) -> None:
         if isinstance(value, (Tensor, float, int)):
             check_value(self.name, value)
             value = taken(self.name, value)
-        self.value, self.batch_size = value, batch_size
-        self.calls.append(self)
+        super().update(value, batch_size)
+
+
+def listened(
+    store: MetricStore, listener: Callable[[str, Any, Options], Heard], function: Callable[..., Any], *args: Any
+) -> Any:
+    """Call a function; what is logged in it goes to ``listener``, which gives what takes the place of the record."""
+    before, store.records = store.records, Table()  # empty, so that every call of self.log asks for its record
+    store.listener = listener
+    try:
+        return function(*args)
+    finally:
+        store.records, store.listener = before, None
 
 
 def _reduced(values: Sequence[Any], weights: Sequence[Any], reduction: str) -> Any:

@@ -18,6 +18,7 @@ from .schedules import Schedules
 from .seed import host_random_states, mixed
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
+from .whole_step import compiled_whole
 
 if TYPE_CHECKING:
     from .checkpoint.place import Resumed
@@ -63,7 +64,7 @@ class FitLoop:
             return
         state.stage = "train"
         self.load_data()
-        self.forward = bind_step(trainer, "training_step")
+        self.bind()
         self.advise()
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
@@ -80,6 +81,11 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
             hook()
+
+    def bind(self) -> None:
+        """Bind the training step to the module, and compile it if it is to be one graph with its update."""
+        self.forward = bind_step(self.trainer, "training_step")
+        self.whole = compiled_whole(self.trainer, self.forward)
 
     def owed(self) -> str:
         """What was still to be done where the checkpoint was written, which comes before any limit.
@@ -170,7 +176,10 @@ class FitLoop:
 
     def step(self) -> ManualStep:
         """The step, bound to what callbacks left of optimizers and accumulation."""
-        step = choose_step(self.trainer, self.forward, self.losses)
+        if self.whole is not None:
+            step: ManualStep = self.whole.step(self.losses)
+        else:
+            step = choose_step(self.trainer, self.forward, self.losses)
         wiring.wrap_parts(self.trainer, step)
         if self.trainer._source.last_share == 0.0:
             step = EmptyLastStep(step)

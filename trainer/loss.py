@@ -21,6 +21,7 @@ class LossReader:
 
     Attributes:
         together: a batch is skipped on all ranks or on none (``LossGuard`` sees to that).
+        form_known: whether a loss was read, so that later ones must have its form.
         by_items: ``training_step`` returns ``num_items``: losses are weighed by them, in ``window``.
     """
 
@@ -29,8 +30,8 @@ class LossReader:
         self.strategy = strategy
         self.together = together
         self.by_items = False
+        self.form_known = False
         self.window = ItemWindow(strategy, f"{self.owner} returned")
-        self._form_known = False
 
     def read(self, output: Any) -> Tensor | None:
         """The loss to run backward on, a scalar; None to skip the batch."""
@@ -40,8 +41,8 @@ class LossReader:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise self._no_loss(output, loss)
         items = output.get("num_items") if isinstance(output, Mapping) else None
-        if not self._form_known:
-            self._form_known, self.by_items = True, items is not None
+        if not self.form_known:
+            self.form_known, self.by_items = True, items is not None
         if (items is not None) != self.by_items:
             raise ValueError(
                 f"{self.owner} returned 'num_items' on some batches only, so the window's losses cannot be weighed. "
@@ -61,7 +62,7 @@ class LossReader:
         """Take back :meth:`state_dict`; without a window, only the unit."""
         self.window.load_state_dict(state, in_window)
         if in_window and state["unit"] is not None:
-            self._form_known = self.by_items = True
+            self.form_known = self.by_items = True
 
     def _skip(self) -> None:
         if self.strategy.world_size > 1:

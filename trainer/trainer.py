@@ -35,6 +35,7 @@ from .signals import actions, check_signals, watch
 from .state import Fn, RunState
 from .status import TrainerStatus
 from .stopping import Stops
+from .whole_step_checks import check_trainer
 
 if TYPE_CHECKING:
     from .checkpoint.saver import Saver
@@ -115,7 +116,8 @@ class Trainer(TrainerStatus):
         default_root_dir: where logs and checkpoints go by default; the working directory if None. An address, such as
             ``s3://bucket/run``, is for checkpoints; logs then go to the working directory.
         enable_autolog_hparams: log ``save_hyperparameters`` at the start of a fit.
-        compile: compile the module in place; True, or a dict of ``torch.compile`` arguments. Not by default.
+        compile: True compiles the networks in place; ``"step"`` the whole training step, update included; ``"graphs"``
+            the same as a CUDA graph. A dict holds ``torch.compile`` arguments, and which of these as ``scope``.
         signals: what signals do, such as ``{"SIGUSR2": "stop"}``: ``"stop"`` saves at the next step and ends the run,
             ``"requeue"`` also gives the SLURM job back to the queue, None leaves the signal alone. SIGTERM and SIGINT
             stop, SLURM's SIGUSR1 requeues, unless said otherwise.
@@ -166,7 +168,7 @@ class Trainer(TrainerStatus):
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | Path | None = None,
         enable_autolog_hparams: bool = True,
-        compile: bool | Mapping[str, Any] | None = None,
+        compile: bool | str | Mapping[str, Any] | None = None,
         signals: Mapping[str | int, str | None] | None = None,
     ) -> None:
         given, self.settings_in_force = with_origins(dict(locals()), check.defaults(Trainer.__init__))
@@ -177,6 +179,7 @@ class Trainer(TrainerStatus):
         self._check_flags(given)
         where = (given[name] for name in ("strategy", "accelerator", "devices", "num_nodes", "precision", "plugins"))
         self.strategy = choose_strategy(*where)
+        check_trainer(self)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
         self.loggers = choose_loggers(logger, self)
         self.callbacks = choose_callbacks(callbacks, max_time, grace_seconds, self)
@@ -228,7 +231,7 @@ class Trainer(TrainerStatus):
         self.detect_anomaly: bool = given["detect_anomaly"]
         self.barebones: bool = given["barebones"]
         self.enable_autolog_hparams: bool = given["enable_autolog_hparams"]
-        self.compile: bool | Mapping[str, Any] = given["compile"]
+        self.compile: bool | str | Mapping[str, Any] = given["compile"]
         self._signals = check_signals(given["signals"] or {})
 
     # ---- entry points ----------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def train(trainer: Trainer, before: Callable[[], Any], after: Callable[[list[Ten
     trainer._source.train()
     if trainer.num_training_batches == 0:
         raise ValueError("limit_train_batches=0 leaves nothing to try anything on. Leave it out.")
-    loop.forward = bind_step(trainer, "training_step")
+    loop.bind()
     trainer._metrics.enter(phases.ON_TRAIN_START)
     for hook in hooks.on_train_start:
         hook()

@@ -1,0 +1,111 @@
+"""An optimizer as torch's compiler is to see it: its own code and state, and a learning rate that is no constant."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+#: Where torch's wrappers are defined.
+_TORCHS = inspect.getfile(Optimizer)
+#: What belongs to the class itself rather than to its instances.
+_OF_CLASS = {"__dict__", "__weakref__", "__init__", "__new__", "__init_subclass__", "__slots__"}
+
+
+class TracedOptimizer:
+    """Steps an optimizer inside a compiled function.
+
+    Torch breaks the graph at ``Optimizer.step``, looks for gradients before they are computed in the graph, and takes
+    each learning rate for a constant. So what is traced is the ``step`` of the optimizer's class on an object that is
+    no ``Optimizer``, but shares attributes and state with it; its parameter groups are copies, with the learning rate
+    in a tensor. Those of the optimizer stay what they are: numbers that schedulers set and anybody may read.
+
+    Args:
+        optimizer: stepped by the graph from then on.
+        cycled: a scheduler changes its momentum, which Adam and its like have in ``betas``.
+
+    Attributes:
+        groups: the copies.
+    """
+
+    def __init__(self, optimizer: Optimizer, cycled: bool = False) -> None:
+        self.optimizer, self.cycled = optimizer, cycled
+        self.groups: list[dict[str, Any]] = []
+        groups = self.groups
+        body: dict[str, Any] = {"param_groups": property(lambda _: groups)}
+        for kind in type(optimizer).__mro__[:-1]:
+            body = {name: value for name, value in vars(kind).items() if name not in _OF_CLASS} | body
+        if "_init_group" in body:  # torch has its own way to trace it, for which gradients must be there before
+            body["_init_group"] = getattr(body["_init_group"], "_torchdynamo_orig_callable", body["_init_group"])
+        self.seen: Any = object.__new__(type(type(optimizer).__name__, (), body))
+        self.seen.__dict__ = vars(optimizer)
+        self.raw_step = _without_torch_wrappers(type(optimizer).step)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler warns where nobody called step()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring the copies up to what schedulers and others have made of the groups."""
+        given = self.optimizer.param_groups
+        if len(given) != len(self.groups):
+            self.groups[:] = [{} for _ in given]
+            self.rates = [_Data(group) for group in given]
+            self.betas = [(_Data(group), _Data(group)) for group in given]
+        for group, copy, rate, betas in zip(given, self.groups, self.rates, self.betas, strict=True):
+            copy.update(group)
+            if "lr" in copy:
+                copy["lr"] = rate.now(copy["lr"])
+            if self.cycled and "betas" in copy:
+                copy["betas"] = tuple([data.now(beta) for data, beta in zip(betas, copy["betas"], strict=True)])
+            if copy.get("fused"):  # the compiler fuses by itself
+                copy["fused"] = False
+
+    def step(self) -> None:
+        """The optimizer's step, to be traced."""
+        for group in self.groups:
+            if "capturable" in group:  # no number leaves the graph
+                group["capturable"] = torch.compiler.is_compiling()
+        with torch.no_grad():
+            self.raw_step(self.seen)
+
+    def settle(self, static: bool) -> None:
+        """Bring counters of steps to where the graph needs them, and tell it that the state stays where it is.
+
+        Args:
+            static: for CUDA graphs, which write to the same memory at each replay.
+        """
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                if "capturable" in group and "step" in state:
+                    state["step"] = torch.as_tensor(state["step"]).to(parameter.device)
+                for value in (*state.values(), parameter) if static else ():
+                    if isinstance(value, Tensor):
+                        torch._dynamo.mark_static_address(value)
+
+
+class _Data:
+    """A number of a group as a tensor, which a graph takes for data rather than for a constant."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        kind = torch.float32 if device.type == "mps" else torch.float64
+        self.tensor, self.number = torch.zeros((), dtype=kind, device=device), 0.0
+
+    def now(self, number: Any) -> Tensor:
+        """The number as it is now; a tensor of the user's own as it is."""
+        if isinstance(number, Tensor):
+            return number
+        if number != self.number:
+            self.number = number
+            self.tensor.fill_(number)
+        return self.tensor
+
+
+def _without_torch_wrappers(step: Any) -> Any:
+    """The ``step`` of a class under what torch wraps around it, which breaks graphs; wrappers of others stay."""
+    while hasattr(step, "__wrapped__") and step.__code__.co_filename == _TORCHS:
+        step = step.__wrapped__
+    return step
