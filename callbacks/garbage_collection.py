@@ -33,7 +33,8 @@ class GarbageCollection(Callback):
     While a validation runs, between fits, and in the workers of loaders Python collects as always. When the fit ends,
     also by an exception or a signal, the collector is as it was before, and what was frozen is not.
 
-    Objects in reference cycles, and the tensors they hold, live up to ``every_n_steps`` steps longer than they would.
+    Objects in reference cycles, and the tensors they hold, live longer: those that one step makes and leaves up to
+    ``every_n_steps`` steps, those that outlive a collection until a full one.
     What is frozen is freed as always when its last reference goes, but if it is in a cycle, only after the fit.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,18 @@ def prefer_foreach(optimizers: Iterable[Optimizer]) -> None:
             continue
         for group in optimizer.param_groups:
             chosen = group.get("foreach", True) is not None or group.get("fused") or group.get("differentiable")
-            if not chosen and _are_small(group["params"]):
+            if not chosen and _are_numbers(group) and _are_small(group["params"]):
                 group["foreach"] = True
 
 
 def _are_small(parameters: list[Tensor]) -> bool:
     plain = all(type(p.data) is Tensor and p.is_cpu and p.dtype in SAME_BITS_IN for p in parameters)
     return plain and len(parameters) >= FEWEST and sum(p.numel() for p in parameters) <= MOST_ELEMENTS
+
+
+def _are_numbers(group: dict[str, Any]) -> bool:
+    """Whether settings are numbers: with a learning rate in a tensor torch refuses ``foreach`` on a CPU."""
+    settings = (value for name, value in group.items() if name != "params")
+    return not any(
+        isinstance(one, Tensor) for value in settings for one in (value if type(value) is tuple else (value,))
+    )

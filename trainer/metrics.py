@@ -326,7 +326,7 @@ class MetricStore:
         for _, record in self._stage_records(self.state.stage):
             record.reset()
         for table in self._tables.values():
-            table.groups.clear()  # a collection may get other metrics before the next epoch
+            table.groups.clear()  # what is collected next may have the identity of what was
         self.epoch_ended = False
         self.batch = self._sized = None
         return results

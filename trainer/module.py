@@ -162,7 +162,10 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
                 "self.log(name, value)."
             )
         table = None if self._metric_store is None else self._metric_store.records
-        key = tuple(dictionary) if collection is None else id(collection)
+        if collection is None:
+            key: Any = tuple(dictionary)
+        else:
+            key = (id(collection), *map(id, collection._modules.values()))
         group = None if table is None else table.groups.get(key)
         if group is not None and group.arguments == kwargs:
             group.update(dictionary, batch_size)
@@ -170,8 +173,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         items: Any = dictionary.items() if collection is None else collection.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
         for name, value in items:
             self.log(name, value, batch_size=batch_size, **kwargs)
-        if table is not None and all(name in table for name, _ in items):  # in a micro-batch none is
-            table.groups[key] = Group([table[name] for name, _ in items], kwargs, collection)
+        own = type(self).log is not TrainingModule.log or "log" in vars(self)
+        if table is not None and not own and all(name in table for name, _ in items):  # in a micro-batch none is
+            table.group(key, Group([table[name] for name, _ in items], kwargs, collection))
 
     def _log_in_vain(self, name: str) -> None:
         trainer = self._trainer

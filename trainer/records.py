@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 
+#: Groups that a table keeps, at most.
+MOST_GROUPS = 16
+
+
 class Options(NamedTuple):
     """The arguments of ``self.log`` that may not change from call to call."""
 
@@ -125,13 +129,20 @@ class Table(dict[str, Record]):
     """The records of one stage, moment and loader, by name.
 
     Attributes:
-        groups: those that one call of ``self.log_dict`` updates, by their names or the identity of the collection.
+        groups: those that one call of ``self.log_dict`` updates, by their names or the identities of collection and
+            metrics.
     """
 
     __slots__ = ("groups",)
 
     def __init__(self) -> None:
         self.groups: dict[Any, Group] = {}
+
+    def group(self, key: Any, group: Group) -> None:
+        """Keep a group; where names change all the time, not every one there was."""
+        if len(self.groups) >= MOST_GROUPS:
+            self.groups.clear()
+        self.groups[key] = group
 
 
 class Group:

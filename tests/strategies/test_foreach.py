@@ -103,6 +103,21 @@ def test_what_the_user_chose_stays(chosen: dict[str, bool]) -> None:
     assert optimizer.param_groups[0] == before
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_learning_rate_in_a_tensor_is_stepped_as_torch_does(kind: Any) -> None:
+    found = []
+    for foreach in (False, True):
+        module = network(torch.float32)
+        optimizer = kind(module.parameters(), lr=torch.tensor(0.01))
+        if foreach:
+            prefer_foreach([optimizer])
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        found.append(list(module.parameters()))
+    assert all(map(torch.equal, *found))
+
+
 def test_only_small_groups_of_several_and_known_optimizers_are_changed() -> None:
     class Own(torch.optim.SGD):
         pass

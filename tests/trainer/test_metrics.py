@@ -849,26 +849,58 @@ def test_the_batch_size_of_a_dict_may_change_and_its_other_arguments_may_not(qui
         fit(changing, [torch.full((2,), 1.0), torch.full((2,), 2.0)], quiet=quiet)
 
 
-def test_a_metric_that_joins_a_collection_is_logged_from_the_next_epoch_on(quiet: dict[str, Any]) -> None:
-    from torchmetrics import MeanMetric, MetricCollection, SumMetric
+def test_log_dict_goes_through_a_log_of_the_users_own(quiet: dict[str, Any]) -> None:
+    class Doubling(Values):
+        def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            super().log(name, 2 * value, *args, **kwargs)
 
-    class Module(Values):
-        def __init__(self) -> None:
-            super().__init__()
-            self.all = MetricCollection({"mean": MeanMetric()})
+    module = Doubling(training_step=lambda m, b: m.log_dict({"a": 1.0, "b": 3.0}, on_step=False, on_epoch=True))
+    trainer, _ = fit(module, batches(1, 1, 1), quiet=quiet)
+    assert (trainer.callback_metrics["a"], trainer.callback_metrics["b"]) == (2.0, 6.0)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.all.update(batch)
-            self.log_dict(self.all, on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
 
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch:
-                self.all.add_metrics({"sum": SumMetric()})
+def test_names_that_change_all_the_time_are_not_kept(quiet: dict[str, Any]) -> None:
+    def log(module: Values, batch: torch.Tensor) -> None:
+        number = int(batch)
+        module.log_dict({f"v{bit}": 1.0 for bit in range(7) if number >> bit & 1}, on_step=False, on_epoch=True)
+        sizes.append(len(module._metric_store.records.groups))  # type: ignore[union-attr]
 
-    _, memory = fit(Module(), [torch.full((2,), 1.0), torch.full((2,), 2.0)], quiet=quiet, max_epochs=2)
-    assert [value for _, value in memory.of("mean")] == [1.5] * 2
-    assert len(memory.of("sum")) == 1
+    sizes: list[int] = []
+    trainer, _ = fit(Values(training_step=log), batches(*[1] * 100), quiet=quiet)
+    assert max(sizes) <= 16
+    assert sum(value == 1.0 for value in trainer.callback_metrics.values()) == 7
+
+
+class Collecting(Values):
+    def __init__(self, change: Any) -> None:
+        from torchmetrics import MeanMetric, MetricCollection
+
+        super().__init__()
+        self.all = MetricCollection({"mean": MeanMetric()})
+        self.change = change
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.change(self.all)
+        self.all.update(batch)
+        self.log_dict(self.all, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_metric_that_joins_a_collection_is_logged_from_then_on(quiet: dict[str, Any]) -> None:
+    from torchmetrics import SumMetric
+
+    module = Collecting(lambda found: found.add_metrics({"sum": SumMetric()}))
+    trainer, _ = fit(module, [torch.full((2,), 1.0), torch.full((2,), 4.0)], quiet=quiet)
+    assert (trainer.callback_metrics["mean"], trainer.callback_metrics["sum"]) == (2.5, 8.0)
+
+
+def test_a_metric_that_is_replaced_in_a_collection_is_an_error(quiet: dict[str, Any]) -> None:
+    from torchmetrics import MeanMetric
+
+    module = Collecting(lambda found: found.__setitem__("mean", MeanMetric()))
+    with pytest.raises(ValueError, match=r"self.log\('mean'\) got another MeanMetric object than before"):
+        fit(module, [torch.ones(2), torch.ones(2)], quiet=quiet)
 
 
 def test_log_dict_refuses_what_is_no_dict(quiet: dict[str, Any]) -> None:

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 
 class Rows:
     """The samples of a ``TensorDataset``, or of a ``Subset`` of one, as tensors whose rows are taken.
 
     Args:
-        tensors: each of shape (samples, ...), on the CPU.
+        data: the data set.
+        tensors: its tensors, each of shape (samples, ...), on the CPU.
         places: for each ``Subset`` around them, the outermost first, which rows of what is inside it has.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], places: list[Tensor]) -> None:
+    def __init__(self, data: Dataset[Any], tensors: tuple[Tensor, ...], places: list[Tensor]) -> None:
+        self.data = data
         self.tensors = tensors
         self.places = places
 
@@ -28,53 +30,68 @@ class Rows:
 
         Args:
             indices: of each batch, an int64 tensor of shape (batch size,) or a list of integers, which takes longer.
+                Any other, and negative ones, are looked up sample by sample, as torch does.
             pinned: in memory that a GPU copies from directly.
         """
         tensors, places = self.tensors, self.places
         for one in indices:
-            chosen = _as_tensor(one)
             try:
+                chosen = one if type(one) is Tensor else _as_tensor(one)
                 for place in places:
                     chosen = place.index_select(0, chosen)
                 batch = [tensor.index_select(0, chosen) for tensor in tensors]
-            except IndexError:  # negative indices too, which a data set knows and this way of indexing does not
-                batch = self._counting_back(_as_tensor(one))
+            except Exception:  # what this way of indexing does not know, or what is wrong: torch's way, and its error
+                batch = default_collate([self.data[index] for index in one])
             yield [tensor.pin_memory() for tensor in batch] if pinned else batch
-
-    def _counting_back(self, chosen: Tensor) -> list[Tensor]:
-        for place in self.places:
-            chosen = place.index_select(0, torch.where(chosen < 0, chosen + len(place), chosen))
-        return [
-            tensor.index_select(0, torch.where(chosen < 0, chosen + len(tensor), chosen)) for tensor in self.tensors
-        ]
 
 
 def rows_of(loader: DataLoader[Any]) -> Rows | None:
     """What a loader without workers reads, where indexing all samples of a batch at once gives the batches torch makes.
 
     That is where the data set is a ``TensorDataset`` or a ``Subset`` of one (``random_split``), on the CPU, and batches
-    are made by torch's own ``default_collate``. None for any other.
+    are made by torch's own iterator and ``default_collate``. None for any other.
     """
     if loader.num_workers or loader.batch_sampler is None or loader.collate_fn is not default_collate:
         return None
+    if type(loader)._get_iterator is not DataLoader._get_iterator:
+        return None
     data: Any = loader.dataset
-    places: list[Any] = []
+    places: list[Tensor] = []
     while type(data) is Subset:
-        places.append(data.indices)
+        place = _positions(data.indices)
+        if place is None:
+            return None
+        places.append(place)
         data = data.dataset
     if type(data) is not TensorDataset or not all(map(_is_plain, data.tensors)):
         return None
-    return Rows(data.tensors, [_as_tensor(place) for place in places])
+    return Rows(loader.dataset, data.tensors, places)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
-def _as_tensor(indices: Tensor | Sequence[int]) -> Tensor:
-    """Indices as an int64 tensor, made of a list five times as fast as ``torch.tensor`` makes it."""
-    if isinstance(indices, Tensor):
-        return indices
-    return (
-        torch.frombuffer(array("q", indices), dtype=torch.int64) if len(indices) else torch.empty(0, dtype=torch.int64)
-    )
+def _positions(indices: Any) -> Tensor | None:
+    """The indices of a ``Subset``; None for a kind that may mean something else by its positions."""
+    if type(indices) is Tensor:
+        return indices.long() if indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64) else None
+    if type(indices).__module__ == "numpy":
+        indices = indices.tolist()
+    if type(indices) not in (list, tuple, range):
+        return None
+    try:
+        return _as_tensor(indices) if len(indices) else torch.empty(0, dtype=torch.int64)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _as_tensor(indices: Sequence[int]) -> Tensor:
+    """Indices as an int64 tensor, made of a list five times as fast as ``torch.tensor`` makes it.
+
+    Raises:
+        TypeError: they are no integers.
+    """
+    if type(indices[0]) is bool:
+        raise TypeError("A bool is no index.")
+    return torch.frombuffer(array("q", indices), dtype=torch.int64)

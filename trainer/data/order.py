@@ -82,12 +82,13 @@ def _at_once(sampler: Any, start: int) -> Iterator[Any]:
 
 
 def _cut(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Tensor]:
-    draw = partial(torch.randperm, generator=source.generator) if isinstance(source, RandomSampler) else torch.arange
-    order, size = draw(len(source)), sampler.batch_size
+    drawn = partial(torch.randperm, len(source), generator=source.generator) if type(source) is RandomSampler else None
+    order, size = torch.arange(len(source)) if drawn is None else drawn(), sampler.batch_size
     full = len(order) // size * size
     for first in range(start * size, full, size * _PIECES):
         yield from order[first : min(first + size * _PIECES, full)].split(size)
-    draw(len(source))  # as RandomSampler does at its end, for a part that is empty
+    if drawn is not None:
+        drawn()  # as RandomSampler does at its end, for a part that is empty
     if len(order) > max(full, start * size) and not sampler.drop_last:
         yield order[full:]
 

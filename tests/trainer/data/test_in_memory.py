@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import (
@@ -124,30 +125,105 @@ def test_a_process_indexes_its_part_at_once(rank: int, shard: Any) -> None:
         assert_same(one, other)
 
 
+def found_and_expected(data: Any, batch_sampler: Any) -> tuple[Any, Any]:
+    """The batches, or the kind of error, with Paceline and with torch."""
+    found: list[Any] = []
+    for read in (iterate, iter):
+        try:
+            found.append(list(read(DataLoader(data, batch_sampler=batch_sampler()))))  # type: ignore[operator]
+        except Exception as error:
+            found.append(type(error))
+    return found[0], found[1]
+
+
 @pytest.mark.parametrize(
     "batch_sampler",
     [
-        [[0, -1, 3], [-23]],
-        [(5, 2), (1,)],
-        [torch.tensor([4, 7]), torch.tensor([-2])],
-        BatchSampler([3, -4, 5], 2, False),  # type: ignore[arg-type]
-        BatchSampler(WeightedRandomSampler([1.0] * 23, 9, generator=torch.Generator().manual_seed(2)), 2, True),
+        lambda: [[0, -1, 3], [-23]],
+        lambda: [(5, 2), (1,)],
+        lambda: [torch.tensor([4, 7]), torch.tensor([-2]), torch.tensor([3], dtype=torch.int16)],
+        lambda: [map(int, "123"), iter([4])],
+        lambda: [numpy.array([4, 1]), [numpy.int64(3), 2]],
+        lambda: [[True, False]],
+        lambda: [[]],
+        lambda: [[0, 1], ["a"]],
+        lambda: [[0, 1], [25]],
+        lambda: BatchSampler([3, -4, 5], 2, False),  # type: ignore[arg-type]
+        lambda: BatchSampler(WeightedRandomSampler([1.0] * 23, 9, generator=torch.Generator().manual_seed(2)), 2, True),
     ],
-    ids=["lists", "tuples", "tensors", "a list cut", "weighted"],
+    ids=[
+        "lists",
+        "tuples",
+        "tensors",
+        "iterators",
+        "numpy",
+        "bools",
+        "empty",
+        "text",
+        "beyond",
+        "a list cut",
+        "weighted",
+    ],
 )
 @pytest.mark.parametrize("subsets", [0, 1])
-def test_indices_of_any_kind_are_understood(batch_sampler: Any, subsets: int) -> None:
-    found = []
-    for kind, start in ((TensorDataset, iterate), (Once, iter)):
-        data: Any = tensors(25, kind)
-        data = Subset(data, list(range(24, 1, -1))) if subsets else data
-        for sampler in (batch_sampler, getattr(batch_sampler, "sampler", None)):
-            if isinstance(sampler, WeightedRandomSampler):
-                sampler.generator.manual_seed(2)
-        found.append(list(start(DataLoader(data, batch_sampler=batch_sampler))))
-    assert found[0]
-    for one, other in zip(*found, strict=True):
+def test_indices_of_any_kind_mean_what_they_mean_to_torch(batch_sampler: Any, subsets: int) -> None:
+    data: Any = tensors(25)
+    found, expected = found_and_expected(Subset(data, list(range(24, 0, -1))) if subsets else data, batch_sampler)
+    if isinstance(expected, type):
+        assert found is expected
+        return
+    assert expected
+    for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
+
+
+class Modular:
+    """Indices that never end, read by position."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index % 3
+
+
+@pytest.mark.parametrize(
+    ("indices", "at_once"),
+    [
+        ([3, -1, 2, 2], True),
+        ((3, 1), True),
+        (range(7, 1, -2), True),
+        (torch.tensor([4, 2]), True),
+        (torch.tensor([4, 2], dtype=torch.int32), True),
+        (torch.tensor([4, 2], dtype=torch.int8), False),
+        (numpy.array([4, 2, 0]), True),
+        ({0: 5, 1: 3}, False),
+        (Modular(), False),
+    ],
+    ids=["list", "tuple", "range", "tensor", "int32", "int8", "numpy", "dict", "modular"],
+)
+def test_a_subset_may_have_indices_of_any_kind(indices: Any, at_once: bool) -> None:
+    loader = DataLoader(Subset(tensors(), indices), batch_size=2)
+    assert (rows_of(loader) is not None) == at_once
+    for one, other in zip(iterate(loader), iter(loader), strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("kind", [torch.uint16, torch.uint32, torch.float8_e4m3fn], ids=str)
+def test_tensors_that_cannot_be_indexed_at_once_are_read_sample_by_sample(kind: torch.dtype) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(6).to(kind)), batch_size=4)
+    assert [[t.view(torch.uint8).tolist() for t in batch] for batch in iterate(loader)] == [
+        [t.view(torch.uint8).tolist() for t in batch] for batch in loader
+    ]
+
+
+def test_a_loader_with_an_iterator_of_its_own_keeps_it() -> None:
+    class Scaling(DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return ([10 * tensor for tensor in batch] for batch in super()._get_iterator())
+
+    loader = Scaling(TensorDataset(torch.arange(4)), batch_size=2)
+    assert [batch[0].tolist() for batch in iterate(loader)] == [[0, 10], [20, 30]]
 
 
 def test_a_batch_does_not_share_memory_with_the_data_and_keeps_the_graph() -> None:
