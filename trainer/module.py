@@ -155,7 +155,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     def log_dict(self, dictionary: Mapping[str, Any], *, batch_size: int | None = None, **kwargs: Any) -> None:
         """Log every entry of a dict, or every metric of a torchmetrics ``MetricCollection``, as ``log`` does."""
-        collection = dictionary if hasattr(dictionary, "compute_groups") else None
+        collection: Any = dictionary if hasattr(dictionary, "compute_groups") else None
         if collection is None and not isinstance(dictionary, Mapping):
             raise TypeError(
                 f"self.log_dict got {type(dictionary).__name__}. Pass a dict of names and values, or use "
