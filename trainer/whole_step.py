@@ -231,6 +231,12 @@ class WholeStep:
         finally:
             self.switches.wanted = False
         for call in self.heard:
+            if call.options.enable_graph:
+                raise ValueError(
+                    f"self.log({call.name!r}, enable_graph=True) under Trainer(compile={self.trainer.compile!r}): "
+                    "backward has used up the graph behind the value inside of the compiled step. Leave enable_graph "
+                    "out, or use compile=True."
+                )
             self.module.log(call.name, call.value, **call.options._asdict(), batch_size=call.batch_size)
         return found
 

@@ -413,6 +413,17 @@ def test_a_step_that_is_no_one_graph_is_an_error_that_says_where(quiet: dict[str
         trained(quiet, Reads(), compile=COUNTED)
 
 
+def test_a_graph_behind_a_logged_value_is_refused(quiet: dict[str, Any]) -> None:
+    class Kept(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss, enable_graph=True)
+            return loss
+
+    with pytest.raises(ValueError, match=r"self.log\('loss', enable_graph=True\) under .* Leave enable_graph out"):
+        trained(quiet, Kept(), compile={"scope": "step", "backend": "eager"})
+
+
 def test_mistakes_in_the_step_are_said_as_without_it(quiet: dict[str, Any]) -> None:
     class Wrong(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
