@@ -24,24 +24,42 @@ def prefer_foreach(optimizers: Iterable[Optimizer]) -> None:
     With 12 parameters of 32 x 32 AdamW takes a quarter less. On GPUs torch chooses it by itself. What the user has set
     (``foreach``, ``fused``) stays. ``fused`` is faster still, but rounds differently: the user may choose it. So
     do 16 bits in ``foreach``, whose scalars have the tensors' precision.
+
+    A state of the optimizer does not tell: it is the same on every device and with every strategy.
     """
     for optimizer in optimizers:
-        if type(optimizer) not in SAME_BITS:
-            continue
-        for group in optimizer.param_groups:
-            chosen = group.get("foreach", True) is not None or group.get("fused") or group.get("differentiable")
-            if not chosen and _are_numbers(group) and _are_small(group["params"]):
-                group["foreach"] = True
+        open_to = all(group.get("foreach", True) is None for group in optimizer.param_groups)
+        if type(optimizer) in SAME_BITS and open_to and _choose(optimizer):
+            optimizer.register_state_dict_post_hook(_leave_out)
+            optimizer.register_load_state_dict_post_hook(_choose_again)
+
+
+def _choose(optimizer: Optimizer) -> bool:
+    """Set ``foreach`` where it pays; whether it does anywhere."""
+    found = [group for group in optimizer.param_groups if _is_open(group) and _are_small(group["params"])]
+    for group in found:
+        group["foreach"] = True
+    return bool(found)
+
+
+def _choose_again(optimizer: Optimizer) -> None:
+    _choose(optimizer)
+
+
+def _leave_out(_: Optimizer, state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        group["foreach"] = None
+
+
+def _is_open(group: dict[str, Any]) -> bool:
+    """Whether the form of the step is torch's to choose; with a setting in a tensor it refuses ``foreach`` on a CPU."""
+    settings = (value for name, value in group.items() if name != "params")
+    numbers = not any(
+        isinstance(x, Tensor) for value in settings for x in (value if type(value) is tuple else (value,))
+    )
+    return group["foreach"] is None and not group.get("fused") and not group.get("differentiable") and numbers
 
 
 def _are_small(parameters: list[Tensor]) -> bool:
     plain = all(type(p.data) is Tensor and p.is_cpu and p.dtype in SAME_BITS_IN for p in parameters)
     return plain and len(parameters) >= FEWEST and sum(p.numel() for p in parameters) <= MOST_ELEMENTS
-
-
-def _are_numbers(group: dict[str, Any]) -> bool:
-    """Whether settings are numbers: with a learning rate in a tensor torch refuses ``foreach`` on a CPU."""
-    settings = (value for name, value in group.items() if name != "params")
-    return not any(
-        isinstance(one, Tensor) for value in settings for one in (value if type(value) is tuple else (value,))
-    )

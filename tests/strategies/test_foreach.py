@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from typing import Any
 
@@ -116,6 +117,24 @@ def test_a_learning_rate_in_a_tensor_is_stepped_as_torch_does(kind: Any) -> None
         optimizer.step()
         found.append(list(module.parameters()))
     assert all(map(torch.equal, *found))
+
+
+def test_states_do_not_tell_and_loading_one_chooses_again() -> None:
+    optimizer, plain = torch.optim.AdamW(parameters()), torch.optim.AdamW(parameters())
+    before = plain.state_dict()
+    for _ in range(2):
+        prefer_foreach([optimizer])
+        assert optimizer.param_groups[0]["foreach"] is True
+        assert optimizer.state_dict() == before
+        optimizer.load_state_dict(before)
+    assert optimizer.param_groups[0]["foreach"] is True
+    assert copy.deepcopy(optimizer).param_groups[0]["foreach"] is True
+
+
+def test_an_optimizer_of_which_one_group_is_set_stays() -> None:
+    optimizer = torch.optim.SGD([{"params": parameters()}, {"params": parameters(), "foreach": True}], lr=0.1)
+    prefer_foreach([optimizer])
+    assert [group["foreach"] for group in optimizer.state_dict()["param_groups"]] == [None, True]
 
 
 def test_only_small_groups_of_several_and_known_optimizers_are_changed() -> None:

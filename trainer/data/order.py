@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -82,15 +82,20 @@ def _at_once(sampler: Any, start: int) -> Iterator[Any]:
 
 
 def _cut(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Tensor]:
+    """The batches of one drawing, without a call for each."""
+    return chain.from_iterable(_pieces(sampler, source, start))
+
+
+def _pieces(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Sequence[Tensor]]:
     drawn = partial(torch.randperm, len(source), generator=source.generator) if type(source) is RandomSampler else None
     order, size = torch.arange(len(source)) if drawn is None else drawn(), sampler.batch_size
     full = len(order) // size * size
     for first in range(start * size, full, size * _PIECES):
-        yield from order[first : min(first + size * _PIECES, full)].split(size)
+        yield order[first : min(first + size * _PIECES, full)].split(size)
     if drawn is not None:
         drawn()  # as RandomSampler does at its end, for a part that is empty
     if len(order) > max(full, start * size) and not sampler.drop_last:
-        yield order[full:]
+        yield (order[full:],)
 
 
 class NumberedIndices:
@@ -132,7 +137,10 @@ class Order:
         self.opened: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        self.opened = self._numbered() if self.in_workers else self._from_start()
+        if self.in_workers:
+            self.opened = self._numbered()
+        else:
+            self.opened = self._from_start() if self.start else self.from_item(self.sampler, 0)
         return self.opened
 
     def __len__(self) -> int:
@@ -145,8 +153,7 @@ class Order:
 
     def _from_start(self) -> Iterator[Any]:
         items = self.from_item(self.sampler, self.start)
-        if self.start:
-            yield _REACHED
+        yield _REACHED
         yield from items
 
     def _numbered(self) -> Iterator[Any]:
