@@ -164,7 +164,7 @@ class WholeStep:
         items = output.get("num_items") if isinstance(output, Mapping) else None
         usable = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         if loss is None or not usable or (items is not None) != by_items:
-            return without_graph(output), False, before
+            return with_tensors(output, Tensor.detach), False, before
         total: Any = None
         if items is not None:
             loss = loss * (items / (self.unit or 1.0))
@@ -177,7 +177,7 @@ class WholeStep:
             if total is not None:
                 factor = (self.unit or 1.0) / total.clamp(min=torch.finfo(torch.float32).tiny)
             self.trace_update(factor)
-        return without_graph(output), True, total
+        return with_tensors(output, Tensor.detach), True, total  # backward has used up the graph
 
     def trace_gradients(self, loss: Any, complete: bool) -> None:
         """Backward; what the window had already is added up in place while it goes on."""
@@ -311,7 +311,7 @@ class CompiledStep(TrainStep):
             whole.batch_step(batch), batch, batch_idx, by_items, self.items(), complete, factor
         )
         if whole.replays:
-            output = copied(output)
+            output = with_tensors(output, Tensor.clone)  # the next replay writes to the memory of this one
         if not learned:
             return self.left_out(output)
         losses.form_known, losses.by_items = True, items is not None
@@ -378,23 +378,12 @@ def shapes_of(batch: Any) -> Any:
     return None
 
 
-def without_graph(value: Any) -> Any:
-    """The same with tensors detached: the graph behind them has been used up."""
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with its tensors changed; what is no plain collection stays as it is."""
     if isinstance(value, Tensor):
-        return value.detach()
+        return change(value)
     if isinstance(value, dict):
-        return {key: without_graph(one) for key, one in value.items()}
+        return {key: with_tensors(one, change) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)([without_graph(one) for one in value])
-    return value
-
-
-def copied(value: Any) -> Any:
-    """The same with tensors copied, out of memory that the next replay of a CUDA graph writes to."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: copied(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([copied(one) for one in value])
+        return type(value)([with_tensors(one, change) for one in value])
     return value
