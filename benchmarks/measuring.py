@@ -7,6 +7,7 @@ whatever a framework fetches ahead. A tick costs about 0.1 us; the hand-written 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import statistics
@@ -108,6 +109,16 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=LR)
 
 
+def example(name: str) -> Any:
+    """One of the examples as a module, by the name of its file."""
+    path = Path(__file__).resolve().parent.parent / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name[3:], path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    sys.modules[name[3:]] = module  # where torch's compiler looks for what it traces
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
 def checksum(module: nn.Module) -> float:
     """Differs when weights differ: who has done other work has been timed for nothing."""
     return sum(p.detach().double().abs().sum().item() for p in module.parameters())
@@ -127,6 +138,11 @@ def spread(values: Sequence[float]) -> float:
         return (max(values) - min(values)) / 2
     quartiles = statistics.quantiles(values, n=4, method="inclusive")
     return (quartiles[2] - quartiles[0]) / 2
+
+
+def median_error(values: Sequence[float]) -> float:
+    """The error of a median, 95 %: 1.82 times the range between the quartiles over the root of the number of values."""
+    return 1.82 * 2 * spread(values) / len(values) ** 0.5
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import os
 import subprocess
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from measuring import machine, progress, quiet_environment, rss_mb, table
+from measuring import example, machine, progress, quiet_environment, rss_mb, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -103,12 +102,9 @@ class Samples(Dataset):
 
 def transformer(large: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The model of examples/02_language_model.py, 57 million parameters, and a sample."""
-    path = Path(__file__).resolve().parent.parent / "examples" / "02_language_model.py"
-    spec = importlib.util.spec_from_file_location("language_model", path)
-    example = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    spec.loader.exec_module(example)  # type: ignore[union-attr]
-    text = torch.ones(example.CONTEXT + 1, dtype=torch.uint8)
-    return example.LanguageModel(dim=768 if large else 32, depth=8 if large else 2), (text,)
+    script = example("02_language_model")
+    text = torch.ones(script.CONTEXT + 1, dtype=torch.uint8)
+    return script.LanguageModel(dim=768 if large else 32, depth=8 if large else 2), (text,)
 
 
 def convolutions(large: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:

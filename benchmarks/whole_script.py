@@ -1,35 +1,34 @@
 """Whole programs: the loop that tutorials teach beside the examples of this repository as they stand.
 
-    python benchmarks/whole_script.py                     # digits and language model, 5 rounds: some minutes
+    python benchmarks/whole_script.py                     # digits and language model, 16 rounds: half an hour
     python benchmarks/whole_script.py --only digits --rounds 3
     python benchmarks/whole_script.py --smoke
 
 Both train the example's network on its data for the same number of batches, with the validation that the example makes.
 By hand means what a tutorial writes: a DataLoader, ``loss.item()`` for the printed line, ``.item()`` in validation.
-Each run is a process of its own. Timed are passes over some hundred batches after the first, which warms up; a round
-runs every contestant once, and the ratio is that of the medians of a round to those of the loop by hand in it.
+Each runs in a process of its own beside one of the loop by hand, at the same time, each on a core that they change from
+round to round, so that both see the same machine: they wait for each other after the first pass, which warms up (and
+compiles). The figure is the median over the rounds of the ratio of their median passes, +- its error (95 %); the loop
+by hand beside itself shows whether that is right.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
-import random
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from measuring import machine, progress, quiet_environment, spread, table
+from measuring import example, machine, median_error, progress, quiet_environment, table
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 #: What a contestant adds to ``Trainer``; None is the loop by hand.
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 CONTESTANTS: dict[str, dict[str, Any] | None] = {
@@ -40,21 +39,17 @@ CONTESTANTS: dict[str, dict[str, Any] | None] = {
 }
 TASKS = ("digits", "language model")
 #: Batches of the language model between two stamps.
-BLOCK = 20
+BLOCK = 5
 
 Stamps = list[tuple[float, float]]
 
 
 def stamp(stamps: Stamps) -> None:
+    """Note the time; after the first pass wait until the other process is as far."""
+    if len(stamps) == 1 and sys.__stdout__ is not None:
+        print("warm", file=sys.__stdout__, flush=True)
+        sys.stdin.readline()
     stamps.append((time.perf_counter(), time.process_time()))
-
-
-def example(name: str) -> Any:
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(name[3:], EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    return module
 
 
 def digits_by_hand(passes: int) -> Stamps:
@@ -170,10 +165,12 @@ BY_HAND: dict[str, Callable[[int], Stamps]] = {"digits": digits_by_hand, "langua
 TRAINED: dict[str, Callable[..., Stamps]] = {"digits": digits, "language model": language_model}
 
 
-def measure(task: str, name: str, passes: int) -> None:
+def measure(task: str, name: str, passes: int, core: int) -> None:
     """Run one contestant here; print the milliseconds of its median pass, wall and CPU, as JSON on the last line."""
     import torch
 
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     torch.manual_seed(1)
     arguments = CONTESTANTS[name]
@@ -185,43 +182,68 @@ def measure(task: str, name: str, passes: int) -> None:
     print(json.dumps([statistics.median(1e3 * (after[i] - before[i]) for before, after in pairs) for i in (0, 1)]))
 
 
+def side_by_side(task: str, names: Sequence[str], passes: int, cores: Sequence[int]) -> list[list[float]]:
+    """Wall and CPU milliseconds of each contestant's median pass, when they run at the same time."""
+    with contextlib.ExitStack() as files:
+        said = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in names]
+        running = []
+        for name, core, file in zip(names, cores, said, strict=True):
+            command = [sys.executable, __file__, "--measure", task, name, str(core), "--passes", str(passes)]
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file}
+            running.append(subprocess.Popen(command, env=quiet_environment(), text=True, **pipes))
+        warm = [process.stdout.readline() for process in running]  # nothing, from one that failed
+        for process in running if all(warm) else ():
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        found = [process.communicate()[0] for process in running]
+        for name, process, file in zip(names, running, said, strict=True):
+            if process.returncode:
+                file.seek(0)
+                raise SystemExit(f"{name} failed:\n{file.read()[-2000:]}")
+    return [json.loads(out.splitlines()[-1]) for out in found]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--passes", type=int, default=8, help="epochs of the digits, blocks of 20 language batches")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--passes", type=int, default=16, help=f"epochs of the digits, blocks of {BLOCK} text batches")
     parser.add_argument("--only", choices=TASKS, nargs="*", default=TASKS)
     parser.add_argument("--contestants", choices=CONTESTANTS, nargs="*", default=list(CONTESTANTS))
     parser.add_argument("--smoke", action="store_true", help="one round of two passes")
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        measure(*args.measure, args.passes)
+        measure(*args.measure[:2], args.passes, int(args.measure[2]))
         return
     rounds, passes = (1, 2) if args.smoke else (args.rounds, args.passes)
-    order = random.Random(0)
+    cores = usable_cores()
     print(machine())
     for task in args.only:
-        found: dict[str, list[list[float]]] = {name: [] for name in args.contestants}
+        found: dict[str, list[list[list[float]]]] = {name: [] for name in args.contestants}
         for number in range(rounds):
-            for name in order.sample(args.contestants, len(args.contestants)):
-                command = [sys.executable, __file__, "--measure", task, name, "--passes", str(passes)]
-                done = subprocess.run(
-                    command, env=quiet_environment(), capture_output=True, text=True, check=False,
-                )  # fmt: skip
-                if done.returncode:
-                    raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
-                found[name].append(json.loads(done.stdout.splitlines()[-1]))
+            for name in args.contestants:
+                names, here = [name, "by hand"], cores if number % 2 else cores[::-1]
+                if number // 2 % 2:
+                    found[name].append(side_by_side(task, names[::-1], passes, here)[::-1])
+                else:
+                    found[name].append(side_by_side(task, names, passes, here))
             progress(f"{task}: round {number + 1} of {rounds}")
-        hand = found.get("by hand") or [[float("nan")] * 2] * rounds
         rows = []
         for name, times in found.items():
-            wall, cpu = ([mine[i] / other[i] for mine, other in zip(times, hand, strict=True)] for i in (0, 1))
-            ms = statistics.median(time[0] for time in times)
-            rows.append(
-                [name, ms, f"{statistics.median(cpu):.3f}x", f"{spread(cpu):.3f}", f"{statistics.median(wall):.3f}x"]
-            )
+            ratios = ([mine[i] / other[i] for mine, other in times] for i in (1, 0))
+            texts = [f"{statistics.median(each):.3f}x +- {median_error(each):.3f}" for each in ratios]
+            ms = [statistics.median(pair[who][0] for pair in times) for who in (0, 1)]
+            rows.append([name, *ms, *texts])
         print(f"\n### {task.capitalize()}\n")
-        print(table(["", "ms a pass", "CPU, to by hand", "+-", "wall, to by hand"], rows))
+        print(table(["", "ms a pass", "by hand beside it", "CPU, to by hand", "wall, to by hand"], rows), flush=True)
+
+
+def usable_cores() -> list[int]:
+    """Two cores that this process may use."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    if len(cores) < 2:
+        raise SystemExit("Contestants run side by side, which takes 2 cores; this process may use 1.")
+    return cores[:2]
 
 
 if __name__ == "__main__":

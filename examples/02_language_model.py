@@ -66,7 +66,7 @@ class LanguageModel(TrainingModule):
         super().__init__()
         self.save_hyperparameters()
         self.embed, self.position = nn.Embedding(256, dim), nn.Embedding(CONTEXT, dim)
-        self.blocks = nn.Sequential(*(Block(dim, heads=4) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(dim, heads=2) for _ in range(depth)))
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 256))
 
     def forward(self, text: Tensor) -> Tensor:

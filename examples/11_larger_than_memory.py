@@ -58,6 +58,7 @@ def write(model: nn.Module, folder: Path) -> None:
         accelerator.save(tensors, folder / f"{block}.safetensors", safe_serialization=True)
         files.update(dict.fromkeys(tensors, f"{block}.safetensors"))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    accelerator.free_memory()
 
 
 def random_values(shape: torch.Size) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..loggers import messages
+from .heap import give_back_memory
 
 _CGROUP = "/sys/fs/cgroup"
 _CGROUPS = (
@@ -30,6 +31,7 @@ def count(kind: str) -> int:
 
 def available_memory() -> int:
     """Bytes of the host's memory that this process can still take, within the limit of its control group."""
+    give_back_memory()
     try:
         facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(facts["MemAvailable"].split()[0]) * 1024

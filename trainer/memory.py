@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 
 from ..loggers import messages
+from ..strategies.heap import give_back_memory
 from .attempts import DONE, ERROR, OUT_OF_MEMORY, RELEASED, Outcome, Together
 
 
@@ -203,12 +204,13 @@ class _Search:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give back what nothing refers to any more, also what torch keeps of a GPU's memory.
+    """Give back what nothing refers to any more, also what torch keeps of a GPU's memory and the process of the host's.
 
     Args:
         *objects: of which the caller's names are to be set to what this returns: None for each.
     """
     clear_device_cache(garbage_collection=True)
+    give_back_memory()
     return [None] * len(objects)
 
 

@@ -16,6 +16,7 @@ from ..loggers import messages, timings
 from ..loggers.base import Logger
 from ..strategies.base import Strategy
 from ..strategies.choose import choose_strategy
+from ..strategies.heap import freed_memory_kept
 from ..strategies.precision.base import Precision
 from . import arguments as check
 from .attach import attach
@@ -446,7 +447,8 @@ class Trainer(TrainerStatus):
         while True:
             self.state.begin(request.fn)
             result, failed, back, wanted = None, True, None, actions(self._signals)
-            with watch(self.state, wanted), Stops(self, wanted) as self._stops:
+            kept = freed_memory_kept(self.strategy.device)
+            with watch(self.state, wanted), Stops(self, wanted) as self._stops, kept:
                 try:
                     with timings.phase(request.fn), numerics(self):
                         resumed = attach(self, request)

@@ -43,12 +43,11 @@ def thawed() -> Iterator[None]:
     assert (_PROCESS.holders, _PROCESS.froze) == (0, False)
 
 
-class Notes(Callback):
-    """Which generations the callback collected after which step; and the collector as it was in these hooks."""
+class Runs(Callback):
+    """Which generations the callback collected after which step."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[int, int]] = []
-        self.seen: dict[str, list[tuple[bool, tuple[int, int, int], bool]]] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.trainer = trainer
@@ -61,6 +60,14 @@ class Notes(Callback):
         by_hand = sys._getframe(1).f_code.co_filename == garbage_collection.__file__
         if phase == "start" and by_hand:
             self.runs.append((self.trainer.state.updates, info["generation"]))
+
+
+class Notes(Runs):
+    """The collector too, as it was after each batch; Python counts all that is frozen for it, which takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[tuple[bool, tuple[int, int, int], bool]]] = {}
 
     def look(self, where: str) -> None:
         enabled, thresholds, frozen = collector()
@@ -117,7 +124,7 @@ def test_it_begins_after_the_first_step_and_collects_at_multiples_of_n(quiet: di
 
 
 def test_steps_are_optimizer_steps(quiet: dict[str, Any]) -> None:
-    notes = Notes()
+    notes = Runs()
     fit(quiet, GarbageCollection(every_n_steps=2), notes, steps=12, accumulate_grad_batches=3)
     assert [step for step, _ in notes.runs] == [1, 2, 4]
 
@@ -130,7 +137,7 @@ def test_one_collection_in_ten_is_full_if_much_has_arisen(quiet: dict[str, Any])
             kept.extend([[]] for _ in range(100))
             return super().training_step(batch, batch_idx)
 
-    steady, growing = Notes(), Notes()
+    steady, growing = Runs(), Runs()
     fit(quiet, GarbageCollection(every_n_steps=1, freeze=False), steady, steps=3 * FULL_EVERY)
     fit(quiet, GarbageCollection(every_n_steps=1), growing, steps=3 * FULL_EVERY, model=Keeps())
     assert [step for step, generation in steady.runs if generation == 2] == [1]
@@ -146,7 +153,7 @@ def test_objects_that_pile_up_are_gone_over_ever_more_rarely(quiet: dict[str, An
             kept.extend([] for _ in range(1000))
             return super().training_step(batch, batch_idx)
 
-    notes = Notes()
+    notes = Runs()
     fit(quiet, GarbageCollection(every_n_steps=1), notes, steps=300, model=Keeps())
     full = [step for step, generation in notes.runs if generation == 2]
     gaps = [after - before for before, after in pairwise(full[:-1])]
@@ -168,7 +175,7 @@ def test_without_freezing_nothing_is_frozen(quiet: dict[str, Any]) -> None:
 
 def collected_at(folder: Path) -> list[tuple[int, int]]:
     gc.unfreeze()
-    notes = Notes()
+    notes = Runs()
     trainer = Trainer(
         accelerator="cpu",
         strategy="ddp",
@@ -204,7 +211,7 @@ def test_a_fit_leaves_the_collector_as_it_was(quiet: dict[str, Any], enabled: bo
         gc.disable()
     try:
         for _ in range(3):
-            notes = Notes()
+            notes = Runs()
             fit(quiet, GarbageCollection(every_n_steps=5), notes)
             assert collector() == (enabled, (650, 11, 12), 0)
             assert [step for step, _ in notes.runs] == [1, 5, 10, 12]

@@ -211,11 +211,16 @@ def _end(process: subprocess.Popen[Any], folder: Path) -> int:
     while process.poll() is None or processes_of(folder):
         if time.monotonic() > deadline:
             left = processes_of(folder)
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for number in (signal.SIGQUIT, signal.SIGKILL):
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                time.sleep(2)  # for the stacks of all threads to be written
             process.wait()
-            raise RuntimeError(f"{len(left)} processes of {folder} were still there after {LIMIT_SECONDS:.0f} s.")
+            said = (folder / "said.txt").read_text()
+            raise RuntimeError(
+                f"{len(left)} processes of {folder} were still there after {LIMIT_SECONDS:.0f} s. They said:\n{said}"
+            )
         time.sleep(0.005)
     return process.wait()
 

@@ -10,6 +10,7 @@ process at the N-th time it comes to POINT.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import os
 import random
@@ -155,6 +156,7 @@ def main() -> None:
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     args = parser.parse_args()
+    faulthandler.register(signal.SIGQUIT)  # where it hangs, on standard error
     torch.set_num_threads(1)
     seed_everything(7, verbose=False)
     struck_rank = os.environ.get("PACELINE_STRIKE_RANK", "0")

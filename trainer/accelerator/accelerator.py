@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...loggers.timings import timed
 from ...strategies.base import Strategy
+from ...strategies.heap import keep_freed_memory
 from ...strategies.precision.base import Precision
 from ..arguments import named
 from .accumulation import GradientState, Window
@@ -136,6 +137,7 @@ class Accelerator(Facts):
         self._shards = arguments.shards
         self._strategy: Strategy = arguments.strategy
         self._strategy.setup_environment()
+        keep_freed_memory(self._strategy.device)
         choice = arguments.choice
         self.state = AcceleratorState.of(
             PartialState.of(self._strategy),
@@ -509,14 +511,12 @@ class Accelerator(Facts):
             restore(model)
         for placement in self._placements.values():
             placement.strategy.teardown()
-        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._placements):
             kept.clear()
-        self._placements.clear()
         self._windows.clear()
         self.gradient_state.window = Window(self.gradient_state, self._strategy)
         self.step = 0
-        release_memory()
-        return [None] * len(objects)
+        return release_memory(*objects)
 
     clear = free_memory
 

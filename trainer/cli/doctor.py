@@ -8,14 +8,15 @@ import subprocess
 import sys
 import tempfile
 from argparse import REMAINDER, ArgumentParser, Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...loggers import messages
 from .launch_script import Script, find_script
 
-#: Exit status of a run that says nothing.
-NOTHING = 1
+#: For a run that is told to end.
+GRACE_SECONDS = 10.0
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -41,7 +42,9 @@ def run(arguments: Namespace) -> int:
         raise ValueError(f"--steps {arguments.steps} says too little: the first 3 do not count. Take 10 or more.")
     script = find_script(arguments)
     from ..doctor.report import Report
-    from ..doctor.trial import tried
+    from ..doctor.trial import names, tried
+
+    only = names(arguments.only) if arguments.only else None
 
     def measure(change: dict[str, Any]) -> dict[str, Any]:
         return examine(script, arguments, change)
@@ -49,7 +52,6 @@ def run(arguments: Namespace) -> int:
     data = measure({})
     report = Report.from_dict(data)
     if arguments.tries:
-        only = set(arguments.only.split(",")) if arguments.only else None
         report.trials = tried(report, measure, messages.info, only)
     if arguments.json:
         messages.answer(json.dumps(report.as_dict(), indent=1))
@@ -63,7 +65,7 @@ def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dic
     """Run the script once under a plan; returns the report that it wrote.
 
     Raises:
-        RuntimeError: it failed, or trained nothing.
+        RuntimeError: it failed, took too long, or trained nothing.
     """
     from ..doctor.plan import Plan
 
@@ -71,21 +73,33 @@ def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dic
         out = Path(folder) / "report.json"
         environment = {**os.environ, **Plan(str(out), arguments.steps, change).environment()}
         processes = 1 if change.get("devices") == 1 else arguments.num_processes
-        done = subprocess.run(
-            _command(script, processes),
-            env=environment,
-            timeout=arguments.timeout,
-            stdout=sys.stderr,  # what the script prints is not the report
-            check=False,
-        )
+        status = _status(_command(script, processes), environment, arguments.timeout)
         if out.exists():
             return json.loads(out.read_text(encoding="utf-8"))
-    if done.returncode:
-        raise RuntimeError(f"{script.target} ended with status {done.returncode}; what it said stands above.")
+    if status:
+        raise RuntimeError(f"{script.target} ended with status {status}; what it said stands above.")
     raise RuntimeError(
         f"{script.target} ended without a training that could be measured. It has to call Trainer.fit, or to train "
         "with an Accelerator in a loop over a prepared DataLoader."
     )
+
+
+def _status(command: list[str], environment: dict[str, str], timeout: float) -> int:
+    """Run a command to its end, and return its exit status. What it prints is not the report: to standard error."""
+    with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
+        try:
+            return process.wait(timeout)
+        except BaseException as error:
+            process.terminate()  # a launcher passes it on
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            process.kill()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise RuntimeError(
+                f"The run took longer than --timeout {timeout:g} seconds and was ended. If it does not hang, raise "
+                "--timeout, or lower --steps."
+            ) from None
 
 
 def _command(script: Script, processes: int | None) -> list[str]:

@@ -35,6 +35,19 @@ def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "compile", "compile=True", {"compile": True}
 
 
+def names(text: str) -> set[str]:
+    """The names in ``"num_workers,compile"``.
+
+    Raises:
+        ValueError: a name that nothing has.
+    """
+    found = {name.strip() for name in text.split(",")}
+    unknown = found - set(NAMES)
+    if unknown:
+        raise ValueError(f"There is nothing to try named {sorted(unknown)[0]!r}. Choose from {', '.join(NAMES)}.")
+    return found
+
+
 def speed(ranks: list[dict[str, Any]] | list[Facts]) -> float:
     """Samples a second of all processes together; batches, where nobody knows the samples in one."""
     found = [rank if isinstance(rank, Facts) else _facts(rank) for rank in ranks]
@@ -58,13 +71,7 @@ def tried(
         measure: runs the script under a change and returns the report's data.
         say: told what is tried just now.
         only: names of what is to be tried; None: all.
-
-    Raises:
-        ValueError: a name that nothing has.
     """
-    unknown = (only or set()) - set(NAMES)
-    if unknown:
-        raise ValueError(f"There is nothing to try named {sorted(unknown)[0]!r}. Choose from {', '.join(NAMES)}.")
     first = report.ranks[0]
     before = speed(report.ranks)
     rows = [_row("as it is", before, before, first.step)]

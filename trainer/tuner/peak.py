@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ...strategies.heap import give_back_memory
+
 _RESET = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 
@@ -19,6 +21,7 @@ def start(device: torch.device) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return
+    give_back_memory()
     with suppress(OSError):  # another system, or a container that forbids it
         _RESET.write_text("5")
 

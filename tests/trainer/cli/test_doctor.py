@@ -122,3 +122,21 @@ def test_too_few_steps_are_refused(tmp_path: Path) -> None:
     done = doctor("--steps", "4", "idle.py")
     assert done.returncode == 2
     assert "--steps 4" in done.stderr
+
+
+def test_a_run_that_hangs_is_ended_and_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time; print('begun', flush=True); time.sleep(1000)")
+    done = doctor("--timeout", "1", str(script))
+    assert done.returncode == 2
+    assert "paceline doctor: The run took longer than --timeout 1 seconds and was ended." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_names_of_what_is_to_be_tried_are_checked_before_anything_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('begun', flush=True)")
+    done = doctor("--try", "--only", "wrokers", str(script))
+    assert done.returncode == 2
+    assert "nothing to try named 'wrokers'" in done.stderr
+    assert "begun" not in done.stderr

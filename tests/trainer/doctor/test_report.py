@@ -15,7 +15,7 @@ from paceline.trainer.doctor.facts import Facts
 from paceline.trainer.doctor.finding import duration, percent
 from paceline.trainer.doctor.planned import changed
 from paceline.trainer.doctor.report import Report
-from paceline.trainer.doctor.trial import candidates, tried
+from paceline.trainer.doctor.trial import candidates, names, tried
 
 FACTS = Facts(
     steps=100,
@@ -89,7 +89,7 @@ def test_trying_compares_every_run_with_the_first_and_keeps_what_failed() -> Non
     assert "2 processes do 1.00 times the samples of one: a scaling efficiency of 50 %." in report.text()
     assert "num_workers=2 (was 1) is best: 4.00 times as fast" in report.verdict()
     with pytest.raises(ValueError, match="named 'wrokers'"):
-        tried(report, measure, print, {"wrokers"})
+        names("compile,wrokers")
 
 
 def test_only_what_can_be_changed_is_tried() -> None:
