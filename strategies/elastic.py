@@ -150,6 +150,8 @@ def _config(
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
+    from . import rendezvous
+
     # A program under nohup ignores SIGHUP, and should go on doing so. SIGUSR1 is SLURM's word before it ends a job.
     handled = [name for name in SIGNALS if hasattr(signal, name) and not is_ignored(getattr(signal, name))]
     if "SLURM_JOB_ID" not in os.environ:
@@ -162,7 +164,7 @@ def _config(
             nproc_per_node=num_processes,
             run_id="paceline",
             role=options.role,
-            rdzv_backend="static" if static else options.rdzv_backend,
+            rdzv_backend=rendezvous.register() if static else options.rdzv_backend,
             rdzv_endpoint=f"{place.address}:{place.port}",
             rdzv_configs={**options.rdzv_conf, **({"rank": place.node_rank} if static else {})},
             max_restarts=options.max_restarts,

@@ -213,9 +213,7 @@ def test_two_machines_meet_at_the_given_address(script: Path, environ: dict[str,
     threads = len(os.sched_getaffinity(0))
     expected = [(0, f"{node} 2 ok {tmp_path} {threads} {port}\n") for node in range(2)]
     assert [(status, out) for status, out, _ in ended] == expected
-    assert ended[0][2] == ""
-    # Torch warns on the second machine if the first, which has the store, is gone a moment earlier.
-    assert all("TCPStore" in line or "frame #" in line or not line.strip() for line in ended[1][2].splitlines())
+    assert [err for _, _, err in ended] == ["", ""]
 
 
 def test_a_program_from_standard_input_cannot_run_again(environ: dict[str, str], tmp_path: Path) -> None:
