@@ -18,6 +18,7 @@ from .compiling import compile_in_place, scope_of, uncompiled
 from .data.datamodule import DataModule
 from .data.source import DataSource
 from .defaults import check_state_keys, order, refuse_switched_off
+from .doctor.plan import Plan
 from .hooks import HookTable, method_of, overridden, own_methods
 from .metrics import MetricStore
 from .module import TrainingModule
@@ -292,12 +293,13 @@ def prepare_data(trainer: Trainer) -> None:
 def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
     """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
 
+    A fit that ``paceline doctor`` examines starts from none: one that goes on may have nothing left to train.
     ``"last"`` and ``"auto"`` stay words until the callbacks of this run are known, or where they save. A fit in a job
     that SLURM requeued means ``"auto"`` without being told.
     """
     from .checkpoint.find import find_checkpoint
 
-    if request.trial:
+    if request.trial or (request.fn == "fit" and Plan.found() is not None):
         return None
     told = None if request.again else trainer._ckpt_asked
     asked = request.ckpt_path if told is None else told

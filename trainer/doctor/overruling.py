@@ -17,16 +17,10 @@ def overruled(given: dict[str, Any]) -> dict[str, Any]:
         return given
     from .planned import PlannedDoctor
 
-    changed = {name: plan.change[name] for name in ARGUMENTS if name in plan.change}
-    accumulate = changed.get("accumulate_grad_batches", given["accumulate_grad_batches"])
-    steps = max(1, plan.steps // accumulate)
-    least = given["max_steps"]
     return {
         **given,
-        **changed,
+        **{name: plan.change[name] for name in ARGUMENTS if name in plan.change},
         "profiler": PlannedDoctor(plan),
-        "max_steps": steps if least in (-1, None) else min(steps, least),
-        "max_epochs": given["max_epochs"] if given["max_epochs"] is not None else -1,
         "min_steps": None,
         "min_epochs": None,
         "barebones": False,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from ...callbacks.checkpoint_keeper import CheckpointKeeper
 from ...loggers import messages
 from .measure import Doctor
 from .plan import Plan, loader_change
@@ -35,11 +36,25 @@ class PlannedDoctor(Doctor):
         self.__init__(state["plan"])
 
     def connect(self, trainer: Trainer) -> None:
-        """Let the training loader be the changed one."""
+        """Let the training loader be the changed one, and checkpoints be written where no other run finds them."""
+        if trainer.state.fn != "fit":
+            return
         change, source = loader_change(self.plan.change), trainer._source
-        if change and trainer.state.fn == "fit":
+        if change:
             load: Callable[[str], Any] = source._load
             source._load = lambda stage: changed(load(stage), **change) if stage == "train" else load(stage)
+        keepers = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointKeeper)]
+        for number, keeper in enumerate(keepers):
+            keeper.move(Path(self.plan.out).parent / f"checkpoints{number}")
+
+    def attach(self, trainer: Trainer) -> None:
+        """Let the fit end after the plan's batches, or where it would end before."""
+        super().attach(trainer)
+        if trainer.state.fn == "fit":
+            steps = max(1, self.plan.steps // trainer.accumulate_grad_batches)
+            if not trainer.training_module.automatic_optimization:
+                steps = self.plan.steps * max(1, len(trainer.optimizers))  # each counts, and most step in every batch
+            trainer.max_steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
     def describe(self) -> None:
         if self.report is None or not messages.is_rank_zero():
