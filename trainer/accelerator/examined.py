@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -64,5 +65,10 @@ def _examine(accelerator: Accelerator, plan: Plan) -> None:
         end_training()
 
     own["end_training"] = end
-    if accelerator.num_processes == 1:
-        atexit.register(finish)
+    atexit.register(finish_if_it_went_well, finish)
+
+
+def finish_if_it_went_well(finish: Callable[[], None]) -> None:
+    """At the end of a program: the report takes all processes, and one that failed is alone."""
+    if getattr(sys, "last_value", None) is None:
+        finish()

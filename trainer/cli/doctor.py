@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from .launch_script import Script, find_script
 
 #: For a run that is told to end.
 GRACE_SECONDS = 10.0
+#: The exit status of a command that was interrupted.
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -32,33 +35,49 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a run (default: 1800)")
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="the training script; its arguments follow")
-    parser.add_argument("script_args", nargs=REMAINDER, help="its own arguments")
+    parser.add_argument("script_args", nargs=REMAINDER, help="its own arguments").required = False
     parser.set_defaults(no_python=False)
 
 
 def run(arguments: Namespace) -> int:
     """Run the script, print the report; returns the exit status."""
-    if arguments.steps < 10:
-        raise ValueError(f"--steps {arguments.steps} says too little: the first 3 do not count. Take 10 or more.")
-    script = find_script(arguments)
     from ..doctor.report import Report
-    from ..doctor.trial import names, tried
+    from ..doctor.trial import mark_best, names, tried
 
+    check(arguments)
     only = names(arguments.only) if arguments.only else None
+    script = find_script(arguments)
+    os.makedirs(arguments.out, exist_ok=True)
 
     def measure(change: dict[str, Any]) -> dict[str, Any]:
         return examine(script, arguments, change)
 
-    data = measure({})
-    report = Report.from_dict(data)
+    report = Report.from_dict(measure({}))
+    status = 0
     if arguments.tries:
-        report.trials = tried(report, measure, messages.info, only)
+        try:
+            for row in tried(report, measure, messages.info, only):
+                report.trials.append(row)
+        except KeyboardInterrupt:
+            messages.info("Interrupted: what follows is what was found before.")
+            status = INTERRUPTED
+        mark_best(report.trials)
     if arguments.json:
         messages.answer(json.dumps(report.as_dict(), indent=1))
     else:
         report.say(answer=True)
     report.write(arguments.out)
-    return 0
+    return status
+
+
+def check(arguments: Namespace) -> None:
+    """Refuse what makes no sense before anything runs."""
+    if arguments.steps < 10:
+        raise ValueError(f"--steps {arguments.steps} says too little: the first 3 do not count. Take 10 or more.")
+    if arguments.only is not None and not arguments.tries:
+        raise ValueError(f"--only {arguments.only} chooses from what --try tries. Add --try, or leave --only out.")
+    if arguments.num_processes is not None and arguments.num_processes < 1:
+        raise ValueError(f"--num_processes {arguments.num_processes}: a run has one process or more.")
 
 
 def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dict[str, Any]:
@@ -77,11 +96,20 @@ def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dic
         if out.exists():
             return json.loads(out.read_text(encoding="utf-8"))
     if status:
-        raise RuntimeError(f"{script.target} ended with status {status}; what it said stands above.")
+        raise RuntimeError(f"{script.target} {ended(status)}")
     raise RuntimeError(
         f"{script.target} ended without a training that could be measured. It has to call Trainer.fit, or to train "
         "with an Accelerator in a loop over a prepared DataLoader."
     )
+
+
+def ended(status: int) -> str:
+    """How a program ended that failed, in words."""
+    if status >= 0:
+        return f"ended with status {status}; what it said stands above."
+    name = signal.Signals(-status).name
+    reason = " The system does that when memory runs out: look into dmesg." if name == "SIGKILL" else ""
+    return f"was ended by {name}.{reason}"
 
 
 def _status(command: list[str], environment: dict[str, str], timeout: float) -> int:

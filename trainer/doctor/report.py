@@ -81,6 +81,8 @@ class Report:
         best = next((row for row in self.trials if row.get("best")), None)
         if best is None:
             return ""
+        if len(self.trials) > 1 and all("error" in row for row in self.trials[1:]):
+            return " Everything that was tried failed; the table says how."
         if best["factor"] == 1.0:
             return " Nothing that was tried is faster."
         return f" Of what was tried, {best['what']} is best: {best['factor']:.2f} times as fast."

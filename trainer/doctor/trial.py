@@ -14,7 +14,7 @@ NAMES = ("num_workers", "pin_memory", "batch_size", "processes", "compile", "acc
 
 
 def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What is worth trying after a run: name, words, and the change of the plan."""
+    """What is worth trying after a run: name, words, and the change of the plan. In a loop of one's own: its loader."""
     loader = facts.loader
     workers = loader.get("num_workers")
     if workers is not None:
@@ -28,11 +28,15 @@ def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
             for factor in (2, 4):
                 size = loader["batch_size"]
                 yield "batch_size", f"batch_size={size * factor} (was {size})", {"batch_factor": factor}
+    if facts.own_loop:
+        return
     if facts.world_size > 1:
         yield "processes", f"one process (was {facts.world_size})", {"devices": 1, "strategy": "auto"}
         factor = facts.accumulate * 4
         yield "accumulation", f"accumulate_grad_batches={factor}", {"accumulate_grad_batches": factor}
     yield "compile", "compile=True", {"compile": True}
+    if facts.world_size == 1:
+        yield "compile", "compile='step'", {"compile": "step"}
 
 
 def names(text: str) -> set[str]:
@@ -41,10 +45,11 @@ def names(text: str) -> set[str]:
     Raises:
         ValueError: a name that nothing has.
     """
-    found = {name.strip() for name in text.split(",")}
-    unknown = found - set(NAMES)
-    if unknown:
-        raise ValueError(f"There is nothing to try named {sorted(unknown)[0]!r}. Choose from {', '.join(NAMES)}.")
+    found = {name.strip() for name in text.split(",")} - {""}
+    unknown = sorted(found - set(NAMES))
+    if unknown or not found:
+        what = f"There is nothing to try named {unknown[0]!r}" if unknown else f"--only {text!r} names nothing"
+        raise ValueError(f"{what}. Choose from {', '.join(NAMES)}.")
     return found
 
 
@@ -63,8 +68,8 @@ def tried(
     measure: Callable[[dict[str, Any]], dict[str, Any]],
     say: Callable[[str], None],
     only: set[str] | None = None,
-) -> list[dict[str, Any]]:
-    """Try everything that fits, and compare.
+) -> Iterator[dict[str, Any]]:
+    """Try everything that fits, and compare: a row for the run before, then one for each.
 
     Args:
         report: of the run before.
@@ -74,21 +79,24 @@ def tried(
     """
     first = report.ranks[0]
     before = speed(report.ranks)
-    rows = [_row("as it is", before, before, first.step)]
+    yield _row("as it is", before, before, first.step)
     for name, words, change in candidates(first):
         if only is not None and name not in only:
             continue
         say(f"Trying {words} ...")
         try:
-            data = measure(change)
+            found = [_facts(rank) for rank in measure(change)["ranks"]]
         except (RuntimeError, OSError) as error:
-            rows.append({"what": words, "error": str(error).splitlines()[0][:80]})
+            yield {"what": words, "error": str(error).splitlines()[0][:80]}
             continue
-        found = [_facts(rank) for rank in data["ranks"]]
-        rows.append(_row(words, speed(found), before, found[0].step))
-    best = max(rows, key=lambda row: row.get("samples_per_second", 0.0))
-    best["best"] = True
-    return rows
+        fast = speed(found)
+        yield _row(words, fast, before, found[0].step) if fast else {"what": words, "error": "ended too soon"}
+
+
+def mark_best(rows: list[dict[str, Any]]) -> None:
+    """Mark the row with the most samples a second."""
+    if rows:
+        max(rows, key=lambda row: row.get("samples_per_second", 0.0))["best"] = True
 
 
 def _row(what: str, found: float, before: float, step: float) -> dict[str, Any]:

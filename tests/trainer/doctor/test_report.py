@@ -15,7 +15,7 @@ from paceline.trainer.doctor.facts import Facts
 from paceline.trainer.doctor.finding import duration, percent
 from paceline.trainer.doctor.planned import changed
 from paceline.trainer.doctor.report import Report
-from paceline.trainer.doctor.trial import candidates, names, tried
+from paceline.trainer.doctor.trial import candidates, mark_best, names, tried
 
 FACTS = Facts(
     steps=100,
@@ -80,7 +80,8 @@ def test_trying_compares_every_run_with_the_first_and_keeps_what_failed() -> Non
         return Report.of([replace(FACTS, rank=rank, seconds=seconds) for rank in (0, 1)]).as_dict()
 
     report = Report.of(REPORT.ranks)
-    report.trials = tried(report, measure, lambda text: None)
+    report.trials = list(tried(report, measure, lambda text: None))
+    mark_best(report.trials)
     rows = {row["what"]: row for row in report.trials}
     assert rows["num_workers=2 (was 1)"]["factor"] == pytest.approx(4.0)
     assert rows["num_workers=2 (was 1)"]["best"]
@@ -92,9 +93,21 @@ def test_trying_compares_every_run_with_the_first_and_keeps_what_failed() -> Non
         names("compile,wrokers")
 
 
+def test_a_trial_that_trained_nothing_is_no_result() -> None:
+    def measure(change: dict[str, object]) -> dict[str, object]:
+        return Report.of([replace(FACTS, steps=0, seconds={})]).as_dict()
+
+    report = Report.of(REPORT.ranks)
+    report.trials = list(tried(report, measure, lambda text: None, {"num_workers"}))
+    mark_best(report.trials)
+    assert all(row["error"] == "ended too soon" for row in report.trials[1:])
+    assert "Everything that was tried failed" in report.verdict()
+
+
 def test_only_what_can_be_changed_is_tried() -> None:
     plain = replace(FACTS, world_size=1, local_world_size=1, loader={"kind": "list"})
-    assert [name for name, *_ in candidates(plain)] == ["compile"]
+    assert [words for _, words, _ in candidates(plain)] == ["compile=True", "compile='step'"]
+    assert not list(candidates(replace(plain, own_loop=True))), "the plan changes a Trainer's arguments"
     gpu = {name for name, *_ in candidates(replace(FACTS, device="cuda"))}
     assert gpu == {"num_workers", "pin_memory", "batch_size", "processes", "accumulation", "compile"}
 
