@@ -23,9 +23,10 @@ def _mean(case: Case, *parts: str) -> float:
     return sum(facts.share(*parts) for facts in case) / len(case)
 
 
-def _of_run(case: Case, part: str) -> float:
+def _of_loop(case: Case, part: str) -> float:
+    """Its share of the host's time since steps count: what stands between steps is in no step of a device's."""
     facts = case[0]
-    return facts.run_parts.get(part, 0.0) / facts.run_seconds if facts.run_seconds else 0.0
+    return facts.seconds.get(part, 0.0) / facts.total if facts.total else 0.0
 
 
 def host_syncs(case: Case) -> Finding | None:
@@ -102,18 +103,18 @@ def recompiles(case: Case) -> Finding | None:
         "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for shapes that change "
         "(Trainer(compile={'dynamic': True})).",
         faster(share) if share > 0.01 else "No more stalls; after 8 recompilations torch gives up and runs uncompiled.",
-        max(share, _of_run(case, "compile"), 0.05),
+        max(share, _of_loop(case, "compile"), 0.05),
     )
 
 
 def evaluation_share(case: Case) -> Finding | None:
     """Much of the time goes into validation."""
-    share = _of_run(case, "evaluation")
+    share = _of_loop(case, "evaluation")
     if share < EVALUATION:
         return None
     return Finding(
         "evaluation_share",
-        f"Validation takes {percent(share)} of the run.",
+        f"Validation takes {percent(share)} of the time.",
         "It runs too often, or over more batches than the figure needs.",
         "check_val_every_n_epoch=, val_check_interval=, limit_val_batches=; larger batches there: it has no gradients.",
         f"Validating a quarter as often: {1 / (1 - 0.75 * share):.1f} times as fast.",
@@ -123,12 +124,12 @@ def evaluation_share(case: Case) -> Finding | None:
 
 def checkpoint_share(case: Case) -> Finding | None:
     """Training stands still while checkpoints are written."""
-    share = _of_run(case, "checkpoint")
+    share = _of_loop(case, "checkpoint")
     if share < CHECKPOINT or case[0].often.get("checkpoint", 0) < 2:
         return None  # the one at the end of a short run says nothing of a long one
     return Finding(
         "checkpoint_share",
-        f"Saving checkpoints stops the training for {percent(share)} of the run.",
+        f"Saving checkpoints stops the training for {percent(share)} of the time.",
         "They are large for how often they are written, or the disk is slow.",
         "ModelCheckpoint(every_n_train_steps=...) less often; background=True writes while the training goes on.",
         f"{1 / (1 - share):.1f} times as fast if they are written in the background.",

@@ -241,6 +241,30 @@ class Keeps(Small):
         time.sleep(self.pause)
 
 
+class SlowStart(Callback):
+    """What a short run consists of mostly: everything that happens before its first batch."""
+
+    def on_train_start(self, *_: Any) -> None:
+        time.sleep(1.0)
+
+
+def test_validation_and_checkpoints_are_a_share_of_the_loop_however_long_the_start_took() -> None:
+    often = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)
+
+    class Both(Validates, Keeps):
+        pause = 0.02
+
+    around: dict[str, Any] = {"callbacks": [SlowStart(), often], "enable_checkpointing": True}
+    report = diagnose(Both(0.005), batches(20), batches(15), **around)
+    for key, part in (("evaluation_share", "evaluation"), ("checkpoint_share", "checkpoint")):
+        assert f"{100 * report.ranks[0].share(part):.0f} %" in only(report, key).what, "as the table says"
+
+
+def test_a_slow_start_makes_no_finding() -> None:
+    report = diagnose(Validates(0.02), batches(16), batches(2), callbacks=[SlowStart()])
+    assert not keys(report) & {"evaluation_share", "checkpoint_share", "logging_share"}, report.text()
+
+
 def test_checkpoints_that_stop_the_training() -> None:
     often = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)
     report = diagnose(Keeps(0.005), batches(16), callbacks=[often], enable_checkpointing=True)
