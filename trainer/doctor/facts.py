@@ -24,6 +24,7 @@ class Facts:
 
     Attributes:
         rank: which.
+        own_loop: the loop is the user's, with an Accelerator; no Trainer runs.
         steps: batches that count; those before, in which memory is laid out and graphs are compiled, do not.
         seconds: host seconds of the counted steps, by part; they add up to the time that passed.
         device_seconds: the same of the device's time line, scaled to all steps that count; empty without a GPU.
@@ -39,6 +40,7 @@ class Facts:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    own_loop: bool = False
     strategy: str = ""
     device: str = "cpu"
     device_name: str = ""

@@ -314,7 +314,7 @@ class Doctor(Profiler):
         kept = facts.steps / done if done > 0 else 0.0
         facts.updates = round((subject.updates - self._updates) * kept)
         facts.collection_seconds *= kept
-        facts.accumulate = subject.accumulate
+        facts.accumulate, facts.own_loop = subject.accumulate, subject.own_loop
         parameters = [parameter for module in subject.modules for parameter in module.parameters()]
         facts.parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)
         facts.loader = loader_facts(subject.loader)
