@@ -14,6 +14,8 @@ import torch
 from ...strategies.affinity import NODES, nodes, parse
 from .clock import INDEX, PARTS, WHOLE
 
+#: Steps at the beginning that do not count.
+WARM_UP = 3
 #: Points of the line of step times that are kept.
 MOST_POINTS = 2000
 

@@ -26,7 +26,7 @@ from paceline import Callback, Trainer
 from paceline.callbacks import GarbageCollection, ModelCheckpoint
 from paceline.strategies import DDPStrategy
 from paceline.trainer.doctor import findings
-from paceline.trainer.doctor.facts import Facts, usable_cores
+from paceline.trainer.doctor.facts import WARM_UP, Facts, usable_cores
 from paceline.trainer.doctor.measure import Doctor
 from paceline.trainer.doctor.report import Report
 
@@ -45,10 +45,18 @@ def test_a_healthy_run_gives_no_finding_at_all() -> None:
     assert "Nothing stands out" in report.verdict()
 
 
-def test_a_run_that_is_too_short_says_so_and_nothing_else() -> None:
-    report = diagnose(Small(), batches(3))
+def test_a_run_that_is_too_short_says_how_many_batches_are_needed_and_nothing_else() -> None:
+    report = diagnose(Small(), batches(WARM_UP))
     assert report.findings == []
-    assert "too short" in report.verdict()
+    assert f"too short to say anything: the first {WARM_UP} batches do not count" in report.verdict()
+    assert f"{WARM_UP + 1} or more" in report.verdict()
+    assert "A step takes" in diagnose(Small(), batches(WARM_UP + 1)).verdict(), "the number is true"
+
+
+def test_a_run_that_is_too_short_is_no_good_news_on_the_page() -> None:
+    page = diagnose(Small(), batches(WARM_UP)).html()
+    assert '<div class="card "><h3>The run was too short.</h3>' in page
+    assert 'class="card good"' not in page
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
