@@ -60,6 +60,8 @@ def doctor(accelerator: Accelerator, examiner: Doctor) -> Iterator[Doctor]:
 class Wiring:
     """Wraps what was prepared, and answers what the doctor asks of the loop."""
 
+    own_loop = True
+
     def __init__(self, accelerator: Accelerator, examiner: Doctor) -> None:
         self.accelerator, self.examiner = accelerator, examiner
         self.updates = 0

@@ -14,6 +14,8 @@ import torch
 from ...strategies.affinity import NODES, nodes, parse
 from .clock import INDEX, PARTS, WHOLE
 
+#: Steps at the beginning that do not count.
+WARM_UP = 3
 #: Points of the line of step times that are kept.
 MOST_POINTS = 2000
 
@@ -24,6 +26,7 @@ class Facts:
 
     Attributes:
         rank: which.
+        own_loop: the loop is the user's, with an Accelerator; no Trainer runs.
         steps: batches that count; those before, in which memory is laid out and graphs are compiled, do not.
         seconds: host seconds of the counted steps, by part; they add up to the time that passed.
         device_seconds: the same of the device's time line, scaled to all steps that count; empty without a GPU.
@@ -39,6 +42,7 @@ class Facts:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    own_loop: bool = False
     strategy: str = ""
     device: str = "cpu"
     device_name: str = ""

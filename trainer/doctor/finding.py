@@ -51,6 +51,11 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
 
 
+def there(case: Case, with_trainer: str, in_own_loop: str) -> str:
+    """The advice for the door that the run came through: each has names of its own."""
+    return in_own_loop if case[0].own_loop else with_trainer
+
+
 def faster(share: float) -> str:
     """What it would bring if this share of the time were not spent."""
     return (

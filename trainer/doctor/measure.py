@@ -14,7 +14,7 @@ from ..data.batches import batch_size_of
 from ..profilers.base import Profiler
 from .clock import INDEX, PARTS, STEPS, Clock
 from .device_clock import EVERY, DeviceClock
-from .facts import Facts, from_rows, loader_facts, memory_of, numa_of, usable_cores
+from .facts import WARM_UP, Facts, from_rows, loader_facts, memory_of, numa_of, usable_cores
 from .subject import Subject, TrainerSubject
 from .watches import Collections, Compilations, StepWatch
 
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _END = object()
 
-#: Steps at the beginning that do not count.
-WARM_UP = 3
-#: Fewer steps than these say nothing.
-LEAST_STEPS = 5
 #: Steps in which every operator is looked at; they are among those that do not count.
 WATCHED = (1, 2)
 
@@ -314,7 +310,7 @@ class Doctor(Profiler):
         kept = facts.steps / done if done > 0 else 0.0
         facts.updates = round((subject.updates - self._updates) * kept)
         facts.collection_seconds *= kept
-        facts.accumulate = subject.accumulate
+        facts.accumulate, facts.own_loop = subject.accumulate, subject.own_loop
         parameters = [parameter for module in subject.modules for parameter in module.parameters()]
         facts.parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)
         facts.loader = loader_facts(subject.loader)

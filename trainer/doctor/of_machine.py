@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...loggers.messages import ranks as named_ranks
-from .finding import Case, Finding, duration, faster, percent
+from .finding import Case, Finding, duration, faster, percent, there
 from .of_data import cores_each
 
 #: Shares of the time from which on something is worth a word.
@@ -106,9 +106,13 @@ def collection_pauses(case: Case) -> Finding | None:
         f"Python's garbage collector takes {percent(share)} of the time on rank {worst.rank} ({worst.collections} "
         f"runs, {duration(worst.collection_seconds / max(worst.collections, 1))} each).",
         "It walks over all objects of the program, or is called by hand (gc.collect()) in the step.",
-        "Trainer(callbacks=[GarbageCollection()]), which freezes what is there and collects on all ranks at once, or a "
-        "larger every_n_steps where it is at work; in a loop of your own gc.freeze() when everything is set up. Data "
-        "in arrays instead of many small Python objects.",
+        there(
+            case,
+            "Trainer(callbacks=[GarbageCollection()]), which freezes what is there and collects on all ranks at once, "
+            "or a larger every_n_steps where it is at work.",
+            "gc.freeze() when everything is set up; gc.collect() less often.",
+        )
+        + " Data in arrays instead of many small Python objects.",
         faster(share),
         share,
     )

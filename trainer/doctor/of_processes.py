@@ -6,7 +6,7 @@ from statistics import median
 
 from ...loggers.messages import ranks as named_ranks
 from .facts import Facts
-from .finding import Case, Finding, duration, faster, percent
+from .finding import Case, Finding, duration, faster, percent, there
 
 #: Shares of the time from which on something is worth a word.
 COMMUNICATION = 0.20
@@ -35,7 +35,8 @@ def model_too_small(case: Case) -> Finding | None:
         f"{n} processes are slower than one: gradients take {duration(wait)} a step, computing {duration(compute)}.",
         f"One process would compute all {n} shares of a batch in at most {duration(alone)}; together they take "
         f"{duration(together)}.",
-        "Trainer(devices=1) with the whole batch; several processes pay when a step computes longer than it talks.",
+        there(case, "Trainer(devices=1)", "paceline launch --num_processes 1")
+        + " with the whole batch; several processes pay when a step computes longer than it talks.",
         f"At least {together / alone:.1f} times as fast (paceline doctor --try measures it).",
         wait / max(together, 1e-12),
     )
@@ -49,14 +50,14 @@ def communication_bound(case: Case) -> Finding | None:
     if facts.world_size < 2 or share < COMMUNICATION or model_too_small(case):
         return None
     size = facts.parameter_bytes / 1e6
+    often = there(case, "accumulate_grad_batches=4", "Accelerator(gradient_accumulation_steps=4)")
     half = " DDPStrategy(ddp_comm_hook='bf16') halves the bytes;" if facts.device == "cuda" else ""
     return Finding(
         "communication_bound",
         f"Waiting for gradients takes {percent(share)} of each step ({duration(wait)}), on every rank.",
         f"{size:.3g} MB of gradients go between {facts.world_size} processes, and backward hides only a part of it.",
-        f"accumulate_grad_batches=4 communicates a quarter as often;{half} a larger batch computes longer for the same "
-        "bytes.",
-        f"With accumulate_grad_batches=4 about {1 / (1 - share * 0.75):.1f} times as fast.",
+        f"{often} communicates a quarter as often;{half} a larger batch computes longer for the same bytes.",
+        f"A quarter as often, about {1 / (1 - share * 0.75):.1f} times as fast.",
         share,
     )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from .finding import Case, Finding, duration, faster, percent
+from ...strategies.single_device import SingleDevice
+from .finding import Case, Finding, duration, faster, percent, there
 
 #: Shares of the time from which on something is worth a word.
 EVALUATION = 0.30
@@ -23,9 +24,10 @@ def _mean(case: Case, *parts: str) -> float:
     return sum(facts.share(*parts) for facts in case) / len(case)
 
 
-def _of_run(case: Case, part: str) -> float:
+def _of_loop(case: Case, part: str) -> float:
+    """Its share of the host's time since steps count: what stands between steps is in no step of a device's."""
     facts = case[0]
-    return facts.run_parts.get(part, 0.0) / facts.run_seconds if facts.run_seconds else 0.0
+    return facts.seconds.get(part, 0.0) / facts.total if facts.total else 0.0
 
 
 def host_syncs(case: Case) -> Finding | None:
@@ -48,11 +50,23 @@ def host_syncs(case: Case) -> Finding | None:
         f"wait for the {'GPU' if on_gpu else 'device'}: {listed}{more}.",
         f"The first one {first['what']}. Until the device has caught up nothing new is queued; it then stands idle."
         + ("" if on_gpu else " On the CPU, as here, that costs nothing."),
-        "Keep values as tensors: self.log(name, tensor) reads them later, all together; torch.where instead of if.",
+        there(
+            case,
+            "Keep values as tensors: self.log(name, tensor) reads them later, all together; torch.where instead of if.",
+            "Keep values as tensors and read them every n steps, all together; torch.where instead of if.",
+        ),
         "The device gets its work early again." if on_gpu else "Nothing here; it does on a GPU.",
         share=0.1 if on_gpu else 0.0,
         is_note=not on_gpu,
     )
+
+
+def _compiling(case: Case) -> str:
+    """What compiling can do about many short operators; of networks alone it is often the opposite."""
+    if not case[0].own_loop and case[0].strategy == SingleDevice.__name__:
+        return "Trainer(compile='step'), one graph of the whole step, which takes some 30 s to make."
+    asked = there(case, "Trainer(compile=True)", "Accelerator(dynamo_backend='inductor')")
+    return f"try {asked} and measure it: small networks can get slower."
 
 
 def batch_too_small(case: Case) -> Finding | None:
@@ -70,7 +84,7 @@ def batch_too_small(case: Case) -> Finding | None:
         f"A step calls {facts.operators} operators that take {duration(each)} each, on a batch of {facts.batch_size}.",
         "Calling one costs some 5 us before anything is computed: batch or model are too small for the device.",
         f"A larger batch (try {(facts.batch_size or 1) * 4}, with the learning rate to match), fewer and fused "
-        "operations, or Trainer(compile=True).",
+        f"operations, or {_compiling(case)}",
         "Up to a size at which operators take some 50 us, a larger batch takes hardly longer: up to "
         f"{min(16.0, max(1.5, 4 * SMALL_OPERATOR / each)):.0f} times the samples a second.",
         share * 0.5,
@@ -99,23 +113,29 @@ def recompiles(case: Case) -> Finding | None:
         "recompiles",
         f"torch.compile compiled {first['function']} {first['times'] + 1} times ({duration(spent)} for all compiling).",
         f"The last reason: {first['reason'] or 'torch does not say'}.",
-        "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for shapes that change "
-        "(Trainer(compile={'dynamic': True})).",
+        "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for shapes that change ("
+        + there(case, "Trainer(compile={'dynamic': True})", "TorchDynamoPlugin(dynamic=True)")
+        + ").",
         faster(share) if share > 0.01 else "No more stalls; after 8 recompilations torch gives up and runs uncompiled.",
-        max(share, _of_run(case, "compile"), 0.05),
+        max(share, _of_loop(case, "compile"), 0.05),
     )
 
 
 def evaluation_share(case: Case) -> Finding | None:
     """Much of the time goes into validation."""
-    share = _of_run(case, "evaluation")
+    share = _of_loop(case, "evaluation")
     if share < EVALUATION:
         return None
     return Finding(
         "evaluation_share",
-        f"Validation takes {percent(share)} of the run.",
+        f"Validation takes {percent(share)} of the time.",
         "It runs too often, or over more batches than the figure needs.",
-        "check_val_every_n_epoch=, val_check_interval=, limit_val_batches=; larger batches there: it has no gradients.",
+        there(
+            case,
+            "check_val_every_n_epoch=, val_check_interval=, limit_val_batches=; larger batches there: it has no "
+            "gradients.",
+            "Evaluate less often, over fewer batches or larger ones: it has no gradients.",
+        ),
         f"Validating a quarter as often: {1 / (1 - 0.75 * share):.1f} times as fast.",
         share * 0.75,
     )
@@ -123,15 +143,23 @@ def evaluation_share(case: Case) -> Finding | None:
 
 def checkpoint_share(case: Case) -> Finding | None:
     """Training stands still while checkpoints are written."""
-    share = _of_run(case, "checkpoint")
+    share = _of_loop(case, "checkpoint")
     if share < CHECKPOINT or case[0].often.get("checkpoint", 0) < 2:
         return None  # the one at the end of a short run says nothing of a long one
     return Finding(
         "checkpoint_share",
-        f"Saving checkpoints stops the training for {percent(share)} of the run.",
+        f"Saving checkpoints stops the training for {percent(share)} of the time.",
         "They are large for how often they are written, or the disk is slow.",
-        "ModelCheckpoint(every_n_train_steps=...) less often; background=True writes while the training goes on.",
-        f"{1 / (1 - share):.1f} times as fast if they are written in the background.",
+        there(
+            case,
+            "ModelCheckpoint(every_n_train_steps=...) less often; background=True writes while the training goes on.",
+            "Save less often, or to a faster disk.",
+        ),
+        there(
+            case,
+            f"{1 / (1 - share):.1f} times as fast if they are written in the background.",
+            f"Saving a quarter as often: {1 / (1 - 0.75 * share):.1f} times as fast.",
+        ),
         share,
     )
 
@@ -146,7 +174,8 @@ def logging_share(case: Case) -> Finding | None:
     advice = (
         "Trainer(profiler='simple') lists each hook. Do such work every n steps, or at the end of an epoch."
         if callbacks >= logging
-        else "Trainer(log_every_n_steps=...) less often, fewer values, or a logger that writes in the background."
+        else there(case, "Trainer(log_every_n_steps=...) less often", "accelerator.log every n steps")
+        + ", fewer values, or a logger that writes in the background."
     )
     return Finding(
         "logging_share",

@@ -13,7 +13,7 @@ from ...loggers import messages
 from ...loggers.page import Html, Section, card, line_chart, paragraph, pie, side_by_side, stacked_bars, table
 from ...loggers.page import page as whole_page
 from .clock import PARTS
-from .facts import Facts
+from .facts import WARM_UP, Facts
 from .finding import Finding, duration, percent
 from .findings import examine
 
@@ -65,7 +65,10 @@ class Report:
         """The whole in one sentence or two."""
         first = self.ranks[0]
         if not first.steps:
-            return "The run was too short to say anything: some 20 steps are needed. Run longer."
+            return (
+                f"The run was too short to say anything: the first {WARM_UP} batches do not count. Train "
+                f"{WARM_UP + 1} or more."
+            )
         speed = first.samples_per_second
         rate = f", {speed * first.world_size:,.0f} samples a second" if speed else ""
         head = f"A step takes {duration(first.step)}{rate}."
@@ -231,8 +234,8 @@ class Report:
 
     def _cards(self) -> list[Html]:
         if not self.findings:
-            text = "Nothing stands out." if self.ranks[0].steps else "The run was too short."
-            return [card(text, [self.verdict()], "good")]
+            text, kind = ("Nothing stands out.", "good") if self.ranks[0].steps else ("The run was too short.", "")
+            return [card(text, [self.verdict()], kind)]
         return [
             card(
                 finding.what,

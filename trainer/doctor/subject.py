@@ -21,6 +21,7 @@ class Subject(Protocol):
         communication: what :meth:`Strategy.communication_seconds` says; empty for None.
         accumulate: micro-batches an update.
         is_compiled: torch.compile is at work, which does not go with looking at operators.
+        own_loop: the loop is the user's; no Trainer runs.
     """
 
     @property
@@ -34,6 +35,8 @@ class Subject(Protocol):
     @property
     def is_compiled(self) -> bool: ...
     @property
+    def own_loop(self) -> bool: ...
+    @property
     def modules(self) -> Sequence[nn.Module]: ...
     @property
     def loader(self) -> Any: ...
@@ -44,6 +47,8 @@ class Subject(Protocol):
 
 class TrainerSubject:
     """A fit of a Trainer."""
+
+    own_loop = False
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -107,7 +107,10 @@ def test_a_hidden_wait_in_the_loop_names_its_line() -> None:
             optimizer.zero_grad()
             print(loss.item())  # the planted line
     assert doctor.report is not None
-    assert any("planted line" in finding.what for finding in doctor.report.findings if finding.key == "host_syncs")
+    (finding,) = [finding for finding in doctor.report.findings if finding.key == "host_syncs"]
+    assert "planted line" in finding.what
+    assert "self.log" not in finding.change
+    assert "every n steps" in finding.change
 
 
 def test_each_of_two_processes_is_in_the_report() -> None:

@@ -26,7 +26,7 @@ from paceline import Callback, Trainer
 from paceline.callbacks import GarbageCollection, ModelCheckpoint
 from paceline.strategies import DDPStrategy
 from paceline.trainer.doctor import findings
-from paceline.trainer.doctor.facts import Facts, usable_cores
+from paceline.trainer.doctor.facts import WARM_UP, Facts, usable_cores
 from paceline.trainer.doctor.measure import Doctor
 from paceline.trainer.doctor.report import Report
 
@@ -45,10 +45,18 @@ def test_a_healthy_run_gives_no_finding_at_all() -> None:
     assert "Nothing stands out" in report.verdict()
 
 
-def test_a_run_that_is_too_short_says_so_and_nothing_else() -> None:
-    report = diagnose(Small(), batches(3))
+def test_a_run_that_is_too_short_says_how_many_batches_are_needed_and_nothing_else() -> None:
+    report = diagnose(Small(), batches(WARM_UP))
     assert report.findings == []
-    assert "too short" in report.verdict()
+    assert f"too short to say anything: the first {WARM_UP} batches do not count" in report.verdict()
+    assert f"{WARM_UP + 1} or more" in report.verdict()
+    assert "A step takes" in diagnose(Small(), batches(WARM_UP + 1)).verdict(), "the number is true"
+
+
+def test_a_run_that_is_too_short_is_no_good_news_on_the_page() -> None:
+    page = diagnose(Small(), batches(WARM_UP)).html()
+    assert '<div class="card "><h3>The run was too short.</h3>' in page
+    assert 'class="card good"' not in page
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -144,6 +152,8 @@ def test_a_batch_that_is_too_small_for_the_device() -> None:
     finding = only(diagnose(Small(), batches(200, rows=2)), "batch_too_small")
     assert "on a batch of 2" in finding.what
     assert "try 8" in finding.change
+    assert "Trainer(compile='step')" in finding.change
+    assert "compile=True" not in finding.change, "slower on small networks"
 
 
 def test_a_large_batch_or_work_that_takes_its_time_is_no_small_batch() -> None:
@@ -152,6 +162,14 @@ def test_a_large_batch_or_work_that_takes_its_time_is_no_small_batch() -> None:
     module = Healthy()
     module.layer = torch.nn.Linear(1024, 1024)
     assert "batch_too_small" not in keys(diagnose(module, [torch.randn(48, 1024)] * 12))
+
+
+def test_a_whole_step_is_compiled_on_one_device_only() -> None:
+    facts = replace(diagnose(Small(), batches(200, rows=2)).ranks[0], strategy="DDPStrategy", world_size=2)
+    (finding,) = [f for f in findings.examine([facts]) if f.key == "batch_too_small"]
+    assert "compile='step'" not in finding.change
+    assert "Trainer(compile=True)" in finding.change
+    assert "can get slower" in finding.change
 
 
 COMPILE = {"backend": "eager", "dynamic": False}
@@ -241,6 +259,30 @@ class Keeps(Small):
         time.sleep(self.pause)
 
 
+class SlowStart(Callback):
+    """What a short run consists of mostly: everything that happens before its first batch."""
+
+    def on_train_start(self, *_: Any) -> None:
+        time.sleep(1.0)
+
+
+def test_validation_and_checkpoints_are_a_share_of_the_loop_however_long_the_start_took() -> None:
+    often = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)
+
+    class Both(Validates, Keeps):
+        pause = 0.02
+
+    around: dict[str, Any] = {"callbacks": [SlowStart(), often], "enable_checkpointing": True}
+    report = diagnose(Both(0.005), batches(20), batches(15), **around)
+    for key, part in (("evaluation_share", "evaluation"), ("checkpoint_share", "checkpoint")):
+        assert f"{100 * report.ranks[0].share(part):.0f} %" in only(report, key).what, "as the table says"
+
+
+def test_a_slow_start_makes_no_finding() -> None:
+    report = diagnose(Validates(0.02), batches(16), batches(2), callbacks=[SlowStart()])
+    assert not keys(report) & {"evaluation_share", "checkpoint_share", "logging_share"}, report.text()
+
+
 def test_checkpoints_that_stop_the_training() -> None:
     often = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)
     report = diagnose(Keeps(0.005), batches(16), callbacks=[often], enable_checkpointing=True)
@@ -315,7 +357,6 @@ def test_collections_in_every_step() -> None:
     many = [[i] for i in range(300_000)]
     finding = only(diagnose(Collects(), batches(12)), "collection_pauses")
     assert "GarbageCollection()" in finding.change
-    assert "gc.freeze" in finding.change
     assert many
 
 
@@ -377,6 +418,45 @@ def test_far_memory_from_recorded_facts() -> None:
     (finding,) = findings.examine([FINE, replace(far, rank=1)])
     assert finding.key == "numa_distance"
     assert "Rank 1" in finding.what
+
+
+# ---- loops of one's own ----------------------------------------------------------------------------------------------
+
+OWN_LOOP = Facts(
+    own_loop=True,
+    strategy="DDPStrategy",
+    world_size=2,
+    steps=100,
+    updates=100,
+    seconds={"forward": 0.05, "backward": 0.09},
+    step_seconds=[0.0014] * 100,
+    batch_size=4,
+    cores=16,
+)
+LINE = {"file": "train.py", "number": 3, "text": "loss.item()", "what": "reads", "times": 1}
+AGAIN = {"function": "forward", "times": 4, "reason": ""}
+
+
+@pytest.mark.parametrize(
+    ("key", "planted", "words"),
+    [
+        ("host_syncs", {"lines": [LINE]}, "read them every n steps, all together"),
+        ("batch_too_small", {"operators": 200}, "Accelerator(dynamo_backend='inductor')"),
+        ("recompiles", {"recompilations": [AGAIN]}, "TorchDynamoPlugin(dynamic=True)"),
+        ("evaluation_share", {"seconds": {"forward": 1.0, "evaluation": 1.0}}, "Evaluate less often"),
+        ("checkpoint_share", {"seconds": {"forward": 1.0, "checkpoint": 1.0}, "often": {"checkpoint": 3}}, "Save less"),
+        ("logging_share", {"seconds": {"forward": 1.0, "logging": 1.0}}, "accelerator.log every n steps"),
+        ("model_too_small", {"communication": {"exposed": 8e-4}}, "paceline launch --num_processes 1"),
+        ("communication_bound", {"communication": {"exposed": 4e-4}}, "Accelerator(gradient_accumulation_steps=4)"),
+        ("collection_pauses", {"collection_seconds": 0.1, "collections": 10}, "gc.freeze()"),
+    ],
+)
+def test_a_loop_of_one_s_own_is_told_of_what_exists_there(key: str, planted: dict[str, Any], words: str) -> None:
+    (finding,) = findings.examine([replace(OWN_LOOP, **planted)])
+    assert finding.key == key
+    assert words in finding.change
+    for name in ("Trainer", "ModelCheckpoint", "self.log", "val_check", "GarbageCollection", "accumulate_grad_batches"):
+        assert name not in finding.change + finding.gain
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------

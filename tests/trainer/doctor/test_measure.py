@@ -17,8 +17,8 @@ from paceline import Callback, Trainer
 from paceline.callbacks import ModelCheckpoint
 from paceline.trainer.doctor.clock import INDEX, PARTS, Clock
 from paceline.trainer.doctor.device_clock import DeviceClock
-from paceline.trainer.doctor.facts import Facts, from_rows, usable_cores
-from paceline.trainer.doctor.measure import WARM_UP, Doctor, part_of
+from paceline.trainer.doctor.facts import WARM_UP, Facts, from_rows, usable_cores
+from paceline.trainer.doctor.measure import Doctor, part_of
 from paceline.trainer.doctor.report import Report
 
 PAUSE = 0.01
