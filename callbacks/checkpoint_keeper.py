@@ -94,10 +94,6 @@ class CheckpointKeeper(Checkpoint):
         """The folder of the files, absolute; None until it is known, which a fit settles when it begins."""
         return self._files.folder or None
 
-    def move(self, dirpath: str | os.PathLike[str]) -> None:
-        """From the next fit on write into another folder."""
-        self._given_dirpath = locations.absolute(dirpath)
-
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         if stage == "fit":
             self._files.folder = trainer.strategy.broadcast(self._folder(trainer))

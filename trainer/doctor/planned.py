@@ -45,7 +45,7 @@ class PlannedDoctor(Doctor):
             source._load = lambda stage: changed(load(stage), **change) if stage == "train" else load(stage)
         keepers = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointKeeper)]
         for number, keeper in enumerate(keepers):
-            keeper.move(Path(self.plan.out).parent / f"checkpoints{number}")
+            keeper._given_dirpath = str(Path(self.plan.out).parent / f"checkpoints{number}")
 
     def attach(self, trainer: Trainer) -> None:
         """Let the fit end after the plan's batches, or where it would end before."""
