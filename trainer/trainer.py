@@ -492,7 +492,7 @@ class Trainer(TrainerStatus):
         self.state.status = "interrupted"
         if not self._stops.signum:
             self.strategy.abandon(error)
-        self._run_all([self._metrics.drain, partial(self.saver.wait, together=False)])
+        self._run_all([self.profiler.interrupted, self._metrics.drain, partial(self.saver.wait, together=False)])
         if self._hooks is not None:
             self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ...loggers import messages
 from ...strategies.base import Strategy
 from ..doctor.clock import INDEX
 from ..doctor.measure import Doctor
@@ -39,6 +40,8 @@ _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 def doctor(accelerator: Accelerator, examiner: Doctor) -> Iterator[Doctor]:
     """Context around a loop; at its end the report is made on all ranks together, said and written.
 
+    A loop that an error ends is judged by the steps that rank 0 has done.
+
     Args:
         accelerator: whose loop it is. What is prepared inside of the context is measured too.
         examiner: what measures.
@@ -48,13 +51,27 @@ def doctor(accelerator: Accelerator, examiner: Doctor) -> Iterator[Doctor]:
     try:
         wiring.wrap()
         examiner.begin(wiring)
-        yield examiner
+        try:
+            yield examiner
+        except BaseException:
+            wiring.unwrap()
+            _judge_what_is_done(examiner)
+            raise
         wiring.unwrap()  # what is said and exchanged below is no part of the loop
         examiner.end()
         examiner.describe()
     finally:
         wiring.unwrap()
         examiner.teardown("fit")
+
+
+def _judge_what_is_done(examiner: Doctor) -> None:
+    """The loop was ended by an error, which nothing that goes wrong here hides."""
+    try:
+        examiner.interrupted()
+        examiner.describe()
+    except Exception as error:
+        messages.warn(f"The doctor cannot judge a loop that an error ended: {type(error).__name__}: {error}")
 
 
 class Wiring:

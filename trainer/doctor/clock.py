@@ -112,3 +112,12 @@ class Clock:
         totals[self.current] += now - self.last
         self.last = now
         self.rows.append(tuple(totals))
+
+    def cut(self) -> None:
+        """The run ends here, maybe inside of a step: of that one only what stands around steps counts."""
+        self.enter(self.current)
+        if self.rows:
+            row = list(self.rows[-1])
+            for name in WHOLE:
+                row[INDEX[name]] = self.totals[INDEX[name]]
+            self.rows.append(tuple(row))

@@ -71,7 +71,7 @@ def part_of(action: str) -> str | None:
 
 
 class Doctor(Profiler):
-    """Measures a fit and says at its end what is slow, why, what to change and what that should bring.
+    """Measures a fit and says at its end, also one by an error, what is slow, why, and what changing it should bring.
 
     It costs some microseconds a step. Blocks of one's own under ``trainer.profiler.profile(name)`` count for the part
     in which they stand.
@@ -84,7 +84,7 @@ class Doctor(Profiler):
             batches that are too small. These two steps take several times as long.
 
     Attributes:
-        report: what was found, on rank 0 after a fit.
+        report: what was found, on rank 0 after a fit; None after one that was ended before a step counted.
     """
 
     def __init__(
@@ -218,14 +218,24 @@ class Doctor(Profiler):
         if self.subject is None:
             return
         strategy = self.subject.strategy
+        self.clock.boundary()
         self.end_watching()
         found = strategy.gather_objects(self.facts())
         if strategy.is_global_zero:
             self.conclude(found)
 
+    def interrupted(self) -> None:
+        """Judge the steps that are done, those of this process alone."""
+        if self.subject is None:
+            return
+        self.clock.cut()
+        self.end_watching()
+        facts = self.facts()
+        if facts.steps and self.subject.strategy.is_global_zero:
+            self.conclude([facts])
+
     def end_watching(self) -> None:
-        """The last step is over: nothing is looked at any more."""
-        self.clock.boundary()
+        """Nothing is looked at any more."""
         if self.step_watch is not None:
             self.step_watch.end()
             self._finish_watching()
@@ -242,7 +252,7 @@ class Doctor(Profiler):
         self.report = Report.of(found)
 
     def split(self) -> dict[str, float]:
-        """That of the report; of a fit that did not come to its end, all that the clock of the host has seen."""
+        """That of the report; of a fit without one, all that the clock of the host has seen."""
         from .report import WORDS
 
         if self._stage != "fit":

@@ -23,11 +23,16 @@ def _on_the_way(case: Case) -> float:
     return min(facts.step * facts.share("communication") for facts in case)
 
 
+def _some_are_missing(case: Case) -> bool:
+    """Not all ranks are known: one that waits for gradients may wait for another that is late."""
+    return len(case) < case[0].world_size
+
+
 def model_too_small(case: Case) -> Finding | None:
     """One process alone would be faster."""
     n = case[0].world_size
     wait, compute = _on_the_way(case), max(facts.compute for facts in case)
-    if n < 2 or not compute or wait <= (n - 1) * compute:
+    if n < 2 or _some_are_missing(case) or not compute or wait <= (n - 1) * compute:
         return None
     alone, together = n * compute, compute + wait
     return Finding(
@@ -47,7 +52,7 @@ def communication_bound(case: Case) -> Finding | None:
     facts = case[0]
     wait = _on_the_way(case)
     share = wait / facts.step if facts.step else 0.0
-    if facts.world_size < 2 or share < COMMUNICATION or model_too_small(case):
+    if facts.world_size < 2 or _some_are_missing(case) or share < COMMUNICATION or model_too_small(case):
         return None
     size = facts.parameter_bytes / 1e6
     often = there(case, "accumulate_grad_batches=4", "Accelerator(gradient_accumulation_steps=4)")

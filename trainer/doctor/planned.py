@@ -61,6 +61,9 @@ class PlannedDoctor(Doctor):
             return
         Path(self.plan.out).write_text(json.dumps(self.report.as_dict()), encoding="utf-8")
 
+    def interrupted(self) -> None:
+        """Nothing: a script that fails is an error, not a report."""
+
     def ended(self) -> None:
         """The fit is over, and with it what is examined."""
         raise SystemExit(0)

@@ -71,13 +71,20 @@ class Report:
             )
         speed = first.samples_per_second
         rate = f", {speed * first.world_size:,.0f} samples a second" if speed else ""
-        head = f"A step takes {duration(first.step)}{rate}."
+        head = f"A step takes {duration(first.step)}{rate}.{self._alone()}"
         if not self.problems:
             return f"{head} Nothing stands out: the time goes into the model.{self._tried()}"
         worst = self.problems[0]
         more = len(self.problems) - 1
         others = f" {more} more finding{'s' if more > 1 else ''} below." if more else ""
         return f"{head} {worst.what} {worst.change}{others}{self._tried()}"
+
+    def _alone(self) -> str:
+        """Whom the report is about, where that is not everybody."""
+        count = self.ranks[0].world_size
+        if len(self.ranks) == count:
+            return ""
+        return f" Only rank 0 of {count} is judged: the run did not come to its end."
 
     def _tried(self) -> str:
         """What trying has shown, if something was tried."""

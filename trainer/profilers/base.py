@@ -110,6 +110,9 @@ class Profiler:
     def finish(self, trainer: Trainer) -> None:
         """The run has come to its end, on all ranks, which may still talk to each other."""
 
+    def interrupted(self) -> None:
+        """An error or a signal ends the run here, in this process at least: others may not answer any more."""
+
     def ended(self) -> None:
         """A fit is over and everything torn down, in each process that called it."""
 

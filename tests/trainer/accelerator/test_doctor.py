@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline import Accelerator
+from paceline.loggers.messages import PacelineWarning
 from paceline.trainer.doctor.report import Report
 
 PAUSE = 0.01
@@ -94,6 +96,54 @@ def test_an_error_in_the_loop_is_the_loop_s_and_leaves_nothing() -> None:
     with pytest.raises(KeyError, match="on purpose"):
         fails()
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_loop_that_is_ended_by_an_error_is_judged_by_the_steps_it_has_done(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader, _ = prepared(accelerator, 0.0)
+    context = accelerator.doctor(write=False)
+    examiner: list[Any] = []
+
+    def ends() -> None:
+        with context as doctor:
+            examiner.append(doctor)
+            for index, batch in enumerate(loader):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if index == 8:
+                    raise KeyboardInterrupt
+
+    if broken:
+        monkeypatch.setattr("paceline.trainer.doctor.measure.Doctor.facts", lambda self: 1 / 0)
+    told = pytest.warns(PacelineWarning, match="ZeroDivisionError") if broken else nullcontext()
+    with told, pytest.raises(KeyboardInterrupt):
+        ends()
+    if not broken:
+        assert examiner[0].report.ranks[0].steps == 8 - 3, "the step under way is left out"
+    assert "forward" not in vars(model)
+
+
+def test_an_evaluation_that_is_broken_off_counts_as_long_as_it_took() -> None:
+    accelerator = Accelerator(cpu=True)
+    parts = prepared(accelerator)
+    found: list[Any] = []
+
+    def ends() -> None:
+        with accelerator.doctor(write=False) as doctor:
+            found.append(doctor)
+            loop(accelerator, *parts)
+            parts[0].eval()
+            for _ in parts[-1]:
+                time.sleep(0.3)
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ends()
+    assert found[0].report.ranks[0].seconds["evaluation"] >= 0.3
 
 
 def test_a_hidden_wait_in_the_loop_names_its_line() -> None:

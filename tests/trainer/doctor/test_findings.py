@@ -452,7 +452,8 @@ AGAIN = {"function": "forward", "times": 4, "reason": ""}
     ],
 )
 def test_a_loop_of_one_s_own_is_told_of_what_exists_there(key: str, planted: dict[str, Any], words: str) -> None:
-    (finding,) = findings.examine([replace(OWN_LOOP, **planted)])
+    facts = replace(OWN_LOOP, **planted)
+    (finding,) = findings.examine([facts, replace(facts, rank=1)])
     assert finding.key == key
     assert words in finding.change
     for name in ("Trainer", "ModelCheckpoint", "self.log", "val_check", "GarbageCollection", "accumulate_grad_batches"):

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from patients import QUIET, Healthy, Slow, Small, batches, diagnose
+from patients import QUIET, Healthy, Slow, Small, batches, diagnose, keys
+from processes import ranks
 from torch.utils.data import DataLoader
 
 from paceline import Callback, Trainer
 from paceline.callbacks import ModelCheckpoint
+from paceline.loggers.messages import PacelineWarning
 from paceline.trainer.doctor.clock import INDEX, PARTS, Clock
 from paceline.trainer.doctor.device_clock import DeviceClock
 from paceline.trainer.doctor.facts import WARM_UP, Facts, from_rows, usable_cores
 from paceline.trainer.doctor.measure import Doctor, part_of
+from paceline.trainer.doctor.plan import Plan
+from paceline.trainer.doctor.planned import PlannedDoctor
 from paceline.trainer.doctor.report import Report
 
 PAUSE = 0.01
@@ -163,24 +170,108 @@ def test_a_device_s_parts_are_read_from_events_that_nobody_waits_for() -> None:
     assert len(device._free) == 3, "events are used again"
 
 
-def test_a_run_that_fails_leaves_nothing_behind_and_makes_no_report() -> None:
-    class Fails(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == self.at:
-                raise KeyError("on purpose")
-            return super().training_step(batch, batch_idx)
+class Fails(Small):
+    """Does something in a step that ends the run."""
 
+    def __init__(self, at: int, ends: Callable[[], None]) -> None:
+        super().__init__(0.001)
+        self.at, self.ends = at, ends
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == self.at:
+            self.ends()
+        return super().training_step(batch, batch_idx)
+
+
+def fails() -> None:
+    raise KeyError("on purpose")
+
+
+def is_interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def gets_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_run_that_fails_leaves_nothing_behind_and_one_that_is_short_makes_no_report() -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     hooks = list(gc.callbacks)
-    for at in (1, 12):
-        module, doctor = Fails(), Doctor(write=False)
-        module.at = at
+    for at in (1, WARM_UP, 12):
+        doctor = Doctor(write=False)
         with pytest.raises(KeyError, match="on purpose"):
-            Trainer(**QUIET, profiler=doctor).fit(module, batches(20))
+            Trainer(**QUIET, profiler=doctor).fit(Fails(at, fails), batches(20))
         assert _get_current_dispatch_mode() is None
         assert gc.callbacks == hooks
-        assert doctor.report is None
+        assert (doctor.report is None) == (at <= WARM_UP)
+
+
+@pytest.mark.parametrize(
+    ("ends", "error"), [(fails, KeyError), (is_interrupted, KeyboardInterrupt), (gets_ctrl_c, KeyboardInterrupt)]
+)
+def test_a_run_that_is_ended_is_judged_by_the_steps_it_has_done(
+    ends: Callable[[], None], error: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    doctor = Doctor(tmp_path)
+    with pytest.raises(error):
+        Trainer(**QUIET, profiler=doctor).fit(Fails(60, ends), batches(100))
+    assert doctor.report is not None
+    assert doctor.report.ranks[0].steps == 60 - WARM_UP, "the step under way is left out"
+    assert json.loads((tmp_path / "doctor.json").read_text())["verdict"] == doctor.report.verdict()
+    assert (tmp_path / "doctor.html").exists()
+    assert "Doctor: A step takes" in caplog.text
+
+
+def test_a_validation_that_is_broken_off_counts_as_long_as_it_took() -> None:
+    class Stuck(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.2)
+            raise KeyboardInterrupt
+
+    doctor = Doctor(write=False)
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(**QUIET, profiler=doctor).fit(Stuck(0.001), batches(20), batches(2))
+    assert doctor.report is not None
+    assert doctor.report.ranks[0].seconds["evaluation"] >= 0.2
+    assert "evaluation_share" in keys(doctor.report)
+
+
+@pytest.mark.parametrize("method", ["facts", "describe"])
+def test_an_error_of_the_doctor_s_own_does_not_hide_the_one_that_ended_the_run(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(self: Doctor) -> Any:
+        raise RuntimeError("the doctor's own")
+
+    monkeypatch.setattr(Doctor, method, breaks)
+    told = pytest.warns(PacelineWarning, match="RuntimeError came up as well: the doctor's own")
+    with told, pytest.raises(KeyError, match="on purpose"):
+        Trainer(**QUIET, profiler="doctor").fit(Fails(30, fails), batches(100))
+
+
+def test_of_several_processes_that_fail_the_first_is_judged_alone() -> None:
+    def run() -> Any:
+        doctor = Doctor(write=False)
+        with contextlib.suppress(BaseException):
+            Trainer(**QUIET, profiler=doctor, strategy="ddp", devices=2).fit(Fails(30, fails), batches(100))
+        return None if doctor.report is None else doctor.report.as_dict()
+
+    first, second = ranks(2, run)
+    assert second is None
+    report = Report.from_dict(first)
+    assert [facts.steps for facts in report.ranks] == [30 - WARM_UP]
+    assert "Only rank 0 of 2 is judged" in report.verdict()
+    assert not keys(report) & {"communication_bound", "model_too_small", "stragglers"}, "which take all of them"
+
+
+def test_a_script_that_fails_is_no_report_for_the_command_that_runs_it(tmp_path: Path) -> None:
+    plan = Plan(str(tmp_path / "report.json"))
+    with pytest.raises(KeyError, match="on purpose"):
+        Trainer(**QUIET, profiler=PlannedDoctor(plan)).fit(Fails(30, fails), batches(100))
+    assert not Path(plan.out).exists()
 
 
 def test_epochs_accumulation_and_a_stop_inside_an_epoch_are_measured_alike() -> None:
