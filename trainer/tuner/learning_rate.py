@@ -53,11 +53,7 @@ class LRFinder:
         last = len(self.results["loss"]) - max(skip_end, 0)
         indices = [i for i in range(max(skip_begin, 0), last) if math.isfinite(self.results["loss"][i])]
         if len(indices) < 2:
-            messages.warn(
-                f"The range test made {len(self.results['loss'])} steps, too few to suggest a learning rate from when "
-                f"the first {skip_begin} and the last {skip_end} are left out. Raise num_training, lower max_lr or "
-                "skip_begin."
-            )
+            messages.warn(self._why_none(skip_begin, skip_end))
             self._optimal_idx = None
             return None
         lowest = min(indices, key=self.results["loss"].__getitem__)
@@ -67,6 +63,27 @@ class LRFinder:
         (slope,) = torch.gradient(losses, spacing=(rates,))
         self._optimal_idx = indices[int(slope.argmin())]
         return self.results["lr"][self._optimal_idx]
+
+    def _why_none(self, skip_begin: int, skip_end: int) -> str:
+        """Why there is nothing to suggest, and what to do."""
+        losses = self.results["loss"]
+        first = 1 + max((i for i, loss in enumerate(losses) if math.isfinite(loss)), default=-1)
+        if first == len(losses):
+            return (
+                f"The range test made {len(losses)} steps, too few to suggest a learning rate from when the first "
+                f"{skip_begin} and the last {skip_end} are left out. Raise num_training, lower max_lr or skip_begin."
+            )
+        rate = self.results["lr"][first]
+        if first == 0:
+            cause = "Before any update the rate is not to blame: look into the batches, the loss and the precision"
+        else:
+            cause = (
+                f"If {rate:.4g} is too high a rate, lower min_lr and max_lr; else look into the batches and the loss"
+            )
+        return (
+            f"The range test found no learning rate: the loss was {losses[first]} from step {first + 1} on, at a rate "
+            f"of {rate:.4g}. {cause}; Trainer(detect_anomaly=True) names the operation."
+        )
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
         """Draw the loss over the rate with matplotlib; returns the figure.

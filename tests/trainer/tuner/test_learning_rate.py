@@ -59,6 +59,38 @@ def test_the_suggestion_is_where_the_loss_falls_fastest_over_the_logarithm() -> 
         assert found.suggestion(skip_begin=39) is None
 
 
+class Breaks(TinyModule):
+    """Its loss is no number from a step on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.made = first, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.made += 1
+        return self.loss(batch) * (math.nan if self.made >= self.first else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (
+            1,
+            r"the loss was nan from step 1 on, at a rate of 1e-08\. Before any update the rate is not to blame",
+        ),
+        (
+            4,
+            r"the loss was nan from step 4 on, at a rate of 1\.748e-08\. If 1\.748e-08 is too high a rate, lower",
+        ),
+    ],
+)
+def test_a_loss_that_is_no_number_is_said_with_its_step(first: int, said: str) -> None:
+    module = Breaks(first)
+    with pytest.warns(PacelineWarning, match=said + ".*detect_anomaly=True"):
+        Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader())
+    assert module.lr == 0.1
+
+
 def test_the_plot_marks_the_suggestion(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = [10 ** (-5 + i / 10) for i in range(40)]
     found = LRFinder("exponential", 0.0, 1.0, 40, {"lr": rates, "loss": [-rate for rate in rates]})
