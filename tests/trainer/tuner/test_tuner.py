@@ -364,6 +364,16 @@ def test_started_processes_bring_the_result_back() -> None:
     assert module.lr == found.suggestion()
 
 
+def test_the_size_of_a_batch_sampler_that_was_given_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="paceline")
+    loader = DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 4, False))
+    trainer = Trainer(**QUIET, max_epochs=1)
+    assert Tuner(trainer).scale_batch_size(Net(), loader, max_val=16, effective_batch="keep") == 4
+    assert Tuner(trainer).scale_batch_size(Net(), loader, max_val=16) == 16
+    assert [len(batch[0]) for batch in loader] == [16] * 6
+    assert "From here on batch_size=16 (it was 4)" in caplog.text
+
+
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
 def test_evaluation_has_its_own_batch_size(method: str) -> None:
     class Evaluated(Net):
