@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ...loggers import messages
+from ..optimizers import configure
 from . import trial
+from .places import Place, lr_places
 from .stand_in import keep_run, refuse_strategy, stand_in
 
 if TYPE_CHECKING:
+    from ..module import TrainingModule
     from ..trainer import Trainer
 
 _SMOOTHING = 0.98
@@ -121,6 +124,9 @@ class LRFinder:
 class RangeTest:
     """The settings of a range test; call it with an attached trainer.
 
+    Args:
+        attr_name: where the module keeps its rate, as for ``Tuner.lr_find``; None: the suggestion is set nowhere.
+
     Raises:
         ValueError: a setting is out of range.
     """
@@ -130,7 +136,7 @@ class RangeTest:
     num_training: int = 100
     mode: Literal["exponential", "linear"] = "exponential"
     early_stop_threshold: float | None = 4.0
-    initial: Any = None
+    attr_name: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("exponential", "linear"):
@@ -151,12 +157,16 @@ class RangeTest:
     def __call__(self, trainer: Trainer) -> LRFinder:
         """Train with growing rates on the module as it is, then put everything back."""
         check(trainer)
+        module, name = trainer.training_module, self.attr_name
+        places = [] if name is None else lr_places(module, trainer.datamodule, name)
         found = LRFinder(self.mode, self.min_lr, self.max_lr, self.num_training)
         kept = keep_run(trainer)
         try:
+            if places and trainer.state.stage is None:
+                warn_if_unread(module, places)
             with stand_in(trainer) as double:
                 optimizer = double.optimizers[0]
-                shares = shares_of(optimizer, self.initial)
+                shares = shares_of(optimizer, places[0].get() if places else None)
                 rate = lambda: set_rates(optimizer, shares, self.rate(len(found.results["lr"])))  # noqa: E731
                 after = _Curve(double, found, self.early_stop_threshold, self.rate)
                 trial.train(double, rate, after)
@@ -219,6 +229,33 @@ def check(trainer: Trainer) -> None:
         )
     if trainer.limit_train_batches == 0:
         raise ValueError("lr_find with Trainer(limit_train_batches=0): there is nothing to train on. Leave it out.")
+
+
+def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
+    """Say so if the optimizers are the same with another value at the places."""
+    before = [place.get() for place in places]
+    value = before[0] if isinstance(before[0], (int, float)) and before[0] else 1e-3
+    made = []
+    try:
+        for rate in (value, value / 2):
+            for place in places:
+                place.set(rate)
+            made.append([_settings_of(optimizer) for optimizer in configure(module)[0]])
+    finally:
+        for place, one in zip(places, before, strict=True):
+            place.set(one)
+    if made[0] == made[1]:
+        where, owner = messages.names([place.words for place in places], "and"), type(module).__name__
+        messages.warn(
+            f"lr_find sets {where}, but {owner}.configure_optimizers() makes the same optimizer whatever the value "
+            f"there is, so a fit will not use the rate that is found. Build it with lr=self.{places[0].key}, or name "
+            "the place that it reads: attr_name='hparams.training.lr'."
+        )
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
+    """The settings of each parameter group, to be compared."""
+    return [{k: repr(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 # ---- rates of an optimizer -------------------------------------------------------------------------------------------
