@@ -41,8 +41,8 @@ class LRFinder:
     lr_min: float
     lr_max: float
     num_training: int
-    results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []})
-    _optimal_idx: int | None = None
+    results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []}, repr=False)
+    _optimal_idx: int | None = field(default=None, repr=False)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """The rate at which the loss falls fastest, over the logarithm of the rate; None if too few steps were made.

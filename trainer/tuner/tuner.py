@@ -10,7 +10,7 @@ from ...strategies.distributed import leave
 from ..attach import find_module
 from ..checkpoint.parts import PARTS
 from ..seed import random_states, set_random_states
-from ..trainer import Request
+from ..trainer import Request, Trainer
 from .batch_size import BatchTrial, SizeSearch, plan, stage_of
 from .inside import SizePlaces, effective_now, take_lr, take_size
 from .learning_rate import LRFinder, RangeTest
@@ -21,7 +21,6 @@ from .trial import Method
 if TYPE_CHECKING:
     from ..data.datamodule import DataModule
     from ..module import TrainingModule
-    from ..trainer import Trainer
 
 
 class Tuner:
@@ -46,6 +45,11 @@ class Tuner:
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"Tuner() got {messages.a(trainer)}, but it needs the Trainer of the fit to come: Tuner(Trainer(...)). "
+                "The module is passed to lr_find() and scale_batch_size()."
+            )
         self.trainer = trainer
         self.batch_sizes_tried: list[BatchTrial] = []
 

@@ -61,6 +61,11 @@ def test_the_suggestion_is_where_the_loss_falls_fastest_over_the_logarithm() -> 
         assert found.suggestion(skip_begin=39) is None
 
 
+def test_a_finder_shows_its_settings_and_not_every_rate() -> None:
+    found = LRFinder("linear", 0.1, 1.0, 40, {"lr": [0.1] * 40, "loss": [1.0] * 40})
+    assert repr(found) == "LRFinder(mode='linear', lr_min=0.1, lr_max=1.0, num_training=40)"
+
+
 class Breaks(TinyModule):
     """Its loss is no number from a step on."""
 

@@ -467,6 +467,16 @@ def test_optimizers_whose_rate_says_nothing_are_refused() -> None:
         tuned(9, Manual(), effective_batch=8)
 
 
+def test_what_is_no_trainer_and_what_is_no_module_are_told_at_once() -> None:
+    with pytest.raises(TypeError, match=r"Tuner\(\) got a Net, but it needs the Trainer .*passed to lr_find\(\)"):
+        Tuner(Net())  # type: ignore[arg-type]
+    wanted = r"The Tuner got the class Net as its module; a TrainingModule object is needed\. Did you mean Net\(\)\?"
+    with pytest.raises(TypeError, match=wanted):
+        Tuner(Trainer(**QUIET)).lr_find(Net)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="The Tuner needs a module"):
+        Tuner(Trainer(**QUIET)).lr_find(None)  # type: ignore[arg-type]
+
+
 def test_contradictions_are_told_before_anything_runs() -> None:
     trainer = Trainer(**QUIET, callbacks=[GradientAccumulationScheduler({0: 2})])
     with pytest.raises(ValueError, match="and so does the GradientAccumulationScheduler"):
