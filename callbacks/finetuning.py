@@ -422,7 +422,7 @@ def _check_rates(owner: str, ratio: float, rate: float | None, denominator: floa
     values = {"backbone_initial_ratio_lr": ratio, "backbone_initial_lr": rate, "initial_denom_lr": denominator}
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise TypeError(f"{owner}({name}={value!r}) is a {type(value).__name__}. Give a positive number.")
+            raise TypeError(f"{owner}({name}={value!r}) is {messages.a(value)}. Give a positive number.")
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{owner}({name}={value}) would not let the backbone train. Give a positive number.")
     defaults = {"backbone_initial_ratio_lr": _RATIO, "backbone_initial_lr": None, "initial_denom_lr": _DENOMINATOR}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from ..loggers import messages
 from .progress import Bar, DrawnProgressBar, PlainLines, Surface, is_terminal, metric_text, notebook_display
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class RichProgressBar(DrawnProgressBar):
         super().__init__(refresh_rate, leave)
         if theme is not None and not isinstance(theme, RichProgressBarTheme):
             raise TypeError(
-                f"RichProgressBar(theme={theme!r}) is a {type(theme).__name__}. "
+                f"RichProgressBar(theme={theme!r}) is {messages.a(theme)}. "
                 'Pass a RichProgressBarTheme, such as RichProgressBarTheme(progress_bar="green").'
             )
         self._theme = theme or RichProgressBarTheme()

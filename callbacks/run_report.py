@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -83,7 +84,12 @@ class RunReport(Callback):
         Args:
             source: who measured it; a later call with the same name replaces the earlier one.
             seconds: by part.
+
+        Raises:
+            TypeError: no mapping, or a value that is no number.
+            ValueError: a value below zero, or one that is not finite.
         """
+        _check_split(source, seconds)
         if self._record is not None:
             self._record.write("split", source=source, seconds=dict(seconds))
 
@@ -225,6 +231,19 @@ class RunReport(Callback):
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def _check_split(source: str, seconds: Any) -> None:
+    """Raise unless a split can be drawn."""
+    call = f"RunReport.add_split({source!r}, {seconds!r})"
+    fix = "Pass seconds by part, as in {'forward': 1.2, 'backward': 2.3}."
+    if not isinstance(seconds, Mapping):
+        raise TypeError(f"{call}: the split is {messages.a(seconds)}. {fix}")
+    for part, value in seconds.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{call}: {part!r} is {messages.a(value)}, no number. {fix}")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{call}: {part!r} is {value}, and a time is finite and not below zero. {fix}")
 
 
 def _now(trainer: Trainer) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def checked_device(owner: str, device: torch.device | str | int | None) -> torch
                 "Give 'cpu', 'cuda', 'cuda:0' or a torch.device, or None for the device of the weights."
             ) from error
     raise TypeError(
-        f"{owner}(device={device!r}) is a {type(device).__name__}, not a device. "
+        f"{owner}(device={device!r}) is {messages.a(device)}, not a device. "
         "Give a name such as 'cpu', a torch.device, or None for the device of the weights."
     )
 
@@ -216,7 +216,7 @@ def checked_count(owner: str, name: str, value: Any, minimum: int) -> int:
     """``value`` if it is an integer of at least ``minimum``, else the error."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            f"{owner}({name}={value!r}) is a {type(value).__name__}, but {name} counts: "
+            f"{owner}({name}={value!r}) is {messages.a(value)}, but {name} counts: "
             f"give an integer of at least {minimum}."
         )
     if value < minimum:
@@ -465,7 +465,7 @@ class EMAWeightAveraging(WeightAveraging):
         name = type(self).__name__
         if isinstance(decay, bool) or not isinstance(decay, (int, float)):
             raise TypeError(
-                f"{name}(decay={decay!r}) is a {type(decay).__name__}, but decay is the share of the average that "
+                f"{name}(decay={decay!r}) is {messages.a(decay)}, but decay is the share of the average that "
                 "remains at an update. Give a number from 0 to 1, such as 0.999."
             )
         if not 0 <= decay <= 1:

@@ -134,6 +134,12 @@ def names(values: Iterable[Any], last: str = "or") -> str:
     return f"{', '.join(quoted[:-1])} {last} {quoted[-1]}"
 
 
+def a(value: Any) -> str:
+    """A value's type with its article, such as ``"an int"``."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -245,7 +245,7 @@ class WandbLogger(Logger):
 
         if isinstance(images, str | bytes) or not isinstance(images, Sequence):
             raise TypeError(
-                f"log_image({key!r}) got a {type(images).__name__} for the images of one step, which is not a list. "
+                f"log_image({key!r}) got {messages.a(images)} for the images of one step, which is not a list. "
                 "Put a single image into a list: [image]."
             )
         for option, values in kwargs.items():

@@ -100,7 +100,7 @@ def choose_strategy(
     if not isinstance(strategy, str):
         hint = f" Did you mean {strategy.__name__}()?" if isinstance(strategy, type) else ""
         raise TypeError(
-            f"Trainer(strategy={strategy!r}) is a {type(strategy).__name__}.{hint} Pass a name such as 'auto', or a "
+            f"Trainer(strategy={strategy!r}) is {messages.a(strategy)}.{hint} Pass a name such as 'auto', or a "
             "Strategy object."
         )
     return _by_name(strategy, accelerator, devices, num_nodes, precision, plugins, cluster)

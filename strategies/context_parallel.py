@@ -12,6 +12,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..loggers import messages
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -55,7 +57,7 @@ class SplitSequences:
         named = batch if isinstance(batch, Mapping) else dict(enumerate(batch)) if isinstance(batch, Sequence) else {}
         absent = [key for key in self.dims if key not in named]
         if absent:
-            has = f"the keys {list(named)}" if named else f"none: it is a {type(batch).__name__}"
+            has = f"the keys {list(named)}" if named else f"none: it is {messages.a(batch)}"
             raise ValueError(
                 f"ModelParallelStrategy(context_parallel_dims=...) names {absent[0]!r}, but the batch has {has}. Name "
                 "its keys, or the places in a tuple; a number alone is the dimension in all tensors."

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..loggers import messages
+
 #: What the run decides, so that a configuration file can only repeat it: key -> who says so.
 DECIDED = {
     "optimizer": "configure_optimizers makes the optimizer",
@@ -32,8 +34,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         found, name = _from_file(Path(config)), f"The DeepSpeed configuration {os.fspath(config)!r}"
     else:
         raise TypeError(
-            f"DeepSpeedStrategy(config={config!r}) is a {type(config).__name__}. Pass a dict, or the path of a JSON "
-            "file."
+            f"DeepSpeedStrategy(config={config!r}) is {messages.a(config)}. Pass a dict, or the path of a JSON file."
         )
     found = _without_auto(found)
     for key, why in DECIDED.items():
@@ -51,7 +52,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"DeepSpeedStrategy(config={str(path)!r}) is not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise ValueError(f"DeepSpeedStrategy(config={str(path)!r}) holds a {type(found).__name__}, not a JSON object.")
+        raise ValueError(f"DeepSpeedStrategy(config={str(path)!r}) holds {messages.a(found)}, not a JSON object.")
     return found
 
 

@@ -52,7 +52,7 @@ def find_kind(accelerator: Any) -> str:
     """
     if not isinstance(accelerator, str):
         raise TypeError(
-            f"Trainer(accelerator={accelerator!r}) is a {type(accelerator).__name__}. Pass one of "
+            f"Trainer(accelerator={accelerator!r}) is {messages.a(accelerator)}. Pass one of "
             f"{messages.names(ACCELERATORS)}."
         )
     if accelerator in ("tpu", "xla", "hpu"):

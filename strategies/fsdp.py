@@ -121,7 +121,7 @@ class FSDPStrategy(DistributedStrategy):
             raise ValueError(messages.unknown("state_dict_type for FSDPStrategy", state_dict_type, STATE_KINDS))
         if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
             raise TypeError(
-                f"FSDPStrategy(mixed_precision={mixed_precision!r}) is a {type(mixed_precision).__name__}. Pass a "
+                f"FSDPStrategy(mixed_precision={mixed_precision!r}) is {messages.a(mixed_precision)}. Pass a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy, or write Trainer(precision='bf16-mixed')."
             )
         if find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):

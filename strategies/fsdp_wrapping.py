@@ -88,7 +88,7 @@ def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
     if callable(policy) and not isinstance(policy, nn.Module):
         return lambda name, module: bool(policy(name, module))
     raise TypeError(
-        f"FSDPStrategy({argument}={policy!r}) is a {type(policy).__name__}. Pass a class, a class name, several of "
+        f"FSDPStrategy({argument}={policy!r}) is {messages.a(policy)}. Pass a class, a class name, several of "
         "them, or a function f(name, module) -> bool."
     )
 

@@ -173,7 +173,7 @@ def _style(pattern: str, wanted: Any) -> ParallelStyle:
 def _check_linear(name: str, layer: nn.Module) -> None:
     if not isinstance(layer, nn.Linear) and not is_transposed(layer):
         raise ValueError(
-            f"ModelParallelStrategy(plan=...): {name!r} is a {type(layer).__name__}, and 'colwise' and 'rowwise' split "
+            f"ModelParallelStrategy(plan=...): {name!r} is {messages.a(layer)}, and 'colwise' and 'rowwise' split "
             "linear layers. Pass a ParallelStyle for it, such as ColwiseParallel() for an Embedding."
         )
 

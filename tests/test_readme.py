@@ -41,6 +41,12 @@ def test_the_twenty_lines_train(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.ckpt"))
 
 
+def test_the_loop_of_your_own_runs(tmp_path: Path) -> None:
+    program = block_after("tests/test_readme.py runs this loop") + "\nprint(loss.item() >= 0)\n"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("room", ["callbacks", "loggers"])
 def test_every_callback_and_logger_is_in_a_table(room: str) -> None:
     promised = {name for name in getattr(paceline, room).__all__ if not name.endswith("Theme")}

@@ -80,9 +80,7 @@ def check_limit(name: str, value: Any) -> int | float:
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, (Integral, float)):
-        raise TypeError(
-            f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass a number of batches or a fraction."
-        )
+        raise TypeError(f"Trainer({name}={value!r}) is {messages.a(value)}. Pass a number of batches or a fraction.")
     if not float(value) >= 0 or (isinstance(value, float) and value > 1):
         raise ValueError(
             f"Trainer({name}={value!r}) is out of range. Pass an int of 0 or more (batches) or a float from 0.0 to 1.0 "
@@ -101,7 +99,7 @@ def check_count(
         f"an integer of {least} or more" + (", -1 for no limit" if unlimited else "") + (", or None" if none else "")
     )
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass {allowed}.{hint}")
+        raise TypeError(f"Trainer({name}={value!r}) is {messages.a(value)}. Pass {allowed}.{hint}")
     if value < least and not (unlimited and value == -1):
         raise ValueError(f"Trainer({name}={value!r}) is out of range. Pass {allowed}.{hint}")
     return int(value)
@@ -116,9 +114,7 @@ def check_accumulation(value: Any) -> int:
 def check_fast_dev_run(value: Any) -> int:
     """True means one batch of each kind."""
     if not isinstance(value, (bool, Integral)):
-        raise TypeError(
-            f"Trainer(fast_dev_run={value!r}) is a {type(value).__name__}. Pass True, or a number of batches."
-        )
+        raise TypeError(f"Trainer(fast_dev_run={value!r}) is {messages.a(value)}. Pass True, or a number of batches.")
     if value < 0:
         raise ValueError(f"Trainer(fast_dev_run={value!r}) is out of range. Pass True, or a number of batches.")
     return int(value)
@@ -135,7 +131,7 @@ def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | fl
         return 1.0, seconds
     if isinstance(value, bool) or not isinstance(value, (Integral, float)):
         raise TypeError(
-            f"Trainer(val_check_interval={value!r}) is a {type(value).__name__}. Pass a fraction of an epoch "
+            f"Trainer(val_check_interval={value!r}) is {messages.a(value)}. Pass a fraction of an epoch "
             "(float), a number of batches (int), or a duration."
         )
     if isinstance(value, float) and not 0 < value <= 1:
@@ -171,7 +167,7 @@ def check_folder(name: str, value: Any) -> str:
     if value is None:
         return os.getcwd()
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass the path of a folder.")
+        raise TypeError(f"Trainer({name}={value!r}) is {messages.a(value)}. Pass the path of a folder.")
     path = os.fspath(value)
     if not path:
         raise ValueError(
@@ -188,7 +184,7 @@ def check_compile(value: Any) -> None:
     """A switch, what to compile, or a dict of arguments that ``torch.compile`` has."""
     if not isinstance(value, (bool, str, Mapping)):
         raise TypeError(
-            f"Trainer(compile={value!r}) is a {type(value).__name__}. Pass True, 'step', 'graphs', or a dict of "
+            f"Trainer(compile={value!r}) is {messages.a(value)}. Pass True, 'step', 'graphs', or a dict of "
             "arguments for torch.compile such as {'mode': 'max-autotune'}."
         )
     scope = scope_of(value)
@@ -230,7 +226,7 @@ def check_switches(given: Mapping[str, Any]) -> None:
         hint = (
             " Pass the callback itself in callbacks=[...]." if name.startswith("enable_") and value is not None else ""
         )
-        raise TypeError(f"Trainer({name}={value!r}) is a {type(value).__name__}. Pass True or False.{hint}")
+        raise TypeError(f"Trainer({name}={value!r}) is {messages.a(value)}. Pass True or False.{hint}")
     deterministic = given["deterministic"]
     if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
         raise ValueError(messages.unknown("value for deterministic:", deterministic, ("warn",), ", or True or False"))
@@ -297,6 +293,6 @@ def check_request(running: str | None, request: Request) -> None:
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, locations.Remote)):
         raise TypeError(
-            f"{name}(ckpt_path={request.ckpt_path!r}) is a {type(request.ckpt_path).__name__}. Pass the path of a "
+            f"{name}(ckpt_path={request.ckpt_path!r}) is {messages.a(request.ckpt_path)}. Pass the path of a "
             "checkpoint, 'best' or 'last'."
         )

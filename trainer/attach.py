@@ -123,9 +123,10 @@ def _restore_model(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[st
 def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, bool]:
     """The module to run, and whether it is that of the run before (none was passed)."""
     module = _unwrapped(uncompiled(request.module))
+    entry = "The Tuner" if request.trial else f"Trainer.{request.fn}()"
     if module is None:
         if trainer._module is None or request.fn == "fit":
-            raise TypeError(f"Trainer.{request.fn}() needs a module. Pass it as the first argument.")
+            raise TypeError(f"{entry} needs a module. Pass it as the first argument.")
         return trainer._module, True
     if not isinstance(module, TrainingModule):
         hint = ""
@@ -135,10 +136,8 @@ def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, boo
             hint = f" Did you mean {module.__name__}()?"
         elif isinstance(module, nn.Module):
             hint = " Make it an attribute of a TrainingModule that defines training_step and configure_optimizers."
-        raise TypeError(
-            f"Trainer.{request.fn}() got {type(module).__name__} as its module; a TrainingModule object is "
-            f"needed.{hint}"
-        )
+        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise TypeError(f"{entry} got {got} as its module; a TrainingModule object is needed.{hint}")
     if "_modules" not in vars(module):
         raise TypeError(
             f"{type(module).__name__}.__init__ did not call super().__init__(), so it is no module yet. Call it first."
@@ -171,9 +170,7 @@ def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
             f"Trainer.{request.fn}() got loaders and a DataModule: it is not clear which to use. Pass one of them."
         )
     if datamodule is not None and not isinstance(datamodule, DataModule):
-        raise TypeError(
-            f"Trainer.{request.fn}(datamodule=...) got a {type(datamodule).__name__}. Pass a DataModule object."
-        )
+        raise TypeError(f"Trainer.{request.fn}(datamodule=...) got {messages.a(datamodule)}. Pass a DataModule object.")
     trainer._module = trainer.model = module
     trainer.datamodule = datamodule
     trainer._source = DataSource(trainer, loaders)

@@ -18,6 +18,8 @@ WORTH_SECONDS = 0.5
 _REASONS = "torch._dynamo.guards.__recompiles"
 _FUNCTION = re.compile(r"Recompiling function (\S+)")
 _SIZE = re.compile(r"tensor '([^']+)' (?:size|rank|stride) mismatch[^\n]*")
+#: What held when torch compiled last, with the line that reads it.
+_GUARD = re.compile(r"- \d+/\d+: ([^\n]*)")
 
 
 class CompileWatch(logging.Handler):
@@ -28,6 +30,7 @@ class CompileWatch(logging.Handler):
         compilations: graphs made.
         recompilations: by function, as torch names it.
         reasons: why the last one of each was.
+        last_reason: why the last one of all was.
     """
 
     def __init__(self) -> None:
@@ -36,6 +39,7 @@ class CompileWatch(logging.Handler):
         self.compilations = 0
         self.recompilations: Counter[str] = Counter()
         self.reasons: dict[str, str] = {}
+        self.last_reason = ""
         self._begun = 0.0
 
     def begin(self, *_: Any) -> None:
@@ -61,15 +65,33 @@ class CompileWatch(logging.Handler):
             return
         name = found.group(1)
         self.recompilations[name] += 1
-        why = _SIZE.search(text)
-        reason = self.reasons[name] = why.group(0) if why else text.splitlines()[-1].strip(" -")
+        reason = self.last_reason = self.reasons[name] = reason_in(text)
         if self.recompilations[name] >= MANY:
             messages.warn_once(
                 f"torch.compile has compiled {name} {self.recompilations[name] + 1} times, each of which costs as much "
-                f"as the first, and gives up after a few more. The last reason: {reason}. Bring batches to few shapes "
-                "(drop_last=True, padding, buckets), or compile for shapes that change (dynamic=True).",
+                f"as the first, and gives up after a few more. The last reason: {reason}. {advice_for(reason)}",
                 key=f"recompiles {name}",
             )
+
+
+def reason_in(text: str) -> str:
+    """Why torch compiles again, from its explanation: a size that changed, or else the first condition that failed."""
+    size, guard = _SIZE.search(text), _GUARD.search(text)
+    said = size.group(0) if size else guard.group(1) if guard else text.splitlines()[-1].strip(" -")
+    return " ".join(said.replace("self.forward.__self__", "self").split())
+
+
+def advice_for(reason: str) -> str:
+    """What to do about a reason to compile again."""
+    if _SIZE.search(reason):
+        return (
+            "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for shapes that change "
+            "(dynamic=True)."
+        )
+    return (
+        "Change and read that outside of what is compiled: collect values in a hook such as on_train_batch_end, or "
+        "self.log them."
+    )
 
 
 _watch = CompileWatch()

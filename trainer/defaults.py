@@ -54,7 +54,7 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
         if not isinstance(one, Logger):
             hint = f" Did you mean {one.__name__}(...)?" if isinstance(one, type) and issubclass(one, Logger) else ""
             raise TypeError(
-                f"Trainer(logger={logger!r}) got a {type(one).__name__} as a logger.{hint} Pass True for TensorBoard, "
+                f"Trainer(logger={logger!r}) got {messages.a(one)} as a logger.{hint} Pass True for TensorBoard, "
                 "False for none, a Logger or a list of Loggers."
             )
     return found

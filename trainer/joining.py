@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..loggers import messages
 from .data.batches import batch_size_of
 from .records import Options, Table, check_value, not_synced, reduction_of, taken
 
@@ -82,7 +83,7 @@ class JoiningStep:
             name = next((name for name, module in self.module.named_modules() if module is value), None)
             if name is None:
                 raise ValueError(
-                    f"self.log({first.name!r}) got a {type(value).__name__} that is not part of the module, so other "
+                    f"self.log({first.name!r}) got {messages.a(value)} that is not part of the module, so other "
                     "processes of the pipeline do not know it. Make it an attribute in __init__."
                 )
             return Logged(first.name, options, batch_size, "float32", name), self._shown(value, options)

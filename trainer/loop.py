@@ -100,7 +100,7 @@ class FitLoop:
 
     def train_nothing(self) -> None:
         """Say so. What is saved now is what was saved when the run came to its end."""
-        messages.info_once(f"Nothing to train: {self.why_finished()}.", key="nothing to train")
+        self.say_finished()
         if self.resumed is not None:
             self.resumed.go_on()
 
@@ -293,8 +293,11 @@ class FitLoop:
         state.batch_idx, state.next_batch = -1, 0
 
     def advise(self) -> None:
-        """Say what probably is not meant: a module in eval mode, a run too short to log anything."""
+        """Say what probably is not meant: a run that is over, modules in eval mode, too few steps to log."""
         trainer = self.trainer
+        if self.at_limit():
+            self.say_finished()
+            return
         asleep = sum(not module.training for module in trainer.training_module.modules())
         if asleep:
             messages.warn_once(
@@ -332,14 +335,20 @@ class FitLoop:
         epochs = state.epoch + state.epoch_done
         return state.global_step >= limit(trainer.max_steps) or epochs >= limit(trainer.max_epochs)
 
-    def why_finished(self) -> str:
-        """The reason there is nothing to train, with the numbers."""
+    def say_finished(self) -> None:
+        """Say that there is nothing to train, why, and what would change that."""
         trainer, state = self.trainer, self.state
         if trainer.limit_train_batches == 0:
-            return "limit_train_batches=0"
-        return (
-            f"the run stands at epoch {state.epoch} and step {state.global_step}, the limits are "
-            f"max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}"
+            messages.info_once("Nothing to train: limit_train_batches=0.", key="nothing to train")
+            return
+        epochs = state.epoch + state.epoch_done
+        made = {"max_epochs": epochs, "max_steps": state.global_step}
+        reached = [name for name, number in made.items() if number >= limit(getattr(trainer, name))]
+        advice = f" Raise {' and '.join(reached)} to train on." if reached else ""
+        messages.info_once(
+            f"Nothing to train: the run has made {epochs} epoch{'s' * (epochs != 1)} and {state.global_step} steps, "
+            f"the limits are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}.{advice}",
+            key="nothing to train",
         )
 
     def check_length(self, seen: int, batches: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .compile_watch import watch_compiling
+from .compile_watch import advice_for, watch_compiling
 from .compiling import arguments_of, scope_of
 from .joining import Heard, listened
 from .profilers.wiring import wrap_bound
@@ -89,7 +89,7 @@ class WholeStep:
     """
 
     def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
-        from torch._dynamo.exc import TorchDynamoException
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         self.trainer, self.forward, self.strategy = trainer, forward, trainer.strategy
         self.owner = type(trainer.training_module).__name__
@@ -102,9 +102,9 @@ class WholeStep:
         self.unit: float | None = None
         self.heard: list[Heard] = []
         self.replays = scope_of(trainer.compile) == "graphs"
-        self.failures = TorchDynamoException
+        self.failures, self.limit = (TorchDynamoException, FailOnRecompileLimitHit), FailOnRecompileLimitHit
         self.switches = _switches.install()
-        watch_compiling()
+        self.watch = watch_compiling()
         self.arguments = {**arguments_of(trainer.compile), "fullgraph": True}
         self.by_shape = "dynamic" not in self.arguments
         self.batch_steps: dict[Any, Callable[..., Any]] = {}
@@ -242,16 +242,28 @@ class WholeStep:
 
     def problem(self, error: Exception) -> RuntimeError:
         """The error for a step that torch does not trace into one graph."""
+        why, advice = self.changing() if isinstance(error, self.limit) else self.untraceable(error)
+        return RuntimeError(
+            f"Trainer(compile='step') makes one graph of {self.owner}.training_step and the optimizer's step, and "
+            f"torch cannot: {why} {advice} Or use compile=True, which compiles the networks and leaves the step Python."
+        )
+
+    def changing(self) -> tuple[str, str]:
+        """Why torch has compiled the step so often that it gave up, and what to do."""
+        reason = self.watch.last_reason
+        why = (
+            f"what held when it was compiled last does not hold any more: {reason}" if reason else "it does not say why"
+        )
+        return f"it had to compile it again and again, and gave up; {why}.", advice_for(reason)
+
+    def untraceable(self, error: Exception) -> tuple[str, str]:
+        """What of the step torch does not know how to trace, and what to do."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = lines[0] if lines else type(error).__name__
         why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
         places = [line for line in lines if line.startswith('File "')]
         where = f" At {places[-1]}." if places else ""
-        return RuntimeError(
-            f"Trainer(compile='step') makes one graph of {self.owner}.training_step and the optimizer's step, and "
-            f"torch cannot: {said}{': ' + why if why else ''}.{where} Take that out of training_step, or use "
-            "compile=True, which compiles the networks and leaves the step Python."
-        )
+        return f"{said}{': ' + why if why else ''}.{where}", "Take that out of training_step."
 
     def step(self, losses: LossReader) -> CompiledStep:
         """The step of an epoch, bound to what callbacks left of accumulation.

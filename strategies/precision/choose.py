@@ -61,7 +61,7 @@ def _plugin(plugins: Any) -> Precision | None:
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"Trainer(plugins=...) got a {type(plugin).__name__}. Pass a Precision; other parts are replaced "
+                f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision; other parts are replaced "
                 "through "
                 "strategy= (a Strategy object), logger= and callbacks=."
             )

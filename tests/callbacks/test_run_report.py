@@ -283,6 +283,20 @@ def test_a_further_split_of_the_time_can_be_joined() -> None:
     assert "backward 75.0%" in Page(report.path).text
 
 
+@pytest.mark.parametrize(
+    ("split", "error", "said"),
+    [
+        ({"a": "x"}, TypeError, r"add_split\('m', {'a': 'x'}\): 'a' is a str, no number\. Pass seconds by part"),
+        ([1], TypeError, r"the split is a list\. Pass seconds by part"),
+        ({"a": -1.0}, ValueError, r"'a' is -1\.0, and a time is finite and not below zero\. Pass"),
+        ({"a": float("nan")}, ValueError, "'a' is nan"),
+    ],
+)
+def test_what_is_no_split_is_refused(split: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        RunReport().add_split("m", split)
+
+
 @pytest.mark.parametrize("name", ["doctor", "simple"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_profiler_saw_of_a_step_is_on_the_page(name: str, fails: bool) -> None:

@@ -628,7 +628,7 @@ def test_a_pattern_that_matches_no_layer_is_an_error_with_the_nearest_name() -> 
         r"'blocks\.0\.attn\.out' matches no layer of Language\. Did you mean 'blocks\.0\.attention\.out'\?",
     )
     refused({"blocks.*.attention.q": "column"}, Language, "Unknown style .*'column'.*'colwise' or 'rowwise'")
-    refused({"embed": "colwise"}, Language, "'embed' is a Embedding")
+    refused({"embed": "colwise"}, Language, "'embed' is an Embedding")
 
 
 def test_heads_that_do_not_divide_are_an_error_with_both_numbers() -> None:

@@ -54,12 +54,12 @@ SWITCH = "Pass True or False"
 VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("accelerator", "cup", ValueError, ("Unknown accelerator 'cup'", "Did you mean 'cpu'?", "Choose 'auto', 'cpu'")),
     ("accelerator", "tpu", ValueError, ("'tpu'", "not on XLA", "Choose 'auto'")),
-    ("accelerator", 3, TypeError, ("accelerator=3", "a int", "Pass one of 'auto'")),
+    ("accelerator", 3, TypeError, ("accelerator=3", "an int", "Pass one of 'auto'")),
     ("strategy", "dpp", ValueError, ("Unknown strategy 'dpp'", "Did you mean 'ddp'?", "or pass a Strategy")),
     ("strategy", "dp", ValueError, ("strategy='dp'", "slower", "Write strategy='ddp'")),
     ("strategy", "xla", ValueError, ("strategy='xla'", "XLA", "Choose 'auto'")),
     ("strategy", SingleDevice, TypeError, ("SingleDevice", "Did you mean SingleDevice()?")),
-    ("strategy", 5, TypeError, ("strategy=5", "a int", "Pass a name such as 'auto', or a Strategy object")),
+    ("strategy", 5, TypeError, ("strategy=5", "an int", "Pass a name such as 'auto', or a Strategy object")),
     ("devices", 0, ValueError, ("devices=0", "no device", "Pass 1 or more")),
     ("devices", [], ValueError, ("devices=[]", "no device", "Pass 1 or more")),
     ("devices", ",", ValueError, ("devices=','", "no device", "Pass 1 or more")),
@@ -163,7 +163,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("profiler", True, TypeError, ("profiler=True", "a bool", "'simple'", "or a Profiler")),
     ("plugins", "16", TypeError, ("plugins=...", "a str", "Pass a Precision")),
     ("reload_dataloaders_every_n_epochs", -1, ValueError, ("reload_dataloaders_every_n_epochs=-1", COUNT)),
-    ("default_root_dir", 5, TypeError, ("default_root_dir=5", "a int", "Pass the path of a folder")),
+    ("default_root_dir", 5, TypeError, ("default_root_dir=5", "an int", "Pass the path of a folder")),
     ("default_root_dir", "", ValueError, ("default_root_dir=''", "Pass the path of a folder")),
     (
         "default_root_dir",
@@ -172,7 +172,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
         ("'s4://bucket/runs'", "Unknown protocol 's4'", "pass a path"),
     ),
     ("default_root_dir", __file__, ValueError, (repr(__file__), "is a file", "Pass the path of a folder")),
-    ("compile", 3, TypeError, ("compile=3", "a int", "Pass True, 'step'", "or a dict")),
+    ("compile", 3, TypeError, ("compile=3", "an int", "Pass True, 'step'", "or a dict")),
     ("compile", "stepp", ValueError, ("compile", "'stepp'", "Did you mean 'step'?", "'graphs'")),
     ("compile", {"scope": "all"}, ValueError, ("compile", "'all'", "'networks', 'step' or 'graphs'")),
     ("compile", {"scope": "step", "fullgraph": False}, ValueError, ("fullgraph", "one graph", "Leave")),
@@ -436,7 +436,7 @@ class Data(DataModule):
 @pytest.mark.parametrize(
     ("module", "parts"),
     [
-        (TinyModule, ("Trainer.fit() got type", "TrainingModule object", "Did you mean TinyModule()?")),
+        (TinyModule, ("Trainer.fit() got the class TinyModule", "TrainingModule object", "Did you mean TinyModule()?")),
         (nn.Linear(1, 1), ("Trainer.fit() got Linear", "TrainingModule object", "Make it an attribute")),
         (3, ("Trainer.fit() got int", "a TrainingModule object is needed")),
         (None, ("Trainer.fit() needs a module", "Pass it as the first argument")),
@@ -478,7 +478,7 @@ def test_an_entry_point_without_any_module_asks_for_one(entry: str, trainer: Tra
             ("no data for training_step", "neither TinyModule nor a DataModule", "Pass a loader, or define"),
         ),
         ({"train_dataloaders": 5}, TypeError, ("5 (int)", "no batches to iterate over", "Give a DataLoader")),
-        ({"train_dataloaders": tiny_loader(), "ckpt_path": 5}, TypeError, ("ckpt_path=5", "a int", "Pass the path")),
+        ({"train_dataloaders": tiny_loader(), "ckpt_path": 5}, TypeError, ("ckpt_path=5", "an int", "Pass the path")),
         (
             {"train_dataloaders": tiny_loader(), "weights_only": False},
             ValueError,

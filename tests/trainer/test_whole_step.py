@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline import Callback, Trainer, TrainingModule
 from paceline.callbacks import LossGuard
+from paceline.loggers.messages import PacelineWarning
 from paceline.trainer.whole_step import MOST_SHAPES
 
 OPTIMIZERS: dict[str, Any] = {
@@ -411,6 +412,44 @@ def test_a_step_that_is_no_one_graph_is_an_error_that_says_where(quiet: dict[str
 
     with pytest.raises(RuntimeError, match=r"one graph of Reads.training_step.*test_whole_step.py.*compile=True"):
         trained(quiet, Reads(), compile=COUNTED)
+
+
+@pytest.mark.parametrize("read", [Tensor.item, Tensor.detach])
+def test_what_changes_at_every_step_is_named_when_torch_gives_up(quiet: dict[str, Any], read: Any) -> None:
+    class Collects(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.seen.append(read(loss))
+            return loss
+
+    module = Collects()
+    module.seen = []
+    wanted = (
+        r"(?s)one graph of Collects.training_step.*gave up.*len\(self\.seen\) == \d+ # self\.seen\.append\(read.*"
+        + (r"test_whole_step\.py:\d+ in training_step\. .*on_train_batch_end, or self\.log.*compile=True")
+    )
+    with (
+        pytest.warns(PacelineWarning, match=r"len\(self\.seen\) == .* on_train_batch_end"),
+        pytest.raises(RuntimeError, match=wanted),
+    ):
+        trained(quiet, module, epochs=3, compile=COUNTED)
+
+
+@pytest.mark.parametrize("number", [Tensor.item, float])
+def test_a_number_read_to_be_logged_is_right_at_every_step(quiet: dict[str, Any], number: Any) -> None:
+    class Logs(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("number", number(loss))
+            return loss
+
+    plain, compiled = Curves(), Curves()
+    trained(quiet, Logs(), callbacks=[plain])
+    trained(quiet, Logs(), callbacks=[compiled], compile=COUNTED)
+    assert len(plain.seen) == 12
+    assert len({one["number"] for one in plain.seen}) == 12
+    for one, other in zip(compiled.seen, plain.seen, strict=True):
+        assert one["number"] == pytest.approx(other["number"], rel=1e-5)
 
 
 def test_a_graph_behind_a_logged_value_is_refused(quiet: dict[str, Any]) -> None:

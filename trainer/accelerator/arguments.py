@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...loggers import messages
 from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
 from ..settings import Settings, resolve
@@ -143,7 +144,7 @@ def _project(arguments: Mapping[str, Any]) -> ProjectConfiguration:
         return ProjectConfiguration(project_dir=folder)
     if not isinstance(config, ProjectConfiguration):
         raise TypeError(
-            f"Accelerator(project_config={config!r}) is a {type(config).__name__}. Pass a ProjectConfiguration, or "
+            f"Accelerator(project_config={config!r}) is {messages.a(config)}. Pass a ProjectConfiguration, or "
             "project_dir=... for the folder alone."
         )
     if folder is not None:
@@ -169,7 +170,7 @@ def _shards(strategy: Strategy) -> bool:
 def _loaders(config: Any, settings: Settings) -> DataLoaderConfiguration:
     if config is not None and not isinstance(config, DataLoaderConfiguration):
         raise TypeError(
-            f"Accelerator(dataloader_config={config!r}) is a {type(config).__name__}. Pass a DataLoaderConfiguration."
+            f"Accelerator(dataloader_config={config!r}) is {messages.a(config)}. Pass a DataLoaderConfiguration."
         )
     if config is not None:
         return config

@@ -179,7 +179,7 @@ def _checked(name: str, plugin: Any, kind: Any, settings: Mapping[str, Any], swi
         return kind().filled(settings) if settings.get(switch) else None
     if not isinstance(plugin, kind):
         hint = f" Did you mean {plugin.__name__}()?" if isinstance(plugin, type) else ""
-        raise TypeError(f"Accelerator({name}={plugin!r}) is a {type(plugin).__name__}.{hint} Pass a {kind.__name__}.")
+        raise TypeError(f"Accelerator({name}={plugin!r}) is {messages.a(plugin)}.{hint} Pass a {kind.__name__}.")
     return plugin.filled(settings)
 
 

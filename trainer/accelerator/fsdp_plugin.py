@@ -281,7 +281,7 @@ def _policy(asked: Any) -> Any:
             cast_forward_inputs=bool(asked.cast_forward_inputs or asked.cast_root_forward_inputs),
         )
     raise TypeError(
-        f"FullyShardedDataParallelPlugin(mixed_precision_policy={asked!r}) is a {type(asked).__name__}. Pass a "
+        f"FullyShardedDataParallelPlugin(mixed_precision_policy={asked!r}) is {messages.a(asked)}. Pass a "
         "torch.distributed.fsdp.MixedPrecisionPolicy, a dict of its arguments, or 'bf16' or 'fp16'."
     )
 
@@ -308,7 +308,7 @@ def _torch_policy(given: Any) -> Any:
         return lambda _, module: bool(policy._lambda_fn(module))
     if not callable(policy):
         raise TypeError(
-            f"FullyShardedDataParallelPlugin(auto_wrap_policy={policy!r}) is a {type(policy).__name__}. Pass one of "
+            f"FullyShardedDataParallelPlugin(auto_wrap_policy={policy!r}) is {messages.a(policy)}. Pass one of "
             f"{messages.names(name.lower() for name in WRAPPING)}, or a policy of torch.distributed.fsdp.wrap."
         )
     if {"module", "recurse", "nonwrapped_numel"} <= set(inspect.signature(policy).parameters):

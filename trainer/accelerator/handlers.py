@@ -164,7 +164,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
             seconds = self.timeout if isinstance(self.timeout, (int, float)) else 600
             raise TypeError(
-                f"InitProcessGroupKwargs(timeout={self.timeout!r}) is a {type(self.timeout).__name__}. Pass a "
+                f"InitProcessGroupKwargs(timeout={self.timeout!r}) is {messages.a(self.timeout)}. Pass a "
                 f"datetime.timedelta, such as timedelta(seconds={seconds})."
             )
 
@@ -320,7 +320,7 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
     found: dict[str, Any] = {}
     if kwargs_handlers is not None and not isinstance(kwargs_handlers, (list, tuple)):
         raise TypeError(
-            f"Accelerator(kwargs_handlers={kwargs_handlers!r}) is a {type(kwargs_handlers).__name__}. Pass a list of "
+            f"Accelerator(kwargs_handlers={kwargs_handlers!r}) is {messages.a(kwargs_handlers)}. Pass a list of "
             f"handlers: {_accepted()}."
         )
     for handler in kwargs_handlers or ():

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.algorithms.join import Join, Joinable
 
+from ...loggers import messages
+
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
@@ -59,6 +61,6 @@ def _joinable(accelerator: Accelerator, one: Any) -> Joinable | None:
     if isinstance(one, Joinable):
         return one
     raise ValueError(
-        f"join_uneven_inputs got a {type(one).__name__} that this accelerator has not prepared and that torch cannot "
+        f"join_uneven_inputs got {messages.a(one)} that this accelerator has not prepared and that torch cannot "
         "join. Pass the models that accelerator.prepare returned."
     )

@@ -478,7 +478,7 @@ def prepare_data_loader(
         loader = loader.base
     if not isinstance(loader, DataLoader):
         raise TypeError(
-            f"prepare_data_loader got a {type(loader).__name__}, but only a torch.utils.data.DataLoader can be split "
+            f"prepare_data_loader got {messages.a(loader)}, but only a torch.utils.data.DataLoader can be split "
             "over processes. Wrap it: DataLoader(dataset, batch_size=...), with batch_size=None if its items are "
             "batches already."
         )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...loggers import messages
+
 if TYPE_CHECKING:
     from .accelerator import Accelerator
 
@@ -47,7 +49,7 @@ class LocalSGD:
         placement = accelerator._placements.get(id(model))
         if placement is None:
             raise ValueError(
-                f"LocalSGD got a {type(model).__name__} that this accelerator has not prepared. Pass what "
+                f"LocalSGD got {messages.a(model)} that this accelerator has not prepared. Pass what "
                 "accelerator.prepare returned for it."
             )
         self.accelerator = accelerator

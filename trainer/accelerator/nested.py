@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...loggers import messages
 from ...strategies.transfer import move
 from ..data.batches import batch_size_of
 
@@ -77,7 +78,7 @@ def recursively_apply(
         if error_on_other_type and value is not None:
             name = getattr(func, "__name__", "this")
             raise TypeError(
-                f"{name} got a {type(value).__name__} ({repr(value)[:60]}) among its tensors. Give tensors, in lists, "
+                f"{name} got {messages.a(value)} ({repr(value)[:60]}) among its tensors. Give tensors, in lists, "
                 "tuples or dicts as you like: torch.tensor(value) for a number, gather_object for other objects."
             )
         return value
@@ -154,9 +155,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return honor_type(first, [concatenate([entry[i] for entry in data], dim) for i in range(len(first))])
     if isinstance(first, Mapping):
         return honor_mapping(first, {key: concatenate([entry[key] for entry in data], dim) for key in first})
-    raise TypeError(
-        f"concatenate got a {type(first).__name__} among its tensors. Give tensors, lists, tuples or dicts."
-    )
+    raise TypeError(f"concatenate got {messages.a(first)} among its tensors. Give tensors, lists, tuples or dicts.")
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:

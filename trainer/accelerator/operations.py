@@ -273,7 +273,7 @@ def _length(inputs: Any) -> int:
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
         raise TypeError(
-            f"split_between_processes got a {type(inputs).__name__}, which has no entries to share. Give a list, a "
+            f"split_between_processes got {messages.a(inputs)}, which has no entries to share. Give a list, a "
             "tuple, a tensor, a datasets.Dataset or a dict of them."
         )
     return len(inputs)

@@ -196,7 +196,7 @@ def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] 
     """The plugin in force: the one given, with what it leaves open from the settings."""
     if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
         raise TypeError(
-            f"Accelerator(dynamo_plugin={plugin!r}) is a {type(plugin).__name__}. Pass a TorchDynamoPlugin, or write "
+            f"Accelerator(dynamo_plugin={plugin!r}) is {messages.a(plugin)}. Pass a TorchDynamoPlugin, or write "
             "dynamo_backend='inductor'."
         )
     found = fill(plugin or TorchDynamoPlugin(), settings, _DYNAMO)
@@ -342,7 +342,7 @@ def choose_accumulation(
     """
     if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
         raise TypeError(
-            f"Accelerator(gradient_accumulation_plugin={plugin!r}) is a {type(plugin).__name__}. Pass a "
+            f"Accelerator(gradient_accumulation_plugin={plugin!r}) is {messages.a(plugin)}. Pass a "
             "GradientAccumulationPlugin, or write gradient_accumulation_steps=4."
         )
     found = (plugin or GradientAccumulationPlugin()).to_dict()

@@ -89,7 +89,7 @@ def _refuse_shared(accelerator: Accelerator, model: nn.Module) -> None:
         shared = [name for name, parameter in model.named_parameters() if other.current(parameter) is not None]
         if shared:
             raise ValueError(
-                f"accelerator.prepare got a {type(model).__name__} that shares {shared[0]} with the prepared "
+                f"accelerator.prepare got {messages.a(model)} that shares {shared[0]} with the prepared "
                 f"{type(other.module).__name__}: {type(other.strategy).__name__} puts a model's parameters in parts, "
                 "which two models cannot share, so they would be trained apart. Put both in one module (an nn.Module "
                 "with the two as children) and prepare that, or use strategy='ddp'."

@@ -41,7 +41,7 @@ class Bare(NamedTuple):
     Attributes:
         tensors: one of each, by name.
         twins: names of tensors that are the very same as one of these, whose name follows.
-        others: what is no tensor: its name and type.
+        others: what is no tensor: its name, and its type with an article.
     """
 
     tensors: dict[str, Tensor]
@@ -63,7 +63,7 @@ def bare(state: Mapping[str, Any], tied: Iterable[str] = ()) -> Bare:
     for name in names:
         value = state[name]
         if not isinstance(value, Tensor):
-            found.others[name] = type(value).__name__
+            found.others[name] = messages.a(value)
         elif value.numel() and (owner := owners.setdefault(_place(value), name)) != name:
             found.twins[name] = owner
     kept = [name for name in state if name not in found.twins and name not in found.others]

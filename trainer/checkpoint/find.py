@@ -64,9 +64,10 @@ def _newest(trainer: Trainer, word: str, fn: str) -> Location | None:
     harmless = all(why == _WEIGHTS_ONLY for why in passed_over.values())
     if chosen is None:
         say = messages.info if harmless and word == "auto" else messages.warn
-        where = ", ".join(map(str, folders)) or "no folder"
+        where = ", ".join(map(str, folders))
+        found = f"there is no valid checkpoint in {where}" if folders else "no earlier run has left a checkpoint"
         broken = f" Passed over: {listed}." if listed else ""
-        say(f"ckpt_path={word!r}: there is no valid checkpoint in {where}; the run starts fresh.{broken}")
+        say(f"ckpt_path={word!r}: {found}; the run starts fresh.{broken}")
     elif listed:
         say = messages.info if harmless else messages.warn
         say(f"ckpt_path={word!r} passed over {listed} and takes {chosen}.")

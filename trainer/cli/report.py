@@ -20,9 +20,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Say what the command takes."""
     parser.epilog = _EPILOG
     parser.add_argument(
-        "one", metavar="RUN", help="the folder of a run, or its record; of several in or below a folder the newest"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="the folder of a run, or its record; of several in a folder the newest. Two are held side by side",
     )
-    parser.add_argument("other", metavar="OTHER", nargs="?", help="a second run, to be held against the first")
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -33,12 +35,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Write the page and print the main figures."""
-    given = [arguments.one] if arguments.other is None else [arguments.one, arguments.other]
+    given = arguments.runs
+    if len(given) > 2:
+        raise ValueError(f"{len(given)} runs were given ({messages.names(given, 'and')}). Give one run, or two.")
     found = [run_history.read(run_history.find(path)) for path in given]
     if len(found) == 2 and found[0].path.resolve() == found[1].path.resolve():
         raise ValueError(
-            f"{arguments.one!r} and {arguments.other!r} mean the same record, {str(found[0].path)!r}. Give the folders "
-            "of two runs."
+            f"{given[0]!r} and {given[1]!r} mean the same record, {str(found[0].path)!r}. Give the folders of two runs."
         )
     beside = found[0].path.with_suffix(".html") if len(found) == 1 else "run_comparison.html"
     path = run_page.write(arguments.output or beside, found)

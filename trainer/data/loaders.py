@@ -296,6 +296,11 @@ def _single(loader: Any) -> Iterable[Any]:
             "own. Give "
             "DataLoader(dataset, batch_size=...), with batch_size=None if its items are batches already."
         )
+    if isinstance(loader, Tensor):
+        raise TypeError(
+            f"A tensor of shape {tuple(loader.shape)} was given as a loader, so every row would be a batch of its own. "
+            "Give a DataLoader(TensorDataset(tensor), batch_size=...), or list(tensor) if its rows are batches already."
+        )
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if iterable and not isinstance(loader, (str, bytes, type, Mapping)):
         return loader
@@ -315,7 +320,7 @@ def _check_limit(limit: float | int | None, argument: str) -> None:
         return
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
         raise TypeError(
-            f"{argument}={limit!r} is a {type(limit).__name__}. Give a number of batches (int), a fraction (float "
+            f"{argument}={limit!r} is {messages.a(limit)}. Give a number of batches (int), a fraction (float "
             "between 0 and 1), or None for all."
         )
     if isinstance(limit, float) and not 0.0 <= limit <= 1.0:

@@ -25,8 +25,7 @@ def chosen(value: Any) -> Profiler:
     if not isinstance(value, str):
         hint = f" Did you mean {value.__name__}()?" if isinstance(value, type) else ""
         raise TypeError(
-            f"Trainer(profiler={value!r}) is a {type(value).__name__}. Pass {messages.names(NAMES)}, or a "
-            f"Profiler.{hint}"
+            f"Trainer(profiler={value!r}) is {messages.a(value)}. Pass {messages.names(NAMES)}, or a Profiler.{hint}"
         )
     name = value.lower()
     if name not in NAMES:

@@ -143,7 +143,7 @@ def _suffix(path: Path) -> str:
 def _flat(content: Any, path: Path) -> Iterable[tuple[str, Any]]:
     """The keys of a file, those of its sections as ``section.key``."""
     if content is not None and not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not keys with values. Write lines `key: value`.")
+        raise ValueError(f"{path} holds {messages.a(content)}, not keys with values. Write lines `key: value`.")
     for key, value in (content or {}).items():
         if key in _SECTIONS and isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", one) for inner, one in value.items())

@@ -91,7 +91,7 @@ def text(value: Any) -> str:
         return os.fspath(value)
     if isinstance(value, Iterable) and not isinstance(value, (bytes, dict)):
         return ",".join(text(one) for one in value)
-    raise ValueError(f"is a {type(value).__name__}. Write text.")
+    raise ValueError(f"is {messages.a(value)}. Write text.")
 
 
 def word_or_truth(*words: str) -> Parse:

@@ -11,22 +11,10 @@ from ..attach import setup_optimizers
 from .batch_size import Found, Plan, SizeSearch, plan, stage_of
 from .learning_rate import LRFinder, RangeTest, change_rates, check, shares_of
 from .loaders import resize, size_of
-from .places import Place, find, find_one_of
+from .places import Place, find, find_one_of, lr_places, owners
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
-
-LR_NAMES = ("lr", "learning_rate")
-
-
-def owners(module: Any, datamodule: Any) -> list[Any]:
-    """Who may hold a setting."""
-    return [module, datamodule]
-
-
-def lr_places(module: Any, datamodule: Any, attr_name: str) -> list[Place]:
-    """Where the learning rate lies."""
-    return find_one_of(owners(module, datamodule), attr_name, LR_NAMES, "attr_name")
 
 
 def take_lr(found: LRFinder, places: list[Place]) -> float | None:
@@ -141,7 +129,7 @@ class Trials:
         initial = places[0].get() if places else None
         check(trainer)
         shares = shares_of(trainer.optimizers[0], initial)
-        found = RangeTest(**settings, initial=initial)(trainer)
+        found = RangeTest(**settings, attr_name=attr_name if update_attr else None)(trainer)
         rate = take_lr(found, places) if update_attr else found.suggestion()
         if rate is not None and update_attr:
             if trainer.state.stage is None:

@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ...loggers import messages
+from ..optimizers import configure
 from . import trial
+from .places import Place, lr_places
 from .stand_in import keep_run, refuse_strategy, stand_in
 
 if TYPE_CHECKING:
+    from ..module import TrainingModule
     from ..trainer import Trainer
 
 _SMOOTHING = 0.98
@@ -38,8 +41,8 @@ class LRFinder:
     lr_min: float
     lr_max: float
     num_training: int
-    results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []})
-    _optimal_idx: int | None = None
+    results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []}, repr=False)
+    _optimal_idx: int | None = field(default=None, repr=False)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """The rate at which the loss falls fastest, over the logarithm of the rate; None if too few steps were made.
@@ -53,11 +56,7 @@ class LRFinder:
         last = len(self.results["loss"]) - max(skip_end, 0)
         indices = [i for i in range(max(skip_begin, 0), last) if math.isfinite(self.results["loss"][i])]
         if len(indices) < 2:
-            messages.warn(
-                f"The range test made {len(self.results['loss'])} steps, too few to suggest a learning rate from when "
-                f"the first {skip_begin} and the last {skip_end} are left out. Raise num_training, lower max_lr or "
-                "skip_begin."
-            )
+            messages.warn(self._why_none(skip_begin, skip_end))
             self._optimal_idx = None
             return None
         lowest = min(indices, key=self.results["loss"].__getitem__)
@@ -67,6 +66,27 @@ class LRFinder:
         (slope,) = torch.gradient(losses, spacing=(rates,))
         self._optimal_idx = indices[int(slope.argmin())]
         return self.results["lr"][self._optimal_idx]
+
+    def _why_none(self, skip_begin: int, skip_end: int) -> str:
+        """Why there is nothing to suggest, and what to do."""
+        losses = self.results["loss"]
+        first = 1 + max((i for i, loss in enumerate(losses) if math.isfinite(loss)), default=-1)
+        if first == len(losses):
+            return (
+                f"The range test made {len(losses)} steps, too few to suggest a learning rate from when the first "
+                f"{skip_begin} and the last {skip_end} are left out. Raise num_training, lower max_lr or skip_begin."
+            )
+        rate = self.results["lr"][first]
+        if first == 0:
+            cause = "Before any update the rate is not to blame: look into the batches, the loss and the precision"
+        else:
+            cause = (
+                f"If {rate:.4g} is too high a rate, lower min_lr and max_lr; else look into the batches and the loss"
+            )
+        return (
+            f"The range test found no learning rate: the loss was {losses[first]} from step {first + 1} on, at a rate "
+            f"of {rate:.4g}. {cause}; Trainer(detect_anomaly=True) names the operation."
+        )
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
         """Draw the loss over the rate with matplotlib; returns the figure.
@@ -104,6 +124,9 @@ class LRFinder:
 class RangeTest:
     """The settings of a range test; call it with an attached trainer.
 
+    Args:
+        attr_name: where the module keeps its rate, as for ``Tuner.lr_find``; None: the suggestion is set nowhere.
+
     Raises:
         ValueError: a setting is out of range.
     """
@@ -113,7 +136,7 @@ class RangeTest:
     num_training: int = 100
     mode: Literal["exponential", "linear"] = "exponential"
     early_stop_threshold: float | None = 4.0
-    initial: Any = None
+    attr_name: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("exponential", "linear"):
@@ -134,12 +157,16 @@ class RangeTest:
     def __call__(self, trainer: Trainer) -> LRFinder:
         """Train with growing rates on the module as it is, then put everything back."""
         check(trainer)
+        module, name = trainer.training_module, self.attr_name
+        places = [] if name is None else lr_places(module, trainer.datamodule, name)
         found = LRFinder(self.mode, self.min_lr, self.max_lr, self.num_training)
         kept = keep_run(trainer)
         try:
+            if places and trainer.state.stage is None:
+                warn_if_unread(module, places)
             with stand_in(trainer) as double:
                 optimizer = double.optimizers[0]
-                shares = shares_of(optimizer, self.initial)
+                shares = shares_of(optimizer, places[0].get() if places else None)
                 rate = lambda: set_rates(optimizer, shares, self.rate(len(found.results["lr"])))  # noqa: E731
                 after = _Curve(double, found, self.early_stop_threshold, self.rate)
                 trial.train(double, rate, after)
@@ -202,6 +229,33 @@ def check(trainer: Trainer) -> None:
         )
     if trainer.limit_train_batches == 0:
         raise ValueError("lr_find with Trainer(limit_train_batches=0): there is nothing to train on. Leave it out.")
+
+
+def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
+    """Say so if the optimizers are the same with another value at the places."""
+    before = [place.get() for place in places]
+    value = before[0] if isinstance(before[0], (int, float)) and before[0] else 1e-3
+    made = []
+    try:
+        for rate in (value, value / 2):
+            for place in places:
+                place.set(rate)
+            made.append([_settings_of(optimizer) for optimizer in configure(module)[0]])
+    finally:
+        for place, one in zip(places, before, strict=True):
+            place.set(one)
+    if made[0] == made[1]:
+        where, owner = messages.names([place.words for place in places], "and"), type(module).__name__
+        messages.warn(
+            f"lr_find sets {where}, but {owner}.configure_optimizers() makes the same optimizer whatever the value "
+            f"there is, so a fit will not use the rate that is found. Build it with lr=self.{places[0].key}, or name "
+            "the place that it reads: attr_name='hparams.training.lr'."
+        )
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
+    """The settings of each parameter group, to be compared."""
+    return [{k: repr(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 # ---- rates of an optimizer -------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def size_of(loader: Any) -> int:
         ValueError: it has none that could be changed.
     """
     _check(loader)
-    return loader.batch_size
+    return loader.batch_sampler.batch_size
 
 
 def resized(loader: Any, size: int) -> Any:

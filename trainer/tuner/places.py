@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ...loggers import messages
 
+LR_NAMES = ("lr", "learning_rate")
 _NOTHING = object()
 
 
@@ -97,3 +98,13 @@ def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argumen
         f"(self.{names[0]} = {names[0]}, or save_hyperparameters()) and use it from there, or name another place: "
         f"{argument}='hparams.training.{names[0]}'."
     )
+
+
+def owners(module: Any, datamodule: Any) -> list[Any]:
+    """Who may hold a setting."""
+    return [module, datamodule]
+
+
+def lr_places(module: Any, datamodule: Any, attr_name: str) -> list[Place]:
+    """Where the learning rate lies."""
+    return find_one_of(owners(module, datamodule), attr_name, LR_NAMES, "attr_name")

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ...callbacks.finetuning import BaseFinetuning
 from ...callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from ...loggers import messages
 from ...loggers.base import DummyLogger
 from ..attach import attach, find_module
 from ..data.combined import CombinedLoader
@@ -169,7 +170,7 @@ def trial_loaders(trainer: Trainer, change: Change | None) -> dict[str, Any]:
 def _refuse_iterator(given: Any, stage: str) -> None:
     if hasattr(given, "__next__"):
         raise TypeError(
-            f"The {stage} loader is a {type(given).__name__}, which can be read only once: a trial would use it up. "
+            f"The {stage} loader is {messages.a(given)}, which can be read only once: a trial would use it up. "
             "Pass a DataLoader, a list, or an object whose __iter__ starts over."
         )
 

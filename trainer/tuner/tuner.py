@@ -10,17 +10,17 @@ from ...strategies.distributed import leave
 from ..attach import find_module
 from ..checkpoint.parts import PARTS
 from ..seed import random_states, set_random_states
-from ..trainer import Request
+from ..trainer import Request, Trainer
 from .batch_size import BatchTrial, SizeSearch, plan, stage_of
-from .inside import SizePlaces, effective_now, lr_places, take_lr, take_size
+from .inside import SizePlaces, effective_now, take_lr, take_size
 from .learning_rate import LRFinder, RangeTest
+from .places import lr_places
 from .stand_in import apart
 from .trial import Method
 
 if TYPE_CHECKING:
     from ..data.datamodule import DataModule
     from ..module import TrainingModule
-    from ..trainer import Trainer
 
 
 class Tuner:
@@ -45,6 +45,11 @@ class Tuner:
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"Tuner() got {messages.a(trainer)}, but it needs the Trainer of the fit to come: Tuner(Trainer(...)). "
+                "The module is passed to lr_find() and scale_batch_size()."
+            )
         self.trainer = trainer
         self.batch_sizes_tried: list[BatchTrial] = []
 
@@ -101,8 +106,7 @@ class Tuner:
         request = self._request("fit", model, train_dataloaders, val_dataloaders, None, datamodule)
         module = find_module(self.trainer, request)[0]
         places = lr_places(module, request.datamodule, attr_name) if update_attr else []
-        initial = places[0].get() if places else None
-        test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold, initial)
+        test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold, attr_name if update_attr else None)
         if self._is_dry("The learning rate"):
             return None
         found: LRFinder = self._run(request, test)

@@ -157,7 +157,7 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
     ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, ValueError, "Leave one out"),
     ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": "SHARD_GRAD_OP"}, ValueError, "contradict"),
     ({"auto_wrap_policy": "transformer_wrap"}, ValueError, "Did you mean 'TRANSFORMER_BASED_WRAP'"),
-    ({"auto_wrap_policy": 3}, TypeError, "is a int. Pass one of 'transformer_based_wrap'"),
+    ({"auto_wrap_policy": 3}, TypeError, "is an int. Pass one of 'transformer_based_wrap'"),
     ({"backward_prefetch": "PRE"}, ValueError, "Choose 'BACKWARD_PRE'"),
     ({"state_dict_type": "LOCAL_STATE_DICT"}, ValueError, "Choose 'SHARDED_STATE_DICT'"),
     ({"mixed_precision_policy": "bf61"}, ValueError, "Did you mean 'bf16'"),

@@ -135,7 +135,9 @@ def test_e1_process_group_options_hold_what_is_given() -> None:
         "timeout": timedelta(seconds=9),
     }
     assert InitProcessGroupKwargs().options() == {}
-    with pytest.raises(TypeError, match=r"timeout=600\) is a int. Pass a datetime.timedelta.*timedelta\(seconds=600\)"):
+    with pytest.raises(
+        TypeError, match=r"timeout=600\) is an int. Pass a datetime.timedelta.*timedelta\(seconds=600\)"
+    ):
         InitProcessGroupKwargs(timeout=600)  # type: ignore[arg-type]
 
 

@@ -208,7 +208,7 @@ def test_safetensors_hold_the_weights_and_a_tied_one_once(tmp_path: Path, capsys
     write(tmp_path / "x.ckpt", 1, state_dict={**net.state_dict(), "extra": 3})
     told = said(capsys, "export", tmp_path / "x.ckpt", tmp_path / "x.safetensors")
     assert "last.weight is the same tensor as first.weight" in told
-    assert "Left out extra: it is a int" in told
+    assert "Left out extra: it is an int" in told
     found = load_file(tmp_path / "x.safetensors")
     assert list(found) == ["first.weight"]
     assert torch.equal(found["first.weight"], net.first.weight)

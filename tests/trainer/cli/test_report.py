@@ -96,6 +96,10 @@ def test_the_page_is_made_without_torch() -> None:
         (["text.jsonl"], "'text.jsonl' is no record of a run"),
         (["newer.jsonl"], "was written by a later version"),
         (["known.jsonl", "known.jsonl"], "mean the same record"),
+        (
+            ["known.jsonl", "empty", "known.jsonl"],
+            "3 runs were given ('known.jsonl', 'empty' and 'known.jsonl'). Give one",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

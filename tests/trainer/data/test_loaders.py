@@ -150,6 +150,12 @@ def test_what_cannot_be_iterated_over_for_batches_is_refused(wrong):
             eval_loaders(wrong)
 
 
+def test_a_tensor_is_no_loader():
+    with pytest.raises(TypeError, match=r"A tensor of shape \(8, 3\) was given as a loader, .*TensorDataset.*list\("):
+        train_loader(torch.randn(8, 3))
+    assert len(train_loader(list(torch.randn(8, 3)))) == 8  # type: ignore[arg-type]
+
+
 def test_evaluation_takes_loaders_one_after_the_other():
     a, b = loader(), loader()
     assert eval_loaders([a, b]) == [a, b]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tiny import TinyModule, tiny_loader
 from torch import nn
 
 from paceline import Trainer
+from paceline.callbacks import LearningRateFinder
 from paceline.loggers.messages import PacelineWarning
 from paceline.trainer.tuner.learning_rate import LRFinder, change_rates, set_rates, shares_of
 from paceline.trainer.tuner.tuner import Tuner
@@ -57,6 +59,95 @@ def test_the_suggestion_is_where_the_loss_falls_fastest_over_the_logarithm() -> 
     assert found.suggestion() == pytest.approx(1e-3)
     with pytest.warns(PacelineWarning, match="made 40 steps, too few to suggest"):
         assert found.suggestion(skip_begin=39) is None
+
+
+def test_a_finder_shows_its_settings_and_not_every_rate() -> None:
+    found = LRFinder("linear", 0.1, 1.0, 40, {"lr": [0.1] * 40, "loss": [1.0] * 40})
+    assert repr(found) == "LRFinder(mode='linear', lr_min=0.1, lr_max=1.0, num_training=40)"
+
+
+class Breaks(TinyModule):
+    """Its loss is no number from a step on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first, self.made = first, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.made += 1
+        return self.loss(batch) * (math.nan if self.made >= self.first else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (
+            1,
+            r"the loss was nan from step 1 on, at a rate of 1e-08\. Before any update the rate is not to blame",
+        ),
+        (
+            4,
+            r"the loss was nan from step 4 on, at a rate of 1\.748e-08\. If 1\.748e-08 is too high a rate, lower",
+        ),
+    ],
+)
+def test_a_loss_that_is_no_number_is_said_with_its_step(first: int, said: str) -> None:
+    module = Breaks(first)
+    with pytest.warns(PacelineWarning, match=said + ".*detect_anomaly=True"):
+        Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader())
+    assert module.lr == 0.1
+
+
+class Rates(TinyModule):
+    """Makes its optimizer in one of several ways."""
+
+    def __init__(self, how: Callable[[Any], Any], lr: float | None = 0.1) -> None:
+        super().__init__()
+        self.how = how
+        self.save_hyperparameters("lr")
+        self.lr = lr  # type: ignore[assignment]
+
+    def configure_optimizers(self) -> Any:
+        return self.how(self)
+
+
+def one_cycle(module: Any) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=module.lr, total_steps=100)]
+
+
+READERS = {
+    "attribute": lambda module: torch.optim.SGD(module.parameters(), lr=module.lr),
+    "hyperparameter": lambda module: torch.optim.AdamW(module.parameters(), lr=module.hparams.lr),
+    "a multiple": lambda module: torch.optim.Adam(module.parameters(), lr=3 * module.lr),
+    "a default": lambda module: torch.optim.SGD(module.parameters(), lr=module.lr or 0.1),
+    "a tensor": lambda module: torch.optim.Adam(module.parameters(), lr=torch.tensor(module.lr)),
+    "a group": lambda module: torch.optim.SGD(
+        [{"params": [module.layer.weight], "lr": 0.1}, {"params": [module.layer.bias], "lr": module.lr}], lr=0.1
+    ),
+    "a schedule": one_cycle,
+}
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_a_rate_that_is_read_in_any_way_is_fine(how: str, recwarn: pytest.WarningsRecorder) -> None:
+    module = Rates(READERS[how], lr=None if how == "a default" else 0.1)
+    found = Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader(), num_training=20)
+    assert found is not None
+    assert module.lr == found.suggestion()
+    assert not [warning for warning in recwarn if "makes the same optimizer" in str(warning.message)]
+
+
+def test_a_rate_that_nobody_reads_is_said_before_the_test(recwarn: pytest.WarningsRecorder) -> None:
+    module = Rates(lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    wanted = r"lr_find sets 'Rates\.lr' and 'Rates\.hparams\.lr', but Rates\.configure_optimizers\(\) makes the same "
+    with pytest.warns(PacelineWarning, match=wanted + r"optimizer whatever.* Build it with lr=self\.lr, or name"):
+        Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader(), num_training=20)
+    with pytest.warns(PacelineWarning, match=wanted):
+        Trainer(**QUIET, callbacks=[LearningRateFinder(num_training_steps=20)]).fit(module, tiny_loader())
+    recwarn.clear()
+    Tuner(Trainer(**QUIET)).lr_find(module, tiny_loader(), num_training=20, update_attr=False)
+    assert not [warning for warning in recwarn if "makes the same optimizer" in str(warning.message)]
 
 
 def test_the_plot_marks_the_suggestion(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,6 +364,16 @@ def test_started_processes_bring_the_result_back() -> None:
     assert module.lr == found.suggestion()
 
 
+def test_the_size_of_a_batch_sampler_that_was_given_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="paceline")
+    loader = DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 4, False))
+    trainer = Trainer(**QUIET, max_epochs=1)
+    assert Tuner(trainer).scale_batch_size(Net(), loader, max_val=16, effective_batch="keep") == 4
+    assert Tuner(trainer).scale_batch_size(Net(), loader, max_val=16) == 16
+    assert [len(batch[0]) for batch in loader] == [16] * 6
+    assert "From here on batch_size=16 (it was 4)" in caplog.text
+
+
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
 def test_evaluation_has_its_own_batch_size(method: str) -> None:
     class Evaluated(Net):
@@ -455,6 +465,16 @@ def test_optimizers_whose_rate_says_nothing_are_refused() -> None:
         Tuner(Trainer(**QUIET)).lr_find(Exact())
     with pytest.raises(ValueError, match="raises accumulate_grad_batches, which is for training with automatic"):
         tuned(9, Manual(), effective_batch=8)
+
+
+def test_what_is_no_trainer_and_what_is_no_module_are_told_at_once() -> None:
+    with pytest.raises(TypeError, match=r"Tuner\(\) got a Net, but it needs the Trainer .*passed to lr_find\(\)"):
+        Tuner(Net())  # type: ignore[arg-type]
+    wanted = r"The Tuner got the class Net as its module; a TrainingModule object is needed\. Did you mean Net\(\)\?"
+    with pytest.raises(TypeError, match=wanted):
+        Tuner(Trainer(**QUIET)).lr_find(Net)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="The Tuner needs a module"):
+        Tuner(Trainer(**QUIET)).lr_find(None)  # type: ignore[arg-type]
 
 
 def test_contradictions_are_told_before_anything_runs() -> None:

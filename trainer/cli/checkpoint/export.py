@@ -66,6 +66,6 @@ def _write_safetensors(state: dict[str, Any], out: Location) -> None:
     with replace.written_aside(out) as temporary:
         write_safetensors(found.tensors, temporary, found.twins, "checkpoint export --format safetensors")
     for name, kind in found.others.items():
-        messages.answer(f"Left out {name}: it is a {kind}, and the format holds tensors only.")
+        messages.answer(f"Left out {name}: it is {kind}, and the format holds tensors only.")
     for name, first in found.twins.items():
         messages.answer(f"{name} is the same tensor as {first}, under which it is written.")
