@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from html.parser import HTMLParser
 from importlib import metadata
 from pathlib import Path
@@ -210,17 +211,18 @@ def test_under_fast_dev_run_nothing_is_written() -> None:
 
 
 def test_the_parts_of_the_time_add_up_to_the_whole() -> None:
+    began = time.time()
     fit(RunReport(), ModelCheckpoint(save_top_k=-1))
+    ended = time.time()
     history = read("logs")
     assert all(seconds > 0 for seconds in history.clock.values())
     start = history.starts[0]
-    assert sum(start.clock.values()) == pytest.approx(start.rows[-1]["time"] - start.facts["time"], rel=0.5)
+    least = start.rows[-1]["time"] - start.facts["time"]  # the facts are written when the clock runs already
+    assert least - 0.01 <= sum(start.clock.values()) <= ended - began + 0.01
     assert history.seconds == pytest.approx(sum(history.clock.values()))
 
 
 def test_slow_data_a_slow_hook_and_a_slow_validation_are_told_apart() -> None:
-    import time
-
     class Slow(TinyModule):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             time.sleep(0.02)
@@ -249,8 +251,6 @@ def test_slow_data_a_slow_hook_and_a_slow_validation_are_told_apart() -> None:
 
 
 def test_the_speed_leaves_validation_and_checkpoints_out() -> None:
-    import time
-
     class Waits(Callback):
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
             time.sleep(0.5)
