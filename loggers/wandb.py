@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 #: Seconds between two writes of wandb's process to the run's file. Its default of 15 is too long to wait for.
 _FLUSH_SECONDS = 0.5
 _FLUSH_SETTING = "x_transaction_log_flush_interval"
+#: Seconds after which the end of a run no longer waits for wandb's process to write.
+_PATIENCE_SECONDS = 10.0
+_STEP = "trainer/global_step"
 
 
 class WandbLogger(Logger):
@@ -132,8 +135,8 @@ class WandbLogger(Logger):
         if self._experiment is None:
             self._experiment = self._start()
         if not self._is_prepared:
-            self._experiment.define_metric("trainer/global_step")
-            self._experiment.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+            self._experiment.define_metric(_STEP)
+            self._experiment.define_metric("*", step_metric=_STEP, step_sync=True)
             self._is_prepared = True
         return self._experiment
 
@@ -307,7 +310,7 @@ class WandbLogger(Logger):
 
     def _log(self, record: dict[str, Any], step: int | None, commit: bool = True, **options: Any) -> None:
         if step is not None:
-            record["trainer/global_step"] = step
+            record[_STEP] = step
         run = self.experiment
         row, self._resumed_row = self._resumed_row, None
         if row is not None:
@@ -324,11 +327,10 @@ class WandbLogger(Logger):
         interval = getattr(run.settings, _FLUSH_SETTING, None) or 0.0
         if run.disabled or not self._has_unwritten or not 0 < interval <= 1:
             return
-        run.status()  # answered after everything sent before has been taken in
-        path, deadline = run.settings.sync_file, time.monotonic() + 10 * interval
+        path, deadline = run.settings.sync_file, time.monotonic() + _PATIENCE_SECONDS
         size = os.path.getsize(path)
-        run.define_metric("trainer/global_step")  # there is something to write now, so the file will grow
-        while os.path.getsize(path) == size and time.monotonic() < deadline:
+        run.define_metric(_STEP, overwrite=True)  # changes nothing, and is written after all that was sent before
+        while not _holds_redefinition(path, size) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._has_unwritten = False
 
@@ -371,6 +373,23 @@ def _check(
         raise ValueError(
             f"WandbLogger(offline=True, mode={options['mode']!r}) asks for two modes at once. Leave one of them out."
         )
+
+
+def _holds_redefinition(path: str, since: int) -> bool:
+    """Whether a ``.wandb`` file has ``define_metric(_STEP, overwrite=True)`` from byte ``since`` on.
+
+    The file is a LevelDB log: blocks of 32 KiB, each beginning with a header of 7 bytes; records may cross blocks.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    messages: Any = wandb_internal_pb2
+    record = messages.MetricRecord(name=_STEP, options={"defined": True}, _control={"overwrite": True})
+    block, header = 32768, 7
+    with open(path, "rb") as file:
+        file.seek(since)
+        data = bytes(since % block) + file.read()
+    joined = b"".join(data[at + header : at + block] for at in range(0, len(data), block))
+    return record.SerializeToString() in joined
 
 
 def _checkpoints(callback: Any) -> dict[str, float | None]:

@@ -270,6 +270,25 @@ def test_what_finalize_left_open_survives_a_kill(offline_wandb: Path, wandb_hist
     assert len(wandb_history(_file(offline_wandb))) == 20
 
 
+def test_the_end_waits_for_what_was_logged_not_for_a_file_that_grows(
+    offline_wandb: Path, wandb_history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = WandbLogger(save_dir=offline_wandb, offline=True)
+    for fit in (1, 2, 3):
+        logger.log_metrics({"loss": 1.0}, step=fit)
+        file, define = _file(offline_wandb), logger.experiment.define_metric
+
+        def define_and_grow(*args: Any, define: Any = define, file: Path = file, **options: Any) -> None:
+            define(*args, **options)
+            with file.open("ab") as log:
+                log.write(b"\0")  # wandb's process writes at its own place, so over this byte
+
+        with monkeypatch.context() as patch:
+            patch.setattr(logger.experiment, "define_metric", define_and_grow)
+            logger.finalize("success")
+        assert [row["trainer/global_step"] for row in wandb_history(file)] == list(range(1, fit + 1))
+
+
 def test_checkpoints_behind_an_address_are_not_uploaded_which_is_said(offline_wandb: Path) -> None:
     logger = WandbLogger(save_dir=offline_wandb, offline=True, log_model="all")
     with pytest.warns(PacelineWarning, match=r"s3://bucket/x.ckpt is elsewhere already and is not uploaded"):
