@@ -2,6 +2,7 @@
 #   make demo    train the handwritten-digits example in an environment of its own (.demo)
 #   make test    lint, types and tests in an environment of its own (.venv)
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
+#   make parity  the long form of the parity tests: every strategy with every network, accumulation and precision
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 
 SHELL := bash
@@ -12,10 +13,11 @@ ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and f"Python {sys.vers
 
 # Two workers share the cores, so each computes on one thread.
 export OMP_NUM_THREADS := 1
-# Tests start some thousand processes; compiling the package anew in each costs more than the bytecode takes.
+# Tests start some thousand processes; compiling the package anew in each costs more than the bytecode takes. Most
+# modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint types tests faults format demo clean
+.PHONY: test lint types tests faults parity format demo clean
 
 test: lint types tests
 
@@ -32,6 +34,9 @@ tests: .venv/installed
 faults: .venv/installed
 	$(BIN)/python tests/faults/strikes.py --kills 200
 
+parity: .venv/installed
+	$(BIN)/python -m pytest tests/parity --all-cells -n 2 --dist worksteal
+
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -43,7 +48,7 @@ demo: .demo/installed
 .venv/locked: requirements-dev.lock
 	@$(PYTHON) -c '$(ENOUGH)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements-dev.lock
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -r requirements-dev.lock
 	touch $@
 
 .venv/installed: .venv/locked pyproject.toml

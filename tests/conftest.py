@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import random
@@ -20,13 +22,20 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline.loggers import messages
+from paceline.strategies.deepspeed_package import use_device
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["PACELINE_CONFIG_FILE"] = "none"
+# Torch's store asks for the names of the addresses it meets; where an answer is lost, do not wait 5 s for the next.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 torch.set_num_threads(1)
 FROZEN_AT = pytest.StashKey[tuple[Path, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cells", action="store_true", help="tests/parity: every strategy with everything else")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -109,6 +118,18 @@ def no_leftovers(fresh_start: None) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         torch.autograd.set_detect_anomaly(False)
+
+
+@pytest.fixture(scope="session")
+def deepspeed_imported() -> None:
+    """DeepSpeed, where it is installed, in this process: each rank that it forks would take 2 s to import it.
+
+    It chooses its device once, so where there are GPUs it is left to the ranks.
+    """
+    if importlib.util.find_spec("deepspeed") is not None and not torch.cuda.is_available():
+        use_device("cpu")
+        for name in ("engine", "zero.stage3", "zero.stage_1_and_2", "zero.muon.muon_optimizer"):
+            importlib.import_module(f"deepspeed.runtime.{name}")
 
 
 @pytest.fixture

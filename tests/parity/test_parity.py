@@ -3,6 +3,8 @@
 The yardstick is one process in float64. In float32 a parameter may be off by 1e-6 of its norm: some 8 roundings (the
 sums over ranks are taken in another order). In bf16-mixed every product is rounded to 8 bits, in another order on other
 ranks, so there the bound is ten times what one process in bf16-mixed is off by itself (``verify`` measures it).
+
+``make parity`` runs every strategy with every network, accumulation and precision, ``make test`` a part of that.
 """
 
 from __future__ import annotations
@@ -33,27 +35,50 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
 }
 
 
-#: The two halves of every accumulation with every precision. Two strategies that share their code, next to each other
-#: above, take opposite halves of each network; each strategy has every network with every accumulation, every network
-#: with every precision, and every accumulation with every precision.
-HALVES = (((1, "32-true"), (3, "bf16-mixed")), ((1, "bf16-mixed"), (3, "32-true")))
+WAYS = ((1, "32-true"), (3, "bf16-mixed"), (1, "bf16-mixed"), (3, "32-true"))
+#: Of every accumulation with every precision, two strategies that share their code, next to each other above, take
+#: opposite halves of each network; a strategy has every network with every accumulation and with every precision.
+HALVES = (WAYS[:2], WAYS[2:])
 #: Those without such a neighbor take both.
 ALONE = ("ddp x2", "pipeline x2")
+#: Those on four processes take one of them for each of their networks.
+ON_FOUR = {
+    "fsdp x4": ((1, "32-true"), (3, "32-true"), (3, "bf16-mixed")),
+    "hybrid 2x2": ((3, "bf16-mixed"), (1, "bf16-mixed"), (1, "32-true")),
+    "fsdp x2, tensor parallel x2": ((3, "32-true"), (1, "bf16-mixed")),
+}
 
 
-def cells() -> list[Any]:
+def ways(strategy: str, row: int, column: int) -> tuple[tuple[int, str], ...]:
+    """With which accumulations and precisions ``make test`` tries a strategy on a network."""
+    if strategy in ON_FOUR:
+        return (ON_FOUR[strategy][column],)
+    return WAYS if strategy in ALONE else HALVES[(row + column) % 2]
+
+
+def cells(everything: bool) -> list[Any]:
     """Every strategy with every network it can take: tensor parallelism splits the linear layers of blocks."""
     found = []
     for row, strategy in enumerate(STRATEGIES):
         marks = [NEEDS_DEEPSPEED] if strategy.startswith("deepspeed") else []
         networks = [Language, TiedLanguage] if "tensor" in strategy else [ConvNet, Language, TiedLanguage]
         for column, network in enumerate(networks):
-            ways = sum(HALVES, ()) if strategy in ALONE else HALVES[(row + column) % 2]
-            found += [pytest.param(strategy, network, *way, marks=marks) for way in ways]
+            wanted = WAYS if everything else ways(strategy, row, column)
+            found += [pytest.param(strategy, network, *way, marks=marks) for way in wanted]
     return found
 
 
-@pytest.mark.parametrize(("strategy", "module", "accumulate", "precision"), cells())
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "strategy" in metafunc.fixturenames:
+        chosen = cells(everything=bool(metafunc.config.getoption("--all-cells")))
+        metafunc.parametrize(("strategy", "module", "accumulate", "precision"), chosen)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed_here(deepspeed_imported: None) -> None:
+    """For the ranks that this process forks."""
+
+
 def test_a_strategy_gives_the_numbers_of_one_process(
     strategy: str, module: type[TrainingModule], accumulate: int, precision: str
 ) -> None:

@@ -20,7 +20,7 @@ from paceline import Trainer, TrainingModule
 from paceline.callbacks import WeightAveraging
 from paceline.strategies import DeepSpeedStrategy
 
-if importlib.util.find_spec("deepspeed") is None:  # imported in the ranks alone, it chooses its device once
+if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 6
@@ -35,6 +35,11 @@ QUIET: dict[str, Any] = {
 STAGES = (1, 2, 3)
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed_here(deepspeed_imported: None) -> None:
+    """For the ranks that this process forks."""
 
 
 class Block(nn.Module):
