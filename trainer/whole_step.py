@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from inspect import unwrap
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -263,7 +264,11 @@ class WholeStep:
         why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
         places = [line for line in lines if line.startswith('File "')]
         where = f" At {places[-1]}." if places else ""
-        return f"{said}{': ' + why if why else ''}.{where}", "Take that out of training_step."
+        advice = "Take that out of training_step."
+        own, users = (unwrap(one).__code__.co_filename for one in (self.optimizer.raw_step, self.module.training_step))
+        if own in where and own != users:
+            advice = f"That is the step of {type(self.optimizer.optimizer).__name__}: use another optimizer."
+        return f"{said}{': ' + why if why else ''}.{where}", advice
 
     def step(self, losses: LossReader) -> CompiledStep:
         """The step of an epoch, bound to what callbacks left of accumulation.

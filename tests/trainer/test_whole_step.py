@@ -21,6 +21,11 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, t0=3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True, momentum=0.9),
 }
 graphs: list[Any] = []
 
@@ -412,6 +417,16 @@ def test_a_step_that_is_no_one_graph_is_an_error_that_says_where(quiet: dict[str
 
     with pytest.raises(RuntimeError, match=r"one graph of Reads.training_step.*test_whole_step.py.*compile=True"):
         trained(quiet, Reads(), compile=COUNTED)
+
+
+def test_an_optimizer_that_is_no_graph_is_named(quiet: dict[str, Any]) -> None:
+    class Adaptive(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adafactor(self.parameters(), lr=0.1)
+
+    wanted = r"_adafactor.py.*That is the step of Adafactor: use another optimizer. Or use compile=True"
+    with pytest.raises(RuntimeError, match=wanted):
+        trained(quiet, Adaptive(), compile=COUNTED)
 
 
 @pytest.mark.parametrize("read", [Tensor.item, Tensor.detach])
