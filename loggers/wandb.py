@@ -325,12 +325,12 @@ class WandbLogger(Logger):
         """Return when wandb's process has brought to its file what it was sent; it does so at regular intervals."""
         run = self._experiment
         interval = getattr(run.settings, _FLUSH_SETTING, None) or 0.0
-        if run.disabled or not self._has_unwritten or not 0 < interval <= 1:
+        path = run.settings.sync_file
+        if run.disabled or not self._has_unwritten or not 0 < interval <= 1 or not os.path.exists(path):
             return
-        path, deadline = run.settings.sync_file, time.monotonic() + _PATIENCE_SECONDS
-        size = os.path.getsize(path)
-        run.define_metric(_STEP, overwrite=True)  # changes nothing, and is written after all that was sent before
-        while not _holds_redefinition(path, size) and time.monotonic() < deadline:
+        size, deadline = os.path.getsize(path), time.monotonic() + _PATIENCE_SECONDS
+        run.define_metric(_STEP, summary="copy")  # as it is anyway; it is written after all that was sent before
+        while not _holds_mark(path, size) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._has_unwritten = False
 
@@ -375,15 +375,15 @@ def _check(
         )
 
 
-def _holds_redefinition(path: str, since: int) -> bool:
-    """Whether a ``.wandb`` file has ``define_metric(_STEP, overwrite=True)`` from byte ``since`` on.
+def _holds_mark(path: str, since: int) -> bool:
+    """Whether a ``.wandb`` file has ``define_metric(_STEP, summary="copy")`` from byte ``since`` on.
 
     The file is a LevelDB log: blocks of 32 KiB, each beginning with a header of 7 bytes; records may cross blocks.
     """
     from wandb.proto import wandb_internal_pb2
 
     messages: Any = wandb_internal_pb2
-    record = messages.MetricRecord(name=_STEP, options={"defined": True}, _control={"overwrite": True})
+    record = messages.MetricRecord(name=_STEP, options={"defined": True}, summary={"copy": True})
     block, header = 32768, 7
     with open(path, "rb") as file:
         file.seek(since)

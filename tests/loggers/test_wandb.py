@@ -289,6 +289,24 @@ def test_the_end_waits_for_what_was_logged_not_for_a_file_that_grows(
         assert [row["trainer/global_step"] for row in wandb_history(file)] == list(range(1, fit + 1))
 
 
+def test_a_run_without_a_file_of_its_own_ends_too(offline_wandb: Path) -> None:
+    logger = WandbLogger(save_dir=offline_wandb, offline=True)
+    logger.log_metrics({"loss": 1.0}, step=0)
+    _file(offline_wandb).unlink()
+    logger.finalize("success")
+
+
+def test_what_the_user_has_defined_of_the_steps_stays(offline_wandb: Path, read_wandb: Records) -> None:
+    logger = WandbLogger(save_dir=offline_wandb, offline=True)
+    logger.experiment.define_metric("trainer/global_step", hidden=True)
+    logger.log_metrics({"loss": 1.0}, step=3)
+    logger.finalize("success")
+    assert logger.experiment.summary["trainer/global_step"] == 3
+    last = [record.metric for record in read_wandb(_file(offline_wandb)) if record.HasField("metric")][-1]
+    assert last.name == "trainer/global_step"
+    assert not last._control.overwrite
+
+
 def test_checkpoints_behind_an_address_are_not_uploaded_which_is_said(offline_wandb: Path) -> None:
     logger = WandbLogger(save_dir=offline_wandb, offline=True, log_model="all")
     with pytest.warns(PacelineWarning, match=r"s3://bucket/x.ckpt is elsewhere already and is not uploaded"):
