@@ -225,6 +225,8 @@ class TensorBoardLogger(FolderLogger):
         from torch.utils.tensorboard import SummaryWriter
 
         options = {**self._options, "filename_suffix": self._mark + self._options.get("filename_suffix", "")}
+        if options.get("purge_step") is not None:
+            _pass_second([path.name for path in Path(self.log_dir).glob("events.out.tfevents.[0-9]*")])
         writer = SummaryWriter(self.log_dir, **options)
         self._options.pop("purge_step", None)
         call_at_exit(self, writer.close)
