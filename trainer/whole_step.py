@@ -265,8 +265,9 @@ class WholeStep:
         places = [line for line in lines if line.startswith('File "')]
         where = f" At {places[-1]}." if places else ""
         advice = "Take that out of training_step."
-        own, users = (unwrap(one).__code__.co_filename for one in (self.optimizer.raw_step, self.module.training_step))
-        if own in where and own != users:
+        codes = (getattr(unwrap(one), "__code__", None) for one in (self.optimizer.raw_step, self.module.training_step))
+        own, users = (code and code.co_filename for code in codes)
+        if own and own in where and own != users:
             advice = f"That is the step of {type(self.optimizer.optimizer).__name__}: use another optimizer."
         return f"{said}{': ' + why if why else ''}.{where}", advice
 

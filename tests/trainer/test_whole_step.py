@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -417,6 +418,18 @@ def test_a_step_that_is_no_one_graph_is_an_error_that_says_where(quiet: dict[str
 
     with pytest.raises(RuntimeError, match=r"one graph of Reads.training_step.*test_whole_step.py.*compile=True"):
         trained(quiet, Reads(), compile=COUNTED)
+
+
+def test_so_is_one_of_a_step_that_is_no_plain_function(quiet: dict[str, Any]) -> None:
+    class Halved(Net):
+        def half(self, batch: Any, batch_idx: int, above: float) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 2 if loss.item() > above else loss
+
+        training_step = partialmethod(half, above=100)  # type: ignore[assignment]
+
+    with pytest.raises(RuntimeError, match=r"one graph of Halved.training_step.*Take that out of training_step"):
+        trained(quiet, Halved(), compile=COUNTED)
 
 
 def test_an_optimizer_that_is_no_graph_is_named(quiet: dict[str, Any]) -> None:
