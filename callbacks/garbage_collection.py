@@ -145,6 +145,7 @@ class _Process:
     def __init__(self) -> None:
         self.holders = 0
         self.froze = False
+        self.copied = False
         self.thresholds = gc.get_threshold()
         self.lock = threading.Lock()
         if hasattr(os, "register_at_fork"):
@@ -165,7 +166,9 @@ class _Process:
         """Freeze all objects, unless some are: Python can only unfreeze them all. Whether it was done."""
         with self.lock:
             frozen = gc.get_freeze_count()
-            if frozen and not self.froze:
+            if frozen and self.copied:  # the parent's own, not to be freed here: nothing is unfrozen afterwards
+                gc.freeze()
+            elif frozen and not self.froze:
                 messages.info_once(
                     f"GarbageCollection freezes nothing: {frozen} objects were frozen before the fit, and Python can "
                     "only unfreeze all at once. Call gc.unfreeze() before the fit, or leave it at that."
@@ -185,6 +188,7 @@ class _Process:
     def forked(self) -> None:
         """In a child process, such as a loader's worker, nobody collects by hand. What is frozen stays so."""
         self.lock = threading.Lock()
+        self.copied = True
         if self.holders:
             self.holders = 0
             gc.set_threshold(*self.thresholds)

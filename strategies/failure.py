@@ -7,6 +7,7 @@ its exception with the time into a file instead of printing it, and whoever star
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +36,13 @@ _PEER_LOST = re.compile(
     r"|^torch\.distributed\.Dist(Network|Store|Backend)Error|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
+#: How faulthandler's names of the signals of a crash begin; else it is SIGABRT.
+_CRASHES = {
+    "Segmentation": signal.SIGSEGV,
+    "Floating": signal.SIGFPE,
+    "Bus": getattr(signal, "SIGBUS", 7),
+    "Illegal": signal.SIGILL,
+}
 _ENDED = (signal.SIGTERM, signal.SIGINT)
 
 _registered = False
@@ -76,6 +85,14 @@ def write_failure(error: BaseException, file: Path) -> None:
     part = file.with_suffix(".part")
     part.write_text(json.dumps(data), encoding="utf-8")
     part.replace(file)
+
+
+def note_crash(file: Path) -> None:
+    """Let a crash in compiled code, which leaves no exception, write into ``file`` where the process was."""
+    crash = file.open("w", encoding="utf-8")
+    crash.write(f"{_rank()}\n")
+    crash.flush()
+    faulthandler.enable(crash)
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
@@ -182,8 +199,8 @@ class Failure:
         rank: which.
         exit_code: its status; the negative number of the signal that killed it; None if not known.
         moment: nanoseconds since the epoch.
-        text: its traceback; empty if it left none.
-        summary: the traceback's last line.
+        text: its traceback, or where it was when a signal killed it; empty if it left none.
+        summary: the traceback's last line; empty if it raised no exception.
         interrupted: whether it was Ctrl-C.
     """
 
@@ -197,7 +214,7 @@ class Failure:
     @property
     def status(self) -> int:
         """The exit status that a shell would show."""
-        if self.text:
+        if self.summary:
             return self.exit_code if self.exit_code is not None and self.exit_code > 0 else 1
         code = 1 if self.exit_code is None else self.exit_code
         return 128 - code if code < 0 else code
@@ -205,31 +222,39 @@ class Failure:
     def describe(self, world_size: int) -> str:
         """One line, followed by the traceback if there is one."""
         who = f"Rank {self.rank} of {world_size}"
-        if self.text:
+        if self.summary:
             return f"{who} failed (exit status {self.status}):\n{self.text.rstrip()}"
         if self.exit_code is None or self.exit_code >= 0:
             return f"{who} failed (exit status {self.status}) without an exception; what it printed is above."
-        return f"{who} was killed by signal {-self.exit_code} ({_signal_name(-self.exit_code)}){_why(-self.exit_code)}."
+        killed = f"{who} was killed by signal {-self.exit_code} ({_signal_name(-self.exit_code)})"
+        if self.text:
+            return f"{killed}, a crash in compiled code, which was called here:\n{self.text.rstrip()}"
+        return f"{killed}{_why(-self.exit_code)}."
 
     def order(self) -> tuple[int, int]:
         """Smaller is more to blame: what a process did by itself, what it suffered, what it was told; then time."""
         code = self.exit_code or 0
-        if self.interrupted or (not self.text and code in (*(-s for s in _ENDED), *(128 + s for s in _ENDED))):
+        if self.interrupted or (not self.summary and code in (*(-s for s in _ENDED), *(128 + s for s in _ENDED))):
             return 2, self.moment
         return int(_PEER_LOST.search(self.summary) is not None), self.moment
 
 
-def failures(exits: dict[int, Any], files: list[Path]) -> list[Failure]:
+def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] = ()) -> list[Failure]:
     """How the processes that failed did so; first the one that the others followed from.
 
     Args:
         exits: torch elastic's ``ProcessFailure`` by rank, of the processes whose end it saw.
         files: what the processes wrote.
+        crashes: what :func:`note_crash` had them write.
     """
     found: dict[int, Failure] = {}
     for rank, seen in exits.items():
         # The second in which it was noticed: taken early for a signal, which nothing else explains, late for a status.
         found[rank] = Failure(rank, seen.exitcode, (seen.timestamp + (seen.exitcode > 0)) * 10**9)
+    for file in crashes:
+        rank, text = file.read_text(encoding="utf-8", errors="replace").split("\n", 1)
+        if text:
+            found[int(rank)] = Failure(int(rank), _crash_signal(text), file.stat().st_mtime_ns, _stack(text))
     for file in files:
         data = json.loads(file.read_text(encoding="utf-8"))
         message, rank = data["message"], data["rank"]
@@ -239,6 +264,16 @@ def failures(exits: dict[int, Any], files: list[Path]) -> list[Failure]:
             rank, code, details["time_ns"], details["py_callstack"], message["message"], message["interrupted"]
         )
     return sorted(found.values(), key=Failure.order)
+
+
+def _crash_signal(text: str) -> int:
+    """The exit code of a process that wrote this when a signal killed it."""
+    named = (number for words, number in _CRASHES.items() if words in text.partition("\n")[0])
+    return -next(named, signal.SIGABRT)
+
+
+def _stack(text: str) -> str:
+    return text.partition("\nExtension modules:")[0]
 
 
 def _signal_name(number: int) -> str:

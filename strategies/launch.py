@@ -8,6 +8,7 @@ result back. This file chooses the number of threads and has the words; :mod:`.e
 from __future__ import annotations
 
 import builtins
+import gc
 import os
 import pickle
 import shlex
@@ -18,13 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from ..loggers import messages
 from .elastic import SIGNALS, Options, Place, StartMethod, environment, is_ignored, launch, numa_of
-from .failure import LAUNCHED, end_with, failures, write_failure
+from .failure import LAUNCHED, end_with, failures, note_crash, write_failure
 from .failure import note_failure as note_failure
 from .failure import register_failure_hook as register_failure_hook
 
@@ -141,6 +143,7 @@ def start(
     """
     if start_method == "fork":
         _refuse_used_cuda(devices_kind)
+        _leave_alone_in_forks()
     with TemporaryDirectory(prefix="paceline_") as folder:
         threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(num_processes)
         work = _Work(function, args)
@@ -152,7 +155,7 @@ def start(
         with environment(threads):
             options_for_numa = numa_of(devices_kind, numa)
             exits, number = launch(_run, [job], num_processes, Place(port=port), folder, start_method, options_for_numa)
-        failed = failures(exits, list(Path(folder).glob("rank*.json")))
+        failed = failures(exits, list(Path(folder).glob("rank*.json")), list(Path(folder).glob("rank*.crash")))
         if number is not None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         if failed:
@@ -282,6 +285,7 @@ def _run(job: _Job) -> None:
         _forget_handlers()
         torch.set_num_threads(1)
     rank, folder = int(os.environ["RANK"]), Path(job.folder)
+    note_crash(folder / f"rank{rank}.crash")
     if job.start_method == "fork":
         _wait_for_all(folder, rank)
     try:
@@ -298,6 +302,16 @@ def _run(job: _Job) -> None:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         write_failure(error, folder / f"rank{rank}.json")
         sys.exit(1)
+
+
+@cache
+def _leave_alone_in_forks() -> None:
+    """Let no copy of this process free what this one has yet to free.
+
+    Of an object with a thread, such as a store that serves, a copy has no thread; and the pipe by which it tells that
+    thread to end leads to the one here. So it crashes, or ends the thread of this process.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _wait_for_all(folder: Path, rank: int) -> None:

@@ -31,6 +31,8 @@ os.environ["PACELINE_CONFIG_FILE"] = "none"
 # Torch's store asks for the names of the addresses it meets; where an answer is lost, do not wait 5 s for the next.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 torch.set_num_threads(1)
+# A test may leave a store in a cycle, held by a traceback. Its thread is not in a fork, which would crash freeing it.
+os.register_at_fork(after_in_child=gc.freeze)
 FROZEN_AT = pytest.StashKey[tuple[Path, int]]()
 
 

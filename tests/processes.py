@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import io
 import logging
 import os
@@ -89,7 +88,6 @@ def _in_child(
 ) -> None:
     status: tuple[Any, BaseException | None, str] = (None, None, "")
     logging.getLogger().handlers.clear()  # pytest's own: what a rank says goes to standard error
-    gc.freeze()  # what the parent left, such as a store whose threads are not here, must not be cleaned up
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline import Callback, Trainer
 from paceline.callbacks import GarbageCollection, LambdaCallback, garbage_collection
 from paceline.callbacks.garbage_collection import _PROCESS, FULL_EVERY, MOST_UNSEEN
+from paceline.strategies import launch
 from paceline.trainer.doctor.measure import Doctor
 
 
@@ -263,6 +264,21 @@ def test_what_somebody_else_froze_stays_frozen(quiet: dict[str, Any], caplog: py
     finally:
         gc.unfreeze()
     del theirs
+
+
+def frozen_in_a_copy(quiet: dict[str, Any]) -> list[int]:
+    frozen = [gc.get_freeze_count()]
+    fit(quiet, GarbageCollection(), LambdaCallback(on_train_end=lambda *_: frozen.append(gc.get_freeze_count())))
+    return [*frozen, gc.get_freeze_count()]
+
+
+def test_in_a_forked_rank_what_the_parent_left_stays_frozen(
+    quiet: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, during, after = launch.start(frozen_in_a_copy, (quiet,), 2, "fork")
+    assert 0 < before < during
+    assert after > 0.9 * during
+    assert "freezes nothing" not in capfd.readouterr().err
 
 
 def test_a_fit_inside_of_a_fit_leaves_the_outer_one_its_rhythm(

@@ -100,6 +100,30 @@ def test_without_a_traceback_the_status_explains(exit_code: int, status: int, wo
     assert words in failure.describe(4)
 
 
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"])
+def test_a_crash_leaves_its_signal_and_where_it_was(tmp_path: Path, name: str) -> None:
+    file, number = tmp_path / "rank1.crash", signal.Signals[name]
+    code = (
+        "import os, sys; from pathlib import Path; from paceline.strategies.failure import note_crash\n"
+        "def crash_here(): os.kill(os.getpid(), int(sys.argv[2]))\n"
+        "note_crash(Path(sys.argv[1])); crash_here()"
+    )
+    started = [sys.executable, "-c", code, str(file), str(int(number))]
+    done = subprocess.run(started, env=os.environ | {"RANK": "1"}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-number, "")
+    lost = written(tmp_path, 0, "RuntimeError: Connection closed by peer", 100)
+    first, other = failures({0: ended(1)}, [lost], [file])
+    assert (first.rank, first.status, other.rank) == (1, 128 + number, 0)
+    said = first.describe(2)
+    assert said.startswith(f"Rank 1 of 2 was killed by signal {int(number)} ({name}), a crash in compiled code, which")
+    assert " in crash_here" in said
+
+
+def test_a_process_that_did_not_crash_is_none_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "rank1.crash").write_text("1\n")
+    assert failures({}, [], [tmp_path / "rank1.crash"]) == []
+
+
 def test_a_noted_exception_keeps_its_first_moment(tmp_path: Path) -> None:
     def moment(error: BaseException) -> int:
         write_failure(error, tmp_path / "error.json")

@@ -364,6 +364,80 @@ def test_start_returns_rank_zeros_result_or_raises_the_first_failure(
     assert result.get("interrupt", "KeyboardInterrupt: ") == "KeyboardInterrupt: "
 
 
+CRASH = """
+import ctypes
+import torch.distributed as dist
+from paceline.strategies.launch import start
+
+
+def crash_here():
+    ctypes.string_at(0)
+
+
+def work():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        crash_here()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    try:
+        start(work, (), 2, "METHOD")
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_crash_in_compiled_code_is_to_blame_and_says_where(
+    environ: dict[str, str], tmp_path: Path, method: str
+) -> None:
+    script = tmp_path / "crash.py"
+    script.write_text(CRASH.replace("METHOD", method))
+    code, out, err = finish(begin([str(script)], environ, tmp_path))
+    first, *rest = out.splitlines()
+    assert first == "Rank 1 of 2 was killed by signal 11 (SIGSEGV), a crash in compiled code, which was called here:"
+    assert any(line.endswith(" in crash_here") for line in rest)
+    assert "Extension modules" not in out
+    assert (code, err) == (0, "")
+
+
+STORES = """
+import gc
+from datetime import timedelta
+from torch.distributed import TCPStore
+from paceline.strategies.launch import start
+
+
+SOON = timedelta(seconds=10)
+
+
+def leave():
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
+    stores.append(stores)  # a cycle: Python frees them at some later moment
+    return [store.port for store in stores[:-1]]
+
+
+if __name__ == "__main__":
+    gc.disable()
+    ports = leave()
+    start(gc.collect, (), 2, "fork")
+    print(gc.get_freeze_count())
+    print([TCPStore("127.0.0.1", port, is_master=False, timeout=SOON).add("asked", 1) for port in ports])
+"""
+
+
+def test_a_fork_leaves_alone_what_the_process_it_copies_has_yet_to_free(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    """The threads of stores are not in the copy, which crashes when it frees the stores."""
+    script = tmp_path / "stores.py"
+    script.write_text(STORES)
+    code, out, err = finish(begin([str(script)], environ, tmp_path))
+    assert (code, out, err) == (0, "0\n[1, 1, 1]\n", "")
+
+
 class Holder:
     def __init__(self, value: Any) -> None:
         self.value = value
