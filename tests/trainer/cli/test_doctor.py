@@ -67,7 +67,7 @@ accelerator.end_training()
 def doctor(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "paceline", "doctor", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
 
 
 def found(folder: Path) -> dict[str, Any]:
