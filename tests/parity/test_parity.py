@@ -36,11 +36,9 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
 
 
 WAYS = ((1, "32-true"), (3, "bf16-mixed"), (1, "bf16-mixed"), (3, "32-true"))
-#: Of every accumulation with every precision, two strategies that share their code, next to each other above, take
-#: opposite halves of each network; a strategy has every network with every accumulation and with every precision.
+#: Of every accumulation with every precision, two strategies next to each other above take opposite halves of each
+#: network; a strategy has every network with every accumulation and with every precision.
 HALVES = (WAYS[:2], WAYS[2:])
-#: Those without such a neighbor take both.
-ALONE = ("ddp x2", "pipeline x2")
 #: Those on four processes take one of them for each of their networks.
 ON_FOUR = {
     "fsdp x4": ((1, "32-true"), (3, "32-true"), (3, "bf16-mixed")),
@@ -53,7 +51,7 @@ def ways(strategy: str, row: int, column: int) -> tuple[tuple[int, str], ...]:
     """With which accumulations and precisions ``make test`` tries a strategy on a network."""
     if strategy in ON_FOUR:
         return (ON_FOUR[strategy][column],)
-    return WAYS if strategy in ALONE else HALVES[(row + column) % 2]
+    return HALVES[(row + column) % 2]
 
 
 def cells(everything: bool) -> list[Any]:
