@@ -100,6 +100,14 @@ def fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     messages.set_rank(0)
 
 
+@pytest.fixture
+def fresh_wandb() -> None:
+    """Let wandb read the environment anew: a process keeps to what that was when wandb was first used."""
+    import wandb
+
+    wandb.teardown()
+
+
 @pytest.fixture(autouse=True)
 def no_leftovers(fresh_start: None) -> Iterator[None]:
     """Fail a test that leaves a thread running or a mode of torch switched."""

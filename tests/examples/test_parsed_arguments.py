@@ -123,7 +123,7 @@ def test_e12_two_processes_train_with_these_handlers(
 
 
 def test_e12_one_process_trains_and_tells_all_trackers(
-    program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_wandb: None
 ) -> None:
     words = ["--fast", "--log_with", "all", "--logging_dir", str(tmp_path), "--wandb_run_name", "mine"]
     assert program.train(program.parse(words)) < 1.5

@@ -38,7 +38,7 @@ def scalars(folder: str | Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_wandb: None) -> Any:
     """wandb that sends nothing and keeps everything below ``tmp_path``; ends a run that is still going."""
     import wandb
 
