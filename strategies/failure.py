@@ -252,7 +252,7 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
         # The second in which it was noticed: taken early for a signal, which nothing else explains, late for a status.
         found[rank] = Failure(rank, seen.exitcode, (seen.timestamp + (seen.exitcode > 0)) * 10**9)
     for file in crashes:
-        rank, text = file.read_text(encoding="utf-8", errors="replace").split("\n", 1)
+        rank, _, text = file.read_text(encoding="utf-8", errors="replace").partition("\n")
         if text:
             found[int(rank)] = Failure(int(rank), _crash_signal(text), file.stat().st_mtime_ns, _stack(text))
     for file in files:

@@ -119,8 +119,9 @@ def test_a_crash_leaves_its_signal_and_where_it_was(tmp_path: Path, name: str) -
     assert " in crash_here" in said
 
 
-def test_a_process_that_did_not_crash_is_none_that_failed(tmp_path: Path) -> None:
-    (tmp_path / "rank1.crash").write_text("1\n")
+@pytest.mark.parametrize("written_so_far", ["", "1", "1\n"])
+def test_a_process_that_did_not_crash_is_none_that_failed(tmp_path: Path, written_so_far: str) -> None:
+    (tmp_path / "rank1.crash").write_text(written_so_far)
     assert failures({}, [], [tmp_path / "rank1.crash"]) == []
 
 
