@@ -166,9 +166,7 @@ class _Process:
         """Freeze all objects, unless some are: Python can only unfreeze them all. Whether it was done."""
         with self.lock:
             frozen = gc.get_freeze_count()
-            if frozen and self.copied:  # the parent's own, not to be freed here: nothing is unfrozen afterwards
-                gc.freeze()
-            elif frozen and not self.froze:
+            if frozen and not (self.froze or self.copied):
                 messages.info_once(
                     f"GarbageCollection freezes nothing: {frozen} objects were frozen before the fit, and Python can "
                     "only unfreeze all at once. Call gc.unfreeze() before the fit, or leave it at that."

@@ -43,6 +43,7 @@ _CRASHES = {
     "Bus": getattr(signal, "SIGBUS", 7),
     "Illegal": signal.SIGILL,
 }
+_BELOW_THE_WORK = re.compile(r"\n  File [^\n]*\blaunch\.py\", line \d+ in _run\n.*", re.DOTALL)
 _ENDED = (signal.SIGTERM, signal.SIGINT)
 
 _registered = False
@@ -88,11 +89,23 @@ def write_failure(error: BaseException, file: Path) -> None:
 
 
 def note_crash(file: Path) -> None:
-    """Let a crash in compiled code, which leaves no exception, write into ``file`` where the process was."""
+    """Let a crash in compiled code, which leaves no exception, write into ``file`` where the process was.
+
+    Not that of a process which this one forks; nor if the work itself enables faulthandler.
+    """
     crash = file.open("w", encoding="utf-8")
     crash.write(f"{_rank()}\n")
     crash.flush()
     faulthandler.enable(crash)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_say_crash)
+
+
+def _say_crash() -> None:
+    if sys.__stderr__ is None:
+        faulthandler.disable()
+    else:
+        faulthandler.enable(sys.__stderr__)
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
@@ -251,10 +264,11 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
     for rank, seen in exits.items():
         # The second in which it was noticed: taken early for a signal, which nothing else explains, late for a status.
         found[rank] = Failure(rank, seen.exitcode, (seen.timestamp + (seen.exitcode > 0)) * 10**9)
-    for file in crashes:
-        rank, _, text = file.read_text(encoding="utf-8", errors="replace").partition("\n")
-        if text:
-            found[int(rank)] = Failure(int(rank), _crash_signal(text), file.stat().st_mtime_ns, _stack(text))
+    for file in crashes if exits else ():
+        who, _, text = file.read_text(encoding="utf-8", errors="replace").partition("\n")
+        code = _crash_signal(text)
+        if text and (int(who) not in found or found[int(who)].exit_code == code):
+            found[int(who)] = Failure(int(who), code, file.stat().st_mtime_ns, _stack(text))
     for file in files:
         data = json.loads(file.read_text(encoding="utf-8"))
         message, rank = data["message"], data["rank"]
@@ -273,7 +287,9 @@ def _crash_signal(text: str) -> int:
 
 
 def _stack(text: str) -> str:
-    return text.partition("\nExtension modules:")[0]
+    """The stacks of the threads: not that of our own, and each as far as the work goes."""
+    threads = text.partition("\n\nExtension modules:")[0].split("\n\n")[1:]
+    return "\n\n".join(_BELOW_THE_WORK.sub("", one) for one in threads if " in _watch\n" not in one)
 
 
 def _signal_name(number: int) -> str:

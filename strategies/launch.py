@@ -143,7 +143,7 @@ def start(
     """
     if start_method == "fork":
         _refuse_used_cuda(devices_kind)
-        _leave_alone_in_forks()
+        leave_garbage_alone_in_forks()
     with TemporaryDirectory(prefix="paceline_") as folder:
         threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(num_processes)
         work = _Work(function, args)
@@ -305,13 +305,27 @@ def _run(job: _Job) -> None:
 
 
 @cache
-def _leave_alone_in_forks() -> None:
-    """Let no copy of this process free what this one has yet to free.
+def leave_garbage_alone_in_forks() -> None:
+    """From now on, let no copy of this process collect the garbage that is there when it is made.
 
     Of an object with a thread, such as a store that serves, a copy has no thread; and the pipe by which it tells that
     thread to end leads to the one here. So it crashes, or ends the thread of this process.
     """
-    os.register_at_fork(after_in_child=gc.freeze)
+    enabled: list[bool] = []
+
+    def hold() -> None:
+        enabled.append(gc.isenabled())
+        gc.disable()
+
+    def release() -> None:
+        if enabled.pop():
+            gc.enable()
+
+    def leave() -> None:
+        gc.freeze()
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=leave)
 
 
 def _wait_for_all(folder: Path, rank: int) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline.loggers import messages
+from paceline.strategies import launch
 from paceline.strategies.deepspeed_package import use_device
 
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -31,8 +32,7 @@ os.environ["PACELINE_CONFIG_FILE"] = "none"
 # Torch's store asks for the names of the addresses it meets; where an answer is lost, do not wait 5 s for the next.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 torch.set_num_threads(1)
-# A test may leave a store in a cycle, held by a traceback. Its thread is not in a fork, which would crash freeing it.
-os.register_at_fork(after_in_child=gc.freeze)
+launch.leave_garbage_alone_in_forks()  # such as a store that a traceback holds
 FROZEN_AT = pytest.StashKey[tuple[Path, int]]()
 
 

@@ -365,7 +365,7 @@ def test_start_returns_rank_zeros_result_or_raises_the_first_failure(
 
 
 CRASH = """
-import ctypes
+import ctypes, multiprocessing, sys
 import torch.distributed as dist
 from paceline.strategies.launch import start
 
@@ -374,16 +374,27 @@ def crash_here():
     ctypes.string_at(0)
 
 
-def work():
+def work(what):
     dist.init_process_group("gloo")
-    if dist.get_rank() == 1:
+    rank = dist.get_rank()
+    if what != "itself" and rank == 1:
+        child = multiprocessing.get_context("fork").Process(target=crash_here)
+        child.start()
+        child.join()
+    if what == "itself" and rank == 1:
         crash_here()
-    dist.barrier()
+    if what == "child, exit" and rank == 1:
+        sys.exit(3)
+    if what != "child, exit":
+        dist.barrier()
+    dist.destroy_process_group()
+    return "fine"
 
 
 if __name__ == "__main__":
+    method, what = sys.argv[1:]
     try:
-        start(work, (), 2, "METHOD")
+        print(start(work, (what,), 2, method))
     except RuntimeError as error:
         print(error)
 """
@@ -394,13 +405,27 @@ def test_a_crash_in_compiled_code_is_to_blame_and_says_where(
     environ: dict[str, str], tmp_path: Path, method: str
 ) -> None:
     script = tmp_path / "crash.py"
-    script.write_text(CRASH.replace("METHOD", method))
-    code, out, err = finish(begin([str(script)], environ, tmp_path))
+    script.write_text(CRASH)
+    code, out, err = finish(begin([str(script), method, "itself"], environ, tmp_path))
     first, *rest = out.splitlines()
     assert first == "Rank 1 of 2 was killed by signal 11 (SIGSEGV), a crash in compiled code, which was called here:"
-    assert any(line.endswith(" in crash_here") for line in rest)
-    assert "Extension modules" not in out
+    assert rest[0].startswith("Current thread")
+    assert rest[-2].endswith(" in crash_here")
+    assert rest[-1].endswith(" in work")
     assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(("what", "said"), [("child", "fine"), ("child, exit", "Rank 1 of 2 failed (exit status 3)")])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_crash_of_a_process_that_a_rank_has_forked_is_none_of_the_rank(
+    environ: dict[str, str], tmp_path: Path, method: str, what: str, said: str
+) -> None:
+    script = tmp_path / "crash.py"
+    script.write_text(CRASH)
+    code, out, err = finish(begin([str(script), method, what], environ, tmp_path))
+    assert code == 0
+    assert out.startswith(said)
+    assert " in crash_here" in err
 
 
 STORES = """
