@@ -1,6 +1,7 @@
 """Worker processes of loaders outlive the signals that a terminal or a scheduler sends to all processes of a group.
 
 A run that is told to stop finishes its step and saves; it cannot if its workers have died of the same signal.
+Nor do workers outlive the run: torch's own watch does not see that a parent died before the worker was ready.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,24 +21,41 @@ _KNOWS_SENDER = hasattr(signal, "sigwaitinfo")
 _NAMES = ("SIGINT", "SIGUSR1", "SIGUSR2", *(["SIGTERM", "SIGHUP"] if _KNOWS_SENDER else []))
 
 
-class _Start:
-    """The ``worker_init_fn`` of a worker: it ends when its parent says so, and then the user's own."""
+#: Seconds between two looks at the parent, and those that torch has for ending a worker whose parent is gone: it looks
+#: every 5 s.
+_LOOK, _GRACE = 1.0, 10.0
 
-    def __init__(self, users: Callable[[int], Any] | None) -> None:
+
+class _Start:
+    """The ``worker_init_fn`` of a worker: it ends when its parent says so or is gone, and then the user's own.
+
+    Args:
+        users: the user's own.
+        served: whether a fork server starts the worker, not the run itself.
+    """
+
+    def __init__(self, users: Callable[[int], Any] | None, served: bool) -> None:
         self.users = users
+        self.served = served
+        self.run = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
-        if _KNOWS_SENDER:
-            threading.Thread(target=_obey_parent, name="paceline-worker-signals", daemon=True).start()
+        if os.getpid() != self.run:  # else it is a thread of the run
+            parent = os.getppid() if self.served else self.run
+            threading.Thread(target=_obey, args=(self.run, parent), name="paceline-worker-signals", daemon=True).start()
         if self.users is not None:
             self.users(worker_id)
 
 
-def _obey_parent() -> None:
-    parent = multiprocessing.parent_process()
-    while parent is not None:
-        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == parent.pid:
+def _obey(run: int, parent: int) -> None:
+    while True:
+        if not _KNOWS_SENDER:
+            time.sleep(_LOOK)
+        elif (told := signal.sigtimedwait({signal.SIGTERM}, _LOOK)) and told.si_pid == run:
             os._exit(0)
+        if os.getppid() != parent:
+            time.sleep(_GRACE)
+            os._exit(1)
 
 
 def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
@@ -45,7 +64,8 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
         return iter(loader)
     users, numbers = loader.worker_init_fn, {getattr(signal, name) for name in _NAMES}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    loader.worker_init_fn = _Start(users)
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    loader.worker_init_fn = _Start(users, served=method == "forkserver")
     try:
         return iter(loader)
     finally:
