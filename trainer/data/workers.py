@@ -41,19 +41,20 @@ class _Start:
 
     def __call__(self, worker_id: int) -> None:
         if os.getpid() != self.run:  # else it is a thread of the run
-            parent = os.getppid() if self.served else self.run
-            threading.Thread(target=_obey, args=(self.run, parent), name="paceline-worker-signals", daemon=True).start()
+            arguments = self.run, self.served
+            threading.Thread(target=_obey, args=arguments, name="paceline-worker-signals", daemon=True).start()
         if self.users is not None:
             self.users(worker_id)
 
 
-def _obey(run: int, parent: int) -> None:
+def _obey(run: int, served: bool) -> None:
+    parent = multiprocessing.parent_process()
     while True:
         if not _KNOWS_SENDER:
             time.sleep(_LOOK)
         elif (told := signal.sigtimedwait({signal.SIGTERM}, _LOOK)) and told.si_pid == run:
             os._exit(0)
-        if os.getppid() != parent:
+        if (parent is not None and not parent.is_alive()) if served else os.getppid() != run:
             time.sleep(_GRACE)
             os._exit(1)
 
