@@ -41,7 +41,8 @@ class GarbageCollection(Callback):
         every_n_steps: optimizer steps between two collections of what has arisen since; one in ten goes over all that
             is not frozen, if that has grown by a quarter. None: Python collects when it likes, objects are frozen.
         freeze: freeze the objects that are there after the first step, which is preceded by a full collection. If
-            somebody else has frozen objects before the fit, these stay frozen, and no more are.
+            somebody else has frozen objects before the fit, these stay frozen, and no more are. So it is in forked
+            ranks (``"ddp_notebook"``), where all that was there when they were forked is frozen.
 
     Example:
         >>> trainer = Trainer(callbacks=[GarbageCollection()])  # doctest: +SKIP

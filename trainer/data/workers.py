@@ -19,10 +19,8 @@ from torch.utils.data import DataLoader
 #: Whoever sends SIGTERM can be told apart on Linux; where it cannot, workers must go on obeying it.
 _KNOWS_SENDER = hasattr(signal, "sigwaitinfo")
 _NAMES = ("SIGINT", "SIGUSR1", "SIGUSR2", *(["SIGTERM", "SIGHUP"] if _KNOWS_SENDER else []))
-
-
-#: Seconds between two looks at the parent, and those that torch has for ending a worker whose parent is gone: it looks
-#: every 5 s.
+#: Seconds between two looks at the run, and those that torch has for ending a worker whose run is gone: it looks every
+#: 5 s.
 _LOOK, _GRACE = 1.0, 10.0
 
 
@@ -38,25 +36,30 @@ class _Start:
         self.users = users
         self.served = served
         self.run = os.getpid()
+        self.seconds = _LOOK, _GRACE
 
     def __call__(self, worker_id: int) -> None:
         if os.getpid() != self.run:  # else it is a thread of the run
-            arguments = self.run, self.served
-            threading.Thread(target=_obey, args=arguments, name="paceline-worker-signals", daemon=True).start()
+            threading.Thread(target=self._obey, name="paceline-worker-signals", daemon=True).start()
         if self.users is not None:
             self.users(worker_id)
 
+    def _obey(self) -> None:
+        look, grace = self.seconds
+        while True:
+            if not _KNOWS_SENDER:
+                time.sleep(look)
+            elif (told := signal.sigtimedwait({signal.SIGTERM}, look)) and told.si_pid == self.run:
+                os._exit(0)
+            if self._is_left():
+                time.sleep(grace)
+                os._exit(1)
 
-def _obey(run: int, served: bool) -> None:
-    parent = multiprocessing.parent_process()
-    while True:
-        if not _KNOWS_SENDER:
-            time.sleep(_LOOK)
-        elif (told := signal.sigtimedwait({signal.SIGTERM}, _LOOK)) and told.si_pid == run:
-            os._exit(0)
-        if (parent is not None and not parent.is_alive()) if served else os.getppid() != run:
-            time.sleep(_GRACE)
-            os._exit(1)
+    def _is_left(self) -> bool:
+        if not self.served:
+            return os.getppid() != self.run
+        run = multiprocessing.parent_process()
+        return run is not None and not run.is_alive()
 
 
 def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Real workers of real runs: what is left when the run is killed."""
+"""Real workers of real runs: what is left when the run is killed, and that nothing happens to them before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN = """
 import os, signal, sys, time
 from pathlib import Path
 from torch.utils.data import DataLoader
-from paceline.trainer.data.workers import start_iterating
+from paceline.trainer.data import workers
 
 
 class Slow:
@@ -28,11 +28,25 @@ class Slow:
             time.sleep(0.01)
 
 
+class Data:
+    def __getitem__(self, index):
+        time.sleep(0.3)  # many looks long
+        return index
+
+    def __len__(self):
+        return 4
+
+
 if __name__ == "__main__":
     run = os.getpid()
-    loader = DataLoader(range(9), num_workers=1, worker_init_fn=Slow(), multiprocessing_context=sys.argv[1])
-    batches = start_iterating(loader)
-    if sys.argv[2] == "late":
+    method, when = sys.argv[1:]
+    loader = DataLoader(Data(), None, num_workers=1, worker_init_fn=Slow(), multiprocessing_context=method)
+    workers._LOOK, workers._GRACE = 0.01, 0.0 if when == "never" else 0.2
+    batches = workers.start_iterating(loader)
+    if when == "never":
+        print(list(batches))
+        sys.exit()
+    if when == "late":
         next(batches)
     while not Path("worker").exists() or not Path("worker").read_text():
         time.sleep(0.01)
@@ -40,13 +54,26 @@ if __name__ == "__main__":
 """
 
 
+def run(folder: Path, method: str, when: str) -> subprocess.CompletedProcess[str]:
+    (folder / "run.py").write_text(RUN)
+    command = [sys.executable, "run.py", method, when]
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    return subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_worker_of_a_run_that_goes_on_stays(tmp_path: Path, method: str) -> None:
+    done = run(tmp_path, method, "never")
+    assert (done.returncode, done.stdout) == (0, "[0, 1, 2, 3]\n")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
-@pytest.mark.parametrize(("method", "when"), [("fork", "early"), ("fork", "late"), ("forkserver", "late")])
+@pytest.mark.parametrize(
+    ("method", "when"), [("fork", "early"), ("fork", "late"), ("spawn", "late"), ("forkserver", "late")]
+)
 def test_no_worker_outlives_a_run_that_is_killed(tmp_path: Path, method: str, when: str) -> None:
     """Early: while the worker starts, which is before torch's own watch has noted who its parent is."""
-    (tmp_path / "run.py").write_text(RUN)
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    subprocess.run([sys.executable, "run.py", method, when], cwd=tmp_path, env=environment, timeout=120)
+    assert run(tmp_path, method, when).returncode == -signal.SIGKILL
     worker = int((tmp_path / "worker").read_text())
     deadline = time.monotonic() + 60
     try:
