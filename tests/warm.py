@@ -1,0 +1,374 @@
+"""Starts Python programs from a server that has torch imported: ``import warm; warm.run([sys.executable, ...])``.
+
+A fresh interpreter needs one to two seconds to import torch and what a first fit uses; a fork of one that has done so
+needs some 20 ms. :class:`Popen` is :class:`subprocess.Popen` but for that: the process is a child of the caller, with
+its own arguments, environment, folder, streams, session and ``__main__``, and ends like any interpreter. Paceline
+itself is not imported beforehand. What a fork cannot give (options of the interpreter, other settings that are read
+when Python or torch starts, a program that is not this Python) is started by ``subprocess`` as usual.
+
+The program starts its own Python processes this way too: launchers their ranks, ``multiprocessing`` its spawned ones.
+
+What it cannot show, and tests of that use ``subprocess``: what an import costs or pulls in, hash seeds that differ
+between processes, how the interpreter takes itself down after the last exit handler, and the command line in /proc.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import inspect
+import io
+import multiprocessing.util
+import os
+import pickle
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import types
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, NoReturn
+
+#: What a first fit, a launcher and a rank import of other packages.
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.elastic.multiprocessing",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch.utils.tensorboard",
+    "torchmetrics",
+    "rich.console",
+    "rich.live",
+    "rich.progress",
+    "rich.table",
+    "rich.tree",
+    "yaml",
+)
+#: Environment variables that are read when Python or a library starts: a program with others gets a fresh interpreter.
+FIXED = ("CUDA_", "DS_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_", "TORCHINDUCTOR_")
+#: Of those, the ones that are carried over to a fork.
+CARRIED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONSAFEPATH")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+_COLD = subprocess.Popen
+_server: _Server | None = None
+
+
+class Popen(subprocess.Popen):
+    """A ``subprocess.Popen`` whose Python program is forked from a warm server where that makes no difference."""
+
+    def _execute_child(self, *args: Any, **options: Any) -> None:
+        asked = inspect.signature(_COLD._execute_child).bind(self, *args, **options).arguments
+        program = _program(asked["args"], asked["executable"], asked["env"])
+        special = any(asked.get(name) is not None for name in ("preexec_fn", "gid", "gids", "uid")) or asked["shell"]
+        group = asked.get("process_group", -1)
+        if program is None or special or group not in (None, -1) or not asked["close_fds"] or not _can_serve():
+            super()._execute_child(*args, **options)
+            return
+        streams = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        fds = {number: number if fd == -1 else fd for number, fd in enumerate(streams)}
+        fds |= {fd: fd for fd in asked["pass_fds"]}
+        cwd = os.path.join(os.getcwd(), os.fspath(asked["cwd"] or ""))
+        if not os.path.isdir(cwd):
+            super()._execute_child(*args, **options)  # which raises
+            return
+        try:
+            environ = os.environ if asked["env"] is None else asked["env"]
+            self.pid = _start(program, dict(environ), cwd, fds, bool(asked["start_new_session"]))
+        finally:
+            ends = [asked[n] for n in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+            self._close_pipe_fds(*ends)
+        self._child_created = True
+
+
+def run(args: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """``subprocess.run`` with :class:`Popen`."""
+    usual, subprocess.Popen = subprocess.Popen, Popen  # type: ignore[misc]
+    try:
+        return subprocess.run(args, **options)
+    finally:
+        subprocess.Popen = usual  # type: ignore[misc]
+
+
+def serve_spawned_processes() -> None:
+    """Let ``multiprocessing``'s spawned processes of this program be forked from the server, too."""
+    cold = multiprocessing.util.spawnv_passfds
+
+    def spawn(path: bytes, args: list[Any], passfds: Any) -> int:
+        words = [os.fsdecode(word) for word in args]
+        program = _program(words, os.fsdecode(path), None) if "spawn_main" in str(words) else None
+        if program is None or not _can_serve():
+            return cold(path, args, passfds)
+        fds = {fd: fd for fd in (0, 1, 2, *passfds)}
+        return _start(program, dict(os.environ), os.getcwd(), fds, False)
+
+    multiprocessing.util.spawnv_passfds = spawn
+
+
+def _program(args: Any, executable: Any, env: Any) -> list[str] | None:
+    """The words after ``python``, if a fork can be that program."""
+    words = [os.fsdecode(word) for word in args] if isinstance(args, list | tuple) else []
+    if not words or sys.platform != "linux" or os.fsdecode(executable or words[0]) not in (sys.executable, words[0]):
+        return None
+    if words[0] != sys.executable:
+        return None
+    if words[1:2] == ["-u"]:
+        return None
+    first = words[1] if len(words) > 1 else "-"
+    if first.startswith("-") and first not in ("-", "-c", "-m"):
+        return None
+    environ = os.environ if env is None else env
+    if _settings(environ) != _settings(_started_with):
+        return None
+    return words[1:] or ["-"]
+
+
+def _settings(environ: Any) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(FIXED) and name not in CARRIED}
+
+
+_started_with = dict(os.environ)
+
+
+class _Server:
+    """The process that forks, seen from the one whose children the forks become."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.owner = os.getpid()
+
+
+def _can_serve() -> bool:
+    global _server
+    if _server is not None and _server.owner != os.getpid():
+        return False  # this is a fork of the server's owner
+    if _server is None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import warm"]
+        command[-1] += f"; warm.main({theirs.fileno()})"
+        started = _COLD(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd="/", process_group=0)
+        theirs.close()
+        started.returncode = 0  # nobody waits for it: it ends with this process
+        _server = _Server(ours)
+    return True
+
+
+def _start(program: list[str], environ: dict[str, str], cwd: str, fds: dict[int, int], new_session: bool) -> int:
+    assert _server is not None
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    ignored = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    there = {number: fd for number, fd in fds.items() if _is_open(fd)}
+    request = pickle.dumps((program, environ, cwd, list(there), new_session, os.getpgrp(), list(blocked), ignored))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # so that the fork becomes a child of this process
+    try:
+        socket.send_fds(_server.connection, [struct.pack("!Q", len(request))], list(there.values()))
+        _server.connection.sendall(request)
+        answer = _receive(_server.connection, 8)
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    (pid,) = struct.unpack("!Q", answer)
+    return pid
+
+
+def _is_open(fd: int) -> bool:
+    with suppress(OSError):
+        return fcntl.fcntl(fd, fcntl.F_GETFD) >= 0
+    return False
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def main(fd: int) -> None:
+    """Serve the process that started this one; return only by ending, as the server or as a program."""
+    for name in PRELOADED:
+        import_module(name)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # what is sent to the group of a program is not for its server
+    connection = socket.socket(fileno=fd)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page
+    while True:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        request, fds = _serve(connection)
+        connection.close()
+        program, environ, cwd, numbers, new_session, group, blocked, ignored = request
+        if new_session:
+            os.setsid()
+        elif group != os.getpgrp():
+            with suppress(OSError):
+                os.setpgid(0, group)
+        _take(fds, numbers)
+        ours, connection = socket.socketpair()
+        if os.fork() == 0:
+            ours.close()
+            os.setpgid(0, 0)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number in numbers:
+                os.dup2(nothing, number)
+            os.close(nothing)
+            continue
+        connection.close()
+        _become_owner(ours)
+        _program_begins(environ, cwd, blocked, ignored)
+        _run(program)
+
+
+def _serve(connection: socket.socket) -> tuple[Any, list[int]]:
+    """Fork for each request; returns in the forks."""
+    while True:
+        head, fds, _, _ = socket.recv_fds(connection, 8, 250)
+        if not head:
+            os._exit(0)
+        request = pickle.loads(_receive(connection, struct.unpack("!Q", head)[0]))
+        waiting, go = os.pipe()
+        told, tell = os.pipe()
+        between = os.fork()
+        if between == 0:
+            pid = os.fork()
+            if pid == 0:
+                os.close(go)
+                os.close(told)
+                os.close(tell)
+                os.read(waiting, 1)  # until the process between is gone, and this one has its real parent
+                os.close(waiting)
+                return request, fds
+            os.write(tell, struct.pack("!Q", pid))
+            os._exit(0)
+        os.close(waiting)
+        os.close(tell)
+        for fd in fds:
+            os.close(fd)
+        answer = os.read(told, 8)
+        os.waitpid(between, 0)
+        os.close(told)
+        os.write(go, b"1")
+        os.close(go)
+        connection.sendall(answer)
+
+
+def _take(fds: list[int], numbers: list[int]) -> None:
+    """Give the descriptors the numbers they have in the program, and leave no other."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 500) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for number in {0, 1, 2} - set(numbers):
+        with suppress(OSError):
+            os.close(number)
+    for fd, number in zip(high, numbers, strict=True):
+        os.dup2(fd, number, inheritable=True)
+        os.close(fd)
+
+
+def _become_owner(connection: socket.socket) -> None:
+    """Let every Python program and spawned process of this program be forked from its own server."""
+    global _server
+    _server = _Server(connection)
+    subprocess.Popen = Popen  # type: ignore[misc]
+    os.register_at_fork(after_in_child=connection.close)
+    serve_spawned_processes()
+
+
+def _program_begins(environ: dict[str, str], cwd: str, blocked: list[Any], ignored: list[Any]) -> None:
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    base = [folder for folder in sys.path if folder not in (*inherited, "", os.path.dirname(__file__))]
+    os.environ.clear()
+    os.environ.update(environ)
+    for number in _SIGNALS:
+        handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    _prctl(_PR_SET_PDEATHSIG, 0)
+    os.chdir(cwd)
+    sys.path[:] = [*(folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder), *base]
+    sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
+    unbuffered = bool(environ.get("PYTHONUNBUFFERED"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError):
+                terminal = os.isatty(stream.fileno())
+                stream.reconfigure(
+                    line_buffering=stream is sys.stderr or terminal or unbuffered, write_through=unbuffered
+                )
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _run(program: list[str]) -> NoReturn:
+    """Do what ``python *program`` does."""
+    sys.orig_argv[:] = [sys.executable, *([] if program == ["-"] else program)]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    sys.modules.pop("warm", None)
+    first, *rest = program
+    try:
+        if first == "-m":
+            sys.argv[:] = rest
+            sys.path.insert(0, os.getcwd())
+            runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+        else:
+            if first == "-c":
+                sys.argv[:] = ["-c", *rest[1:]]
+                sys.path.insert(0, "")
+                text, name = rest[0], "<string>"
+            elif first == "-":
+                sys.argv[:] = program
+                sys.path.insert(0, "")
+                text, name = sys.stdin.read(), "<stdin>"
+            else:
+                sys.argv[:] = program
+                sys.path.insert(0, os.path.dirname(os.path.realpath(first)))
+                main.__file__ = name = os.path.abspath(first)
+                with open(first, "rb") as file:
+                    text = file.read()
+            exec(compile(text, name, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as error:
+        _end(error.code)
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        _end(-signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+    _end(0)
+
+
+def _end(code: Any) -> NoReturn:
+    """End as an interpreter does, but for the destruction of every module, which would copy every page."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    if code is not None and code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit((code or 0) & 0xFF)
