@@ -14,11 +14,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from paceline.loggers import messages
@@ -33,6 +35,7 @@ os.environ["PACELINE_CONFIG_FILE"] = "none"
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 torch.set_num_threads(1)
 launch.leave_garbage_alone_in_forks()  # such as a store that a traceback holds
+pytest_plugins = ["slow"]
 FROZEN_AT = pytest.StashKey[tuple[Path, int]]()
 
 
@@ -98,6 +101,13 @@ def fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
     messages.set_rank(0)
+
+
+@pytest.fixture(autouse=True)
+def warm_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the Python programs that a test starts have torch imported, unless it is marked ``cold``."""
+    with nullcontext() if request.node.get_closest_marker("cold") else warm.programs():
+        yield
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.cold
+
 #: None of these may come in with the public names, unless torch itself brings it.
 HEAVY = [
     "accelerate",

@@ -1,15 +1,15 @@
-"""Starts Python programs from a server that has torch imported: ``import warm; warm.run([sys.executable, ...])``.
+"""Starts Python programs from a server that has torch imported.
 
-A fresh interpreter needs one to two seconds to import torch and what a first fit uses; a fork of one that has done so
-needs some 20 ms. :class:`Popen` is :class:`subprocess.Popen` but for that: the process is a child of the caller, with
-its own arguments, environment, folder, streams, session and ``__main__``, and ends like any interpreter. Paceline
-itself is not imported beforehand. What a fork cannot give (options of the interpreter, other settings that are read
-when Python or torch starts, a program that is not this Python) is started by ``subprocess`` as usual.
+A fresh interpreter needs two seconds to import torch and what a first fit uses; a fork of one that has done so needs
+some 30 ms. Within :func:`programs`, where every test runs that is not marked ``cold``, ``subprocess`` starts Python
+programs so: the process is a child of the caller, with its own arguments, environment, folder, streams, session and
+``__main__``, and ends like any interpreter. Paceline itself is not imported beforehand. What a fork cannot give
+(options of the interpreter, other settings that are read when Python or torch starts, another program) is started as
+usual. The program starts its own Python processes this way too: launchers their ranks, ``multiprocessing`` its spawned
+ones.
 
-The program starts its own Python processes this way too: launchers their ranks, ``multiprocessing`` its spawned ones.
-
-What it cannot show, and tests of that use ``subprocess``: what an import costs or pulls in, hash seeds that differ
-between processes, how the interpreter takes itself down after the last exit handler, and the command line in /proc.
+What it cannot show, and tests of that are ``cold``: what an import costs or pulls in, what memory a process takes, hash
+seeds that differ between processes, and how an interpreter takes itself down.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import subprocess
 import sys
 import threading
 import types
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -56,89 +57,71 @@ PRELOADED = (
     "yaml",
 )
 #: Environment variables that are read when Python or a library starts: a program with others gets a fresh interpreter.
-FIXED = ("CUDA_", "DS_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_", "TORCHINDUCTOR_")
+FIXED = ("CUDA_", "DS_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 #: Of those, the ones that are carried over to a fork.
 CARRIED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONSAFEPATH")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
-_COLD = subprocess.Popen
+_COLD, _COLD_SPAWN = subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds
 _server: _Server | None = None
 
 
-class Popen(subprocess.Popen):
-    """A ``subprocess.Popen`` whose Python program is forked from a warm server where that makes no difference."""
-
-    def _execute_child(self, *args: Any, **options: Any) -> None:
-        asked = inspect.signature(_COLD._execute_child).bind(self, *args, **options).arguments
-        program = _program(asked["args"], asked["executable"], asked["env"])
-        special = any(asked.get(name) is not None for name in ("preexec_fn", "gid", "gids", "uid")) or asked["shell"]
-        group = asked.get("process_group", -1)
-        if program is None or special or group not in (None, -1) or not asked["close_fds"] or not _can_serve():
-            super()._execute_child(*args, **options)
-            return
-        streams = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        fds = {number: number if fd == -1 else fd for number, fd in enumerate(streams)}
-        fds |= {fd: fd for fd in asked["pass_fds"]}
-        cwd = os.path.join(os.getcwd(), os.fspath(asked["cwd"] or ""))
-        if not os.path.isdir(cwd):
-            super()._execute_child(*args, **options)  # which raises
-            return
-        try:
-            environ = os.environ if asked["env"] is None else asked["env"]
-            self.pid = _start(program, dict(environ), cwd, fds, bool(asked["start_new_session"]))
-        finally:
-            ends = [asked[n] for n in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
-            self._close_pipe_fds(*ends)
-        self._child_created = True
-
-
-def run(args: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
-    """``subprocess.run`` with :class:`Popen`."""
-    usual, subprocess.Popen = subprocess.Popen, Popen  # type: ignore[misc]
+@contextmanager
+def programs() -> Iterator[None]:
+    """Within this, ``subprocess`` and ``multiprocessing`` start Python programs from the server."""
+    subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds = _execute_child, _spawn  # type: ignore
     try:
-        return subprocess.run(args, **options)
+        yield
     finally:
-        subprocess.Popen = usual  # type: ignore[misc]
+        subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds = _COLD, _COLD_SPAWN  # type: ignore
 
 
-def serve_spawned_processes() -> None:
-    """Let ``multiprocessing``'s spawned processes of this program be forked from the server, too."""
-    cold = multiprocessing.util.spawnv_passfds
+def _execute_child(self: subprocess.Popen[Any], *args: Any, **options: Any) -> None:
+    """``subprocess.Popen._execute_child``: start the process, note its id and close its ends of the pipes."""
+    asked = inspect.signature(_COLD).bind(self, *args, **options).arguments
+    program = _program(asked["args"], asked["executable"], asked["env"])
+    special = any(asked.get(name) is not None for name in ("preexec_fn", "gid", "gids", "uid")) or asked["shell"]
+    special = special or asked.get("process_group", -1) not in (None, -1) or not asked["close_fds"]
+    cwd = os.path.join(os.getcwd(), os.fspath(asked["cwd"] or ""))
+    if program is None or special or not os.path.isdir(cwd) or not _can_serve():
+        _COLD(self, *args, **options)
+        return
+    streams = enumerate(asked[name] for name in ("p2cread", "c2pwrite", "errwrite"))
+    fds = {number: number if fd == -1 else fd for number, fd in streams} | {fd: fd for fd in asked["pass_fds"]}
+    environ = os.environ if asked["env"] is None else asked["env"]
+    try:
+        self.pid = _start(program, dict(environ), cwd, fds, bool(asked["start_new_session"]))
+    finally:
+        ends = [asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
+    self._child_created = True
 
-    def spawn(path: bytes, args: list[Any], passfds: Any) -> int:
-        words = [os.fsdecode(word) for word in args]
-        program = _program(words, os.fsdecode(path), None) if "spawn_main" in str(words) else None
-        if program is None or not _can_serve():
-            return cold(path, args, passfds)
-        fds = {fd: fd for fd in (0, 1, 2, *passfds)}
-        return _start(program, dict(os.environ), os.getcwd(), fds, False)
 
-    multiprocessing.util.spawnv_passfds = spawn
+def _spawn(path: bytes, args: list[Any], passfds: Any) -> int:
+    """``multiprocessing.util.spawnv_passfds``; not for the trackers it starts, which import next to nothing."""
+    words = [os.fsdecode(word) for word in args]
+    program = _program(words, path, None) if any("spawn_main" in word for word in words) else None
+    if program is None or not _can_serve():
+        return _COLD_SPAWN(path, args, passfds)
+    return _start(program, dict(os.environ), os.getcwd(), {fd: fd for fd in (0, 1, 2, *passfds)}, False)
 
 
 def _program(args: Any, executable: Any, env: Any) -> list[str] | None:
     """The words after ``python``, if a fork can be that program."""
     words = [os.fsdecode(word) for word in args] if isinstance(args, list | tuple) else []
-    if not words or sys.platform != "linux" or os.fsdecode(executable or words[0]) not in (sys.executable, words[0]):
+    if sys.platform != "linux" or not words or os.fsdecode(executable or words[0]) != sys.executable:
         return None
-    if words[0] != sys.executable:
-        return None
-    if words[1:2] == ["-u"]:
-        return None
-    first = words[1] if len(words) > 1 else "-"
-    if first.startswith("-") and first not in ("-", "-c", "-m"):
-        return None
-    environ = os.environ if env is None else env
-    if _settings(environ) != _settings(_started_with):
-        return None
-    return words[1:] or ["-"]
+    program = words[1:] or ["-"]
+    known = not program[0].startswith("-") or program[0] in ("-", "-c", "-m")
+    alike = _settings(os.environ if env is None else env) == _STARTED_WITH
+    return program if known and alike else None
 
 
 def _settings(environ: Any) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(FIXED) and name not in CARRIED}
 
 
-_started_with = dict(os.environ)
+_STARTED_WITH = _settings(os.environ)
 
 
 class _Server:
@@ -157,7 +140,9 @@ def _can_serve() -> bool:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import warm"]
         command[-1] += f"; warm.main({theirs.fileno()})"
-        started = _COLD(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd="/", process_group=0)
+        started = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd="/", process_group=0
+        )
         theirs.close()
         started.returncode = 0  # nobody waits for it: it ends with this process
         _server = _Server(ours)
@@ -284,12 +269,11 @@ def _take(fds: list[int], numbers: list[int]) -> None:
 
 
 def _become_owner(connection: socket.socket) -> None:
-    """Let every Python program and spawned process of this program be forked from its own server."""
+    """Let every Python program that this program starts be forked from its own server."""
     global _server
     _server = _Server(connection)
-    subprocess.Popen = Popen  # type: ignore[misc]
     os.register_at_fork(after_in_child=connection.close)
-    serve_spawned_processes()
+    programs().__enter__()
 
 
 def _program_begins(environ: dict[str, str], cwd: str, blocked: list[Any], ignored: list[Any]) -> None:
@@ -323,7 +307,7 @@ def _run(program: list[str]) -> NoReturn:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    sys.modules.pop("warm", None)
+    _show_command(sys.orig_argv)
     first, *rest = program
     try:
         if first == "-m":
@@ -355,6 +339,15 @@ def _run(program: list[str]) -> NoReturn:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         _end(-signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
     _end(0)
+
+
+def _show_command(words: list[str]) -> None:
+    """Let /proc tell the command line that an interpreter of its own would have."""
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # proc(5): fields 48 and 49
+    line = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start]
+    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 
 
 def _end(code: Any) -> NoReturn:

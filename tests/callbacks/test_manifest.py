@@ -71,6 +71,7 @@ def test_the_record_is_the_last_of_the_zip_and_torch_reads_the_file_in_every_way
     assert torch.load(path, map_location="meta", mmap=True)["state_dict"]["weight"].is_meta
 
 
+@pytest.mark.cold
 def test_reading_and_verifying_need_no_torch(path: Path):
     program = (
         "import sys; from pathlib import Path; from paceline.callbacks import manifest; "

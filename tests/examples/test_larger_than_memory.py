@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cold
+
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "11_larger_than_memory.py"
 
 

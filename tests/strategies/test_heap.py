@@ -67,7 +67,7 @@ left = megabytes() - begun
 #: Pages of one output of a layer.
 PAGES = 1024 * 128 * 4 // resource.getpagesize()
 
-pytestmark = pytest.mark.skipif(glibc() is None, reason="another C library")
+pytestmark = [pytest.mark.cold, pytest.mark.skipif(glibc() is None, reason="another C library")]
 
 
 def last_number(script: str, **environment: str) -> float:

@@ -15,6 +15,8 @@ from tiny import TinyModule, tiny_loader
 from paceline import Trainer
 from paceline.callbacks import EarlyStopping, ModelCheckpoint
 
+pytestmark = pytest.mark.cold
+
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 

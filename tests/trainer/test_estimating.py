@@ -218,6 +218,7 @@ print(json.dumps(resident("VmHWM") - before))
 """
 
 
+@pytest.mark.cold
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_c16_the_estimate_is_near_what_a_training_takes(precision: str) -> None:

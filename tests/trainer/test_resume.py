@@ -183,6 +183,7 @@ def test_every_epoch_is_shuffled_anew(tmp_path: Path):
     assert {tuple(sorted(order)) for order in orders} == {tuple(range(14))}
 
 
+@pytest.mark.cold
 def test_resume_in_a_fresh_process_is_bit_identical(tmp_path: Path):
     whole = train(tmp_path / "whole", **SETTINGS["all"])
     command = [sys.executable, __file__, str(tmp_path), "all"]

@@ -159,6 +159,7 @@ sys.stdout.write(" ".join(sorted(states)))
 """
 
 
+@pytest.mark.cold
 def test_numpy_is_never_imported_for_it():
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root.parent), *sys.path])}

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from big_models import MEMORY, program
 
+pytestmark = pytest.mark.cold
+
 MB = 10**6
 #: For what is no weight: inputs, outputs, stacks, code that is read when it first runs; and pages around those read.
 ALLOWED = 12 * MB

@@ -261,6 +261,7 @@ def test_k2_a_collective_of_one_process_and_different_shapes_are_named() -> None
         ranks(2, different_shapes)
 
 
+@pytest.mark.cold
 def test_k4_the_class_costs_little_to_import() -> None:
     code = (
         "import torch, sys, json; before = set(sys.modules); import paceline; paceline.Accelerator; "

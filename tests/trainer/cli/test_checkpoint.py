@@ -84,6 +84,7 @@ def test_ls_looks_into_the_folders_of_earlier_runs_and_tells_programs_as_json(tm
     assert (found[1]["score"], found[1]["kind"], found[1]["state"]) == (0.5, "whole", "ok")
 
 
+@pytest.mark.cold
 def test_ls_imports_no_torch(tmp_path: Path) -> None:
     write(tmp_path / "x.ckpt", 1)
     program = (

@@ -12,6 +12,8 @@ import pytest
 from paceline.trainer.cli import main as module
 from paceline.trainer.cli.main import COMMANDS, FAILED, main
 
+pytestmark = pytest.mark.cold
+
 HELP = [
     ["--help"],
     ["checkpoint", "--help"],

@@ -79,6 +79,7 @@ def test_of_several_runs_the_newest_is_meant(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines()[-1] == "Page: a/paceline_logs/version_1/run_report.html"
 
 
+@pytest.mark.cold
 def test_the_page_is_made_without_torch() -> None:
     run("a")
     program = (

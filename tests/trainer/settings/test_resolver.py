@@ -258,6 +258,7 @@ def test_settings_can_be_pickled_and_are_a_mapping() -> None:
     assert not again.is_set("mixed_precision")
 
 
+@pytest.mark.cold
 def test_u9_settings_are_found_without_torch() -> None:
     program = "import sys; from paceline.trainer.settings import resolve; resolve(); print('torch' in sys.modules)"
     environment = {**os.environ, "PACELINE_CONFIG_FILE": "none"}
