@@ -2,7 +2,7 @@
 #   make demo    train the handwritten-digits example in an environment of its own (.demo)
 #   make test    lint, types and tests in an environment of its own (.venv)
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
-#   make parity  the long form of the parity tests: every strategy with every network, accumulation and precision
+#   make test-all  make test with every cell of the large matrices, of which it takes a share that moves on by commit
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 
 SHELL := bash
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint types tests faults parity format demo clean
+.PHONY: test test-all lint types tests faults format demo clean
 
 test: lint types tests
 
@@ -34,8 +34,8 @@ tests: .venv/installed
 faults: .venv/installed
 	$(BIN)/python tests/faults/strikes.py --kills 200
 
-parity: .venv/installed
-	$(BIN)/python -m pytest tests/parity --all-cells -n 2 --dist worksteal
+test-all: lint types .venv/installed
+	$(BIN)/python -m pytest tests --all-cells -n 2 --dist worksteal
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -35,12 +35,8 @@ os.environ["PACELINE_CONFIG_FILE"] = "none"
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 torch.set_num_threads(1)
 launch.leave_garbage_alone_in_forks()  # such as a store that a traceback holds
-pytest_plugins = ["slow"]
+pytest_plugins = ["rotation", "slow"]
 FROZEN_AT = pytest.StashKey[tuple[Path, int]]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-cells", action="store_true", help="tests/parity: every strategy with everything else")
 
 
 def pytest_configure(config: pytest.Config) -> None:

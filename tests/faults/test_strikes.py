@@ -8,27 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from strikes import ROOT, Cell, differences, examine, repeated, train
+from rotation import PERIOD, share
+from strikes import CELLS, ROOT, Cell, differences, examine, repeated, train
 
+KILLS = 3
+#: One of each strategy in every run.
+CHOSEN = share([cells[index % len(cells)] for cells in (CELLS[:8], CELLS[8:16], CELLS[16:]) for index in range(PERIOD)])
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their command line, in /proc")
 
 
-@pytest.mark.parametrize(
-    ("cell", "kills"),
-    [
-        (Cell("cpu", 2, False, 1), 3),
-        (Cell("cpu", 0, True, 3), 3),
-        (Cell("ddp", 0, True, 1), 2),
-        (Cell("fsdp", 2, False, 3), 2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("cell", list(dict.fromkeys(CHOSEN)), ids=str)
 def test_a_training_that_is_killed_again_and_again_ends_where_one_does_that_was_left_alone(
-    cell: Cell, kills: int, tmp_path: Path
+    cell: Cell, tmp_path: Path
 ) -> None:
-    result = examine(cell, kills, seed=kills, folder=tmp_path)
+    result = examine(cell, KILLS, seed=CELLS.index(cell), folder=tmp_path)
     assert not result.problems, "\n".join(result.problems)
-    assert result.struck.total() == kills
+    assert result.struck.total() == KILLS
 
 
 def test_torch_elastics_own_restart_goes_on_to_the_same_end(tmp_path: Path) -> None:

@@ -4,17 +4,19 @@ The yardstick is one process in float64. In float32 a parameter may be off by 1e
 sums over ranks are taken in another order). In bf16-mixed every product is rounded to 8 bits, in another order on other
 ranks, so there the bound is ten times what one process in bf16-mixed is off by itself (``verify`` measures it).
 
-``make parity`` runs every strategy with every network, accumulation and precision, ``make test`` a part of that.
+``make test-all`` runs every strategy with every network, accumulation and precision, ``make test`` a fifth of that.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from parity.networks import ConvNet, Language, TiedLanguage, loader
+from rotation import share
 
 import paceline
 from paceline import TrainingModule
@@ -36,40 +38,19 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], int]] = {
 
 
 WAYS = ((1, "32-true"), (3, "bf16-mixed"), (1, "bf16-mixed"), (3, "32-true"))
-#: Of every accumulation with every precision, two strategies next to each other above take opposite halves of each
-#: network; a strategy has every network with every accumulation and with every precision.
-HALVES = (WAYS[:2], WAYS[2:])
-#: Those on four processes take one of them for each of their networks.
-ON_FOUR = {
-    "fsdp x4": ((1, "32-true"), (3, "32-true"), (3, "bf16-mixed")),
-    "hybrid 2x2": ((3, "bf16-mixed"), (1, "bf16-mixed"), (1, "32-true")),
-    "fsdp x2, tensor parallel x2": ((3, "32-true"), (1, "bf16-mixed")),
-}
 
 
-def ways(strategy: str, row: int, column: int) -> tuple[tuple[int, str], ...]:
-    """With which accumulations and precisions ``make test`` tries a strategy on a network."""
-    if strategy in ON_FOUR:
-        return (ON_FOUR[strategy][column],)
-    return HALVES[(row + column) % 2]
-
-
-def cells(everything: bool) -> list[Any]:
+def cells() -> list[Any]:
     """Every strategy with every network it can take: tensor parallelism splits the linear layers of blocks."""
     found = []
-    for row, strategy in enumerate(STRATEGIES):
+    for strategy in STRATEGIES:
         marks = [NEEDS_DEEPSPEED] if strategy.startswith("deepspeed") else []
         networks = [Language, TiedLanguage] if "tensor" in strategy else [ConvNet, Language, TiedLanguage]
-        for column, network in enumerate(networks):
-            wanted = WAYS if everything else ways(strategy, row, column)
-            found += [pytest.param(strategy, network, *way, marks=marks) for way in wanted]
+        found += [
+            pytest.param(strategy, network, *way, marks=marks, id=f"{strategy}-{network.__name__}-{way[0]}-{way[1]}")
+            for network, way in itertools.product(networks, WAYS)
+        ]
     return found
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "strategy" in metafunc.fixturenames:
-        chosen = cells(everything=bool(metafunc.config.getoption("--all-cells")))
-        metafunc.parametrize(("strategy", "module", "accumulate", "precision"), chosen)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,6 +58,7 @@ def deepspeed_here(deepspeed_imported: None) -> None:
     """For the ranks that this process forks."""
 
 
+@pytest.mark.parametrize(("strategy", "module", "accumulate", "precision"), share(cells(), 5))
 def test_a_strategy_gives_the_numbers_of_one_process(
     strategy: str, module: type[TrainingModule], accumulate: int, precision: str
 ) -> None:
