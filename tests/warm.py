@@ -31,7 +31,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
@@ -56,10 +56,10 @@ PRELOADED = (
     "rich.tree",
     "yaml",
 )
-#: Environment variables that are read when Python or a library starts: a program with others gets a fresh interpreter.
-FIXED = ("CUDA_", "DS_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
+#: Environment variables that are read when Python or torch starts: with others, a program gets a fresh interpreter.
+FIXED = ("GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "PYTHON", "TORCH_CPP_", "TORCH_DISTRIBUTED_", "TORCH_LOGS")
 #: Of those, the ones that are carried over to a fork.
-CARRIED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONSAFEPATH")
+TAKEN = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONUNBUFFERED")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _COLD, _COLD_SPAWN = subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds
@@ -69,11 +69,15 @@ _server: _Server | None = None
 @contextmanager
 def programs() -> Iterator[None]:
     """Within this, ``subprocess`` and ``multiprocessing`` start Python programs from the server."""
-    subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds = _execute_child, _spawn  # type: ignore
+    _start_with(_execute_child, _spawn)
     try:
         yield
     finally:
-        subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds = _COLD, _COLD_SPAWN  # type: ignore
+        _start_with(_COLD, _COLD_SPAWN)
+
+
+def _start_with(execute_child: Any, spawn: Any) -> None:
+    subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds = execute_child, spawn  # type: ignore
 
 
 def _execute_child(self: subprocess.Popen[Any], *args: Any, **options: Any) -> None:
@@ -118,7 +122,7 @@ def _program(args: Any, executable: Any, env: Any) -> list[str] | None:
 
 
 def _settings(environ: Any) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith(FIXED) and name not in CARRIED}
+    return {name: value for name, value in environ.items() if name.startswith(FIXED) and name not in TAKEN}
 
 
 _STARTED_WITH = _settings(os.environ)
@@ -138,11 +142,13 @@ def _can_serve() -> bool:
         return False  # this is a fork of the server's owner
     if _server is None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import warm"]
-        command[-1] += f"; warm.main({theirs.fileno()})"
-        started = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd="/", process_group=0
+        text = (
+            f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import warm; warm.main({theirs.fileno()})"
         )
+        command = [sys.executable, "-c", text, " " * 8000]  # room for the command lines of its forks
+        room = {"PACELINE_TESTS_ROOM": " " * 50_000}  # ... and for their environments
+        options: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "cwd": "/", "process_group": 0}
+        started = subprocess.Popen(command, env=os.environ | room, **options)
         theirs.close()
         started.returncode = 0  # nobody waits for it: it ends with this process
         _server = _Server(ours)
@@ -273,7 +279,7 @@ def _become_owner(connection: socket.socket) -> None:
     global _server
     _server = _Server(connection)
     os.register_at_fork(after_in_child=connection.close)
-    programs().__enter__()
+    _start_with(_execute_child, _spawn)
 
 
 def _program_begins(environ: dict[str, str], cwd: str, blocked: list[Any], ignored: list[Any]) -> None:
@@ -289,6 +295,9 @@ def _program_begins(environ: dict[str, str], cwd: str, blocked: list[Any], ignor
     os.chdir(cwd)
     sys.path[:] = [*(folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder), *base]
     sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
+    import torch
+
+    torch.set_num_threads(int(environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     unbuffered = bool(environ.get("PYTHONUNBUFFERED"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -297,8 +306,7 @@ def _program_begins(environ: dict[str, str], cwd: str, blocked: list[Any], ignor
                 stream.reconfigure(
                     line_buffering=stream is sys.stderr or terminal or unbuffered, write_through=unbuffered
                 )
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    sys.modules["numpy"].random.seed()
 
 
 def _run(program: list[str]) -> NoReturn:
@@ -307,7 +315,10 @@ def _run(program: list[str]) -> NoReturn:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    _show_command(sys.orig_argv)
+    with open("/proc/self/stat") as file:
+        fields = [0, 0, *file.read().rpartition(")")[2].split()]  # those of proc(5), from 1 on
+    _show(sys.orig_argv, int(fields[47]), int(fields[48]))
+    _show([f"{name}={value}" for name, value in os.environ.items()], int(fields[49]), int(fields[50]))
     first, *rest = program
     try:
         if first == "-m":
@@ -341,11 +352,9 @@ def _run(program: list[str]) -> NoReturn:
     _end(0)
 
 
-def _show_command(words: list[str]) -> None:
-    """Let /proc tell the command line that an interpreter of its own would have."""
-    with open("/proc/self/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # proc(5): fields 48 and 49
+def _show(words: Iterable[str], start: int, end: int) -> None:
+    """Write into the memory that /proc shows what it would show of an interpreter of its own."""
+    assert end - start > 4096
     line = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start]
     ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 

@@ -12,8 +12,8 @@ from rotation import PERIOD, share
 from strikes import CELLS, ROOT, Cell, differences, examine, repeated, train
 
 KILLS = 3
-#: One of each strategy in every run.
-CHOSEN = share([cells[index % len(cells)] for cells in (CELLS[:8], CELLS[8:16], CELLS[16:]) for index in range(PERIOD)])
+#: One of each strategy in every run, and not the same otherwise.
+CHOSEN = share([CELLS[8 * row + (index + 3 * row) % 8] for row in range(3) for index in range(PERIOD)])
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their command line, in /proc")
 
 

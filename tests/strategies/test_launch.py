@@ -453,6 +453,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.cold
 def test_a_fork_leaves_alone_what_the_process_it_copies_has_yet_to_free(
     environ: dict[str, str], tmp_path: Path
 ) -> None:

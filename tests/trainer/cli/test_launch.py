@@ -76,6 +76,7 @@ def typed(*words: str) -> subprocess.CompletedProcess[str]:
 # ---- what is started -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cold
 def test_c7_c10_two_cpu_processes_get_the_scripts_arguments_untouched(capfd: pytest.CaptureFixture[str]) -> None:
     status, out, err = launched(capfd, "--cpu", "--num_processes", "2", script(TELL), *ARGUMENTS)
     assert status == 0
@@ -91,6 +92,7 @@ def test_c7_c10_two_cpu_processes_get_the_scripts_arguments_untouched(capfd: pyt
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.cold
 def test_c7_one_process_is_the_script_itself_as_under_python() -> None:
     name = script(TELL)
     done = typed("--cpu", name, *ARGUMENTS)
