@@ -376,6 +376,7 @@ def crash_here():
 
 def work(what):
     dist.init_process_group("gloo")
+    dist.barrier()  # both have connected to each other
     rank = dist.get_rank()
     if what != "itself" and rank == 1:
         child = multiprocessing.get_context("fork").Process(target=crash_here)
