@@ -83,16 +83,17 @@ def test_saving_changes_nothing_for_the_loop_that_goes_on(tmp_path: Path) -> Non
     assert same(Loop().run(8, tmp_path / "s", stop=False), expected)
 
 
-def test_a_loop_can_go_back_to_its_own_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stop_at", "given"), [(5, {}), (3, {"num_items": True})], ids=["in a window", "counted"])
+def test_a_loop_can_go_back_to_its_own_state(tmp_path: Path, stop_at: int, given: dict[str, Any]) -> None:
     """As after a loss that was no number: what was accumulated since is forgotten."""
-    expected = Loop().run()
-    loop = Loop()
-    loop.run(5, tmp_path / "s", stop=True)
+    expected = Loop(**given).run()
+    loop = Loop(**given)
+    loop.run(stop_at, tmp_path / "s", stop=True)
     batches = iter(loop.loader)
     for _ in range(2):
         loop.step(next(batches))
     loop.accelerator.load_state(tmp_path / "s")
-    assert loop.counter.batches == 5
+    assert loop.counter.batches == stop_at
     assert same(loop.run(), expected)
 
 
