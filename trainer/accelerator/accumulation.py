@@ -22,7 +22,7 @@ class GradientState:
 
     Args:
         num_steps: micro-batches in a window.
-        adjust_scheduler: schedulers stand still on micro-batches that do not step.
+        adjust_scheduler: accepted; schedulers stand still on micro-batches that do not step in either case.
         sync_with_dataloader: a window ends with the loader that it is filled from.
         sync_each_batch: communicate gradients with every micro-batch: less memory under FSDP, more to send.
 
