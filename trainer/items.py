@@ -58,7 +58,7 @@ class ItemWindow:
 
     def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
         """Take back :meth:`state_dict`; without a window under way, only the unit."""
-        self.unit = state["unit"]
+        self.unit, self.items = state["unit"], 0
         if in_window and self.unit is not None:
             items = state["items"]
             self.items = items.to(self.strategy.device) if isinstance(items, Tensor) else items

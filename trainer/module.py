@@ -11,12 +11,14 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 from typing_extensions import Self
 
 from ..loggers import messages
 from ..strategies.transfer import move
 from .hparams import HyperparametersMixin
 from .module_hooks import ModuleHooks
+from .optimizers import advance_one_cycle
 from .records import Group, Options
 
 if TYPE_CHECKING:
@@ -265,11 +267,16 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Advance a scheduler; ``metric`` is the monitored value of a plateau scheduler, else None."""
-        if metric is None:
-            scheduler.step()
-        else:
+        """Advance a scheduler; ``metric`` is the monitored value of a plateau scheduler, else None.
+
+        A ``OneCycleLR`` that is over keeps its last learning rate, with a warning.
+        """
+        if metric is not None:
             scheduler.step(metric)
+        elif isinstance(scheduler, OneCycleLR):
+            advance_one_cycle(scheduler)
+        else:
+            scheduler.step()
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

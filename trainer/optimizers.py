@@ -23,6 +23,24 @@ FORMS = (
 )
 
 
+def advance_one_cycle(scheduler: OneCycleLR) -> None:
+    """Advance a one-cycle schedule; one that is over keeps its last values.
+
+    Torch would compute the step after the last one beyond the end of the curve, and raise at the next one.
+    """
+    if scheduler.last_epoch < scheduler.total_steps - 1:
+        scheduler.step()
+        return
+    if scheduler.last_epoch >= scheduler.total_steps:  # an optimizer step was made after the last one of the schedule
+        rates = ", ".join(f"{rate:.3g}" for rate in dict.fromkeys(map(float, scheduler.get_last_lr())))
+        messages.warn_once(
+            f"{type(scheduler).__name__}(total_steps={scheduler.total_steps}) has ended, and the training continues: "
+            f"the learning rate stays at its last value, {rates}. Set total_steps to the number of optimizer steps of "
+            "the whole training; a state that is loaded brings the total_steps it was saved with."
+        )
+    scheduler.last_epoch += 1
+
+
 @dataclass
 class SchedulerConfig:
     """A scheduler and when it advances.

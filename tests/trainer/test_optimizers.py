@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import TinyModule, tiny_loader
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from paceline import Callback, Trainer, TrainingModule
-from paceline.trainer.optimizers import configure
+from paceline import Accelerator, Callback, Trainer, TrainingModule
+from paceline.callbacks import ModelCheckpoint
+from paceline.loggers.messages import PacelineWarning
+from paceline.trainer.optimizers import advance_one_cycle, configure
 
 
 class Two(TrainingModule):
@@ -536,3 +540,81 @@ def test_a_scheduler_made_for_steps_is_told_about_once(caplog: pytest.LogCapture
         for _ in range(2):
             configure(Two(lambda m: ([o := sgd(m)], [OneCycleLR(o, 0.1, total_steps=3)])))
     assert caplog.text.count("OneCycleLR advances every optimizer step, so interval='step' is used") == 1
+
+
+# ---- a one-cycle schedule that is over -------------------------------------------------------------------------------
+
+
+def cycle(optimizer: Any) -> OneCycleLR:
+    return OneCycleLR(optimizer, 0.1, total_steps=4, anneal_strategy="linear", final_div_factor=10)
+
+
+class OneCycle(TinyModule):
+    """Writes down the learning rate of each update."""
+
+    def configure_optimizers(self) -> Any:
+        self.rates: list[float] = []
+        optimizer = SGD(self.parameters(), momentum=0.9)
+        return [optimizer], [cycle(optimizer)]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.rates.append(round(optimizer.param_groups[0]["lr"], 6))
+
+
+def fitted(folder: Path, from_step: int | None = None) -> OneCycle:
+    module, saver = OneCycle(), ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
+    torch.manual_seed(0)
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[saver], enable_progress_bar=False)
+    path = None if from_step is None else next(folder.glob(f"*step={from_step}.ckpt"))
+    trainer.fit(module, tiny_loader(7), ckpt_path=path)
+    return module
+
+
+def by_hand(folder: Path, from_step: int | None = None) -> OneCycle:
+    accelerator, module = Accelerator(cpu=True), OneCycle()
+    (optimizer,), (schedule,) = module.configure_optimizers()
+    torch.manual_seed(0)
+    _, optimizer, schedule, loader = accelerator.prepare(module, optimizer, schedule, tiny_loader(7))
+    if from_step is not None:
+        accelerator.load_state(folder / str(from_step))
+    for batch in loader:
+        accelerator.backward(module.loss(batch))
+        module.on_before_optimizer_step(optimizer)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if from_step is None:
+            accelerator.save_state(folder / str(loader.batches_done))
+    return module
+
+
+@pytest.mark.parametrize("train", [fitted, by_hand], ids=["Trainer", "Accelerator"])
+def test_a_one_cycle_schedule_that_is_over_keeps_its_last_learning_rate_with_one_warning(
+    tmp_path: Path, train: Any
+) -> None:
+    """The last one of its curve: torch's own next step lies beyond that, here below zero, and the one after raises."""
+    alone = OneCycle()
+    (optimizer,), (schedule,) = alone.configure_optimizers()
+    for _ in range(4):
+        alone.on_before_optimizer_step(optimizer)
+        optimizer.step()
+        schedule.step()
+    with pytest.warns(PacelineWarning, match=r"OneCycleLR\(total_steps=4\) has ended") as caught:
+        whole = train(tmp_path)
+    assert len([one for one in caught if "has ended" in str(one.message)]) == 1
+    assert whole.rates == [*alone.rates, *alone.rates[-1:] * 3]
+    for done in (3, 4, 6):
+        found = train(tmp_path, done)
+        assert found.rates == whole.rates[done:]
+        assert torch.equal(found.layer.weight, whole.layer.weight)
+
+
+def test_a_one_cycle_schedule_of_the_right_length_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = SGD([parameter], momentum=0.9)
+    schedule = cycle(optimizer)
+    for _ in range(schedule.total_steps):
+        optimizer.step()
+        advance_one_cycle(schedule)
+    assert schedule.last_epoch == schedule.total_steps
+    assert not recwarn.list

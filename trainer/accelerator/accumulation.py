@@ -22,7 +22,7 @@ class GradientState:
 
     Args:
         num_steps: micro-batches in a window.
-        adjust_scheduler: schedulers stand still on micro-batches that do not step.
+        adjust_scheduler: accepted; schedulers stand still on micro-batches that do not step in either case.
         sync_with_dataloader: a window ends with the loader that it is filled from.
         sync_each_batch: communicate gradients with every micro-batch: less memory under FSDP, more to send.
 
@@ -35,6 +35,8 @@ class GradientState:
         depth: ``accumulate`` blocks that are open.
         by_hand: the loop says itself which micro-batches step, and weighs its losses itself.
         dataloader_references: loaders whose passes are under way, the innermost last.
+        trains: an optimizer was prepared.
+        first_use: called, once, when the next backward or optimizer step runs.
     """
 
     def __init__(
@@ -57,6 +59,14 @@ class GradientState:
         self.by_hand = False
         self.active_dataloader: PreparedLoader | None = None
         self.dataloader_references: list[PreparedLoader] = []
+        self.trains = False
+        self.first_use: list[Callable[[], None]] = []
+
+    def used(self) -> None:
+        """The loop trains for the first time since something asked for it in ``first_use``."""
+        waiting, self.first_use = self.first_use, []
+        for tell in waiting:
+            tell()
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -216,6 +226,8 @@ class Window:
         Raises:
             ValueError: a number for some losses only, or two numbers for one micro-batch.
         """
+        if self.state.first_use:
+            self.state.used()
         if self.free and (self.stepped or self.cleared):
             self.begin()
         if self.counted and not (self.free or self.complete or self.state.depth):

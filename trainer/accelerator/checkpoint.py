@@ -235,16 +235,21 @@ def register_for_checkpointing(accelerator: Accelerator, *objects: Any) -> None:
     Raises:
         ValueError: some have no such methods; all of them are named, and none is registered.
     """
-    odd = [one for one in objects if not all(callable(getattr(one, name, None)) for name in _METHODS)]
+    odd = [
+        f"{index}: {type(one).__name__}"
+        for index, one in enumerate(objects)
+        if not all(callable(getattr(one, name, None)) for name in _METHODS)
+    ]
     if odd:
-        listed = ", ".join(f"{index}: {type(one).__name__}" for index, one in enumerate(objects) if one in odd)
         raise ValueError(
             f"accelerator.register_for_checkpointing: of the objects given, these lack state_dict or load_state_dict "
-            f"({listed}). Give them both methods; state_dict returns plain data (numbers, strings, tensors; dicts and "
-            "lists of them)."
+            f"({', '.join(odd)}). Give them both methods; state_dict returns plain data (numbers, strings, tensors; "
+            "dicts and lists of them)."
         )
     known = accelerator._custom_objects
-    known += [one for one in objects if all(one is not other for other in known)]
+    for one in objects:
+        if all(one is not other for other in known):
+            known.append(one)
 
 
 _METHODS = ("state_dict", "load_state_dict")

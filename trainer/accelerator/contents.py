@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from ..checkpoint.contents import load_weights, optimizer_problem, restore_preci
 from ..checkpoint.plain import plain
 from ..checkpoint.ranks import buffers_apart, digest, entry_of, put_back_buffers, tell_derived, without_entry
 from ..checkpoint.sharded import together
-from .windows import gather_windows, placements_of, restore_windows
+from .positions import FirstUse, Loaded
+from .windows import forget_windows, gather_windows, placements_of, restore_windows
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -284,7 +286,7 @@ class Restored:
             return
         together(accelerator._strategy, "loaded", self._load_custom)
         self._load_loaders()
-        self.derived += restore_windows(accelerator, self.own if self.alike else None, self.ranks)
+        self._load_windows()
         accelerator.trackers.load_state_dict(self.own_section["trackers"], self.newer)
         accelerator.step = self.own_section["step"]
         accelerator._seed = self.own_section["seed"]
@@ -318,11 +320,38 @@ class Restored:
                 one.load_state_dict(apart.get(index, kept["state"]))
 
     def _load_loaders(self) -> None:
-        kept = (self.own or self.ranks[0])["loaders"]
-        for loader, state in zip(self.accelerator._dataloaders, kept, strict=False):
+        accelerator, kept = self.accelerator, (self.own or self.ranks[0])["loaders"]
+        for index, (loader, state) in enumerate(zip(accelerator._dataloaders, kept, strict=False)):
             loader.load_state_dict(state)
             if loader.derived:
                 self.derived.append(loader.derived)
+            loaded = loader.loaded
+            if loaded is not None:
+                loaded.by_script = accelerator._script_skips
+                if not loaded.by_script:
+                    _tell_position(index, loaded)
+
+    def _load_windows(self) -> None:
+        """Give back the micro-batches that wait for a step; where a script skips by itself, when it arrives there."""
+        accelerator, own = self.accelerator, self.own if self.alike else None
+        count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
+        within = [loader.loaded for loader in accelerator._dataloaders if loader.loaded is not None]
+        for loaded in within:
+            loaded.window_start = loaded.position["batches"] - count
+            loaded.leave = partial(forget_windows, accelerator)
+        if not accelerator._script_skips or all(loaded.position["last"] for loaded in within):
+            self.derived += restore_windows(accelerator, own, self.ranks)
+            return
+        forget_windows(accelerator)
+        use, ranks, told = FirstUse(accelerator.gradient_state), self.ranks, (self.alike, self.world)
+
+        def arrive() -> None:
+            if not use.seen:
+                use.seen = True
+                tell_derived(restore_windows(accelerator, own, ranks), *told, accelerator._strategy.world_size)
+
+        for loaded in within:
+            loaded.arrive = arrive
 
     # ---- randomness --------------------------------------------------------------------------------------------------
 
@@ -337,6 +366,21 @@ class Restored:
         lacking = without_entry(self.ranks, strategy.world_size)
         if lacking:
             self.derived.append(f"the random states of {lacking} (seeded from rank 0's and the rank)")
+
+
+def _tell_position(index: int, loaded: Loaded) -> None:
+    """Say where the next pass over a loader begins, so that nothing skips to it once more."""
+    epoch, done = loaded.position["epoch"], loaded.position["batches"]
+    if loaded.position["last"]:
+        messages.info_once(
+            f"The state was saved with the last batch of epoch {epoch}, so the next pass over loader {index} is epoch "
+            f"{epoch + 1}. What the loop does between the two, such as a validation, was not done yet."
+        )
+    elif done:
+        messages.info_once(
+            f"The next pass over loader {index} continues epoch {epoch} after batch {done}: the script has nothing to "
+            "skip."
+        )
 
 
 def _silent(load: Any) -> Any:

@@ -30,6 +30,11 @@ class Facts(Processes):
     _optimizers: list[AcceleratedOptimizer]
 
     @property
+    def _script_skips(self) -> bool:
+        """Whether the script itself skips to the position in the data that ``load_state`` has loaded."""
+        return False
+
+    @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
         name = self._strategy.precision.name

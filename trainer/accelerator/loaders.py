@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from ..data.sharding import is_split, last_share, repeats, shard
 from ..seed import host_random_states, mixed, set_random_states
 from .dispatch import Dispatched
 from .nested import rows_of
+from .positions import Loaded, Pass, Place, resumed
 
 INF = float("inf")
 
@@ -68,43 +70,6 @@ class NoWindows:
     def end(self, loader: Any) -> None:
         """A pass is over."""
         self.active_dataloader = None
-
-
-class Pass:
-    """One pass over a loader.
-
-    Attributes:
-        epoch: its number, 0-based.
-        done: batches of it that were handed out, those left out at its beginning included.
-        batches: where they come from.
-        random: the states of the host's random generators with which it began.
-    """
-
-    __slots__ = ("batches", "done", "epoch", "random")
-
-    def __init__(self, epoch: int, done: int, batches: Batches) -> None:
-        self.epoch, self.done, self.batches = epoch, done, batches
-        self.random = host_random_states()
-
-
-class Place:
-    """Where a loader is: shared with those that ``skip_first_batches`` makes of it.
-
-    Attributes:
-        epoch: the number of the next pass.
-        current: the pass under way, None between two.
-        resume: the state from which the next pass goes on, as :meth:`PreparedLoader.state_dict` gave it.
-    """
-
-    __slots__ = ("current", "epoch", "resume")
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.current: Pass | None = None
-        self.resume: Mapping[str, Any] | None = None
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -234,20 +199,25 @@ class PreparedLoader(DataLoader[Any]):
         if on_pass is not None:
             on_pass(self)
         place = self._place
-        resume, place.resume = place.resume, None
-        if resume is not None and self._skip not in (0, resume["batches"]):
-            resume = None  # the user's number counts
-        if resume is None:
-            place.current = Pass(place.epoch, self._skip, self._batches(place.epoch, self._skip))
-            iterator = iter(place.current.batches)
-        else:
-            iterator = self._go_on(resume)
-        place.epoch += 1
-        return self._hand_out(place.current, iterator)  # type: ignore[arg-type]
+        if place.left_out is not None:
+            place.left_out.over()
+        loaded, place.resume, place.left_out = place.resume, None, None
+        return self._hand_out(*self._begin(place.epoch)) if loaded is None else resumed(self, loaded)
 
-    def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Iterator[Any]:
-        own, batches, state, done = vars(self), one.batches, self.gradient_state, one.done
-        last = -1 if self._looks_ahead() else min(len(self._source), self._limit)
+    def _begin(self, epoch: int) -> tuple[Pass, Iterator[Any]]:
+        """Begin a pass at its start, or after the batches that ``skip_first_batches`` leaves out."""
+        return self._begun(epoch, self._skip, self._batches(epoch, self._skip))
+
+    def _begun(self, epoch: int, start: int, batches: Batches) -> tuple[Pass, Iterator[Any]]:
+        place = self._place
+        length = -1 if self._looks_ahead() else int(min(len(self._source), self._limit))
+        place.current = one = Pass(epoch, start, batches, length)
+        iterator = iter(batches)
+        place.epoch = epoch + 1
+        return one, iterator
+
+    def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
+        own, batches, state, done, last = vars(self), one.batches, self.gradient_state, one.done, one.length
         state.begin(self)
         try:
             for batch in iterator:
@@ -325,9 +295,11 @@ class PreparedLoader(DataLoader[Any]):
     def batches_done(self) -> int:
         """How many batches of the pass under way were handed out."""
         place = self._place
-        if place.current is None:
-            return 0 if place.resume is None else place.resume["batches"]
-        return place.current.done
+        if place.current is not None:
+            return place.current.done
+        if place.resume is None or place.resume.position["epoch"] != place.epoch:
+            return 0
+        return place.resume.position["batches"]
 
     @property
     def batch_rows(self) -> int:
@@ -382,15 +354,21 @@ class PreparedLoader(DataLoader[Any]):
         current = self._place.current
         return self._place.epoch if current is None else current.epoch
 
+    @property
+    def loaded(self) -> Loaded | None:
+        """The position that was loaded within a pass, until the next pass begins."""
+        return self._place.resume
+
     def set_epoch(self, epoch: int) -> None:
         """Say which number the next pass has."""
-        place = self._place
-        if place.resume is not None and place.resume["epoch"] != epoch:
-            messages.warn(
-                f"set_epoch({epoch}) leaves the place that was loaded, batch {place.resume['batches']} of epoch "
-                f"{place.resume['epoch']}: the next pass is epoch {epoch} from its beginning. Begin your epochs at "
-                f"{place.resume['epoch']} to go on there."
-            )
+        place, loaded = self._place, self._place.resume
+        if loaded is not None and epoch not in (loaded.position["epoch"], loaded.next_epoch):
+            if not loaded.by_script:
+                messages.warn(
+                    f"set_epoch({epoch}) leaves the place that was loaded, batch {loaded.position['batches']} of epoch "
+                    f"{loaded.position['epoch']}: the next pass is epoch {epoch} from its beginning. Begin your epochs "
+                    f"at {loaded.next_epoch} to go on there."
+                )
             place.resume = None
         place.epoch = epoch
         if self.seed is not None and place.current is None:
@@ -400,15 +378,15 @@ class PreparedLoader(DataLoader[Any]):
         """What a checkpoint keeps for this process, as plain data and tensors."""
         place, current = self._place, self._place.current
         if current is None and place.resume is not None:
-            return dict(place.resume)
-        batches = None if current is None else current.batches
-        ended = batches is not None and batches.exhausted
-        ahead = {} if batches is None or ended else batches.before_ahead or {}
+            return dict(place.resume.position)
+        ended = current is not None and current.batches.exhausted
+        ahead = {} if current is None or ended else current.batches.before_ahead or {}
         return {
             "epoch": self.epoch,
             "batches": self.batches_done,
             "under_way": current is not None,
             "ended": ended,
+            "last": current is not None and current.at_last,
             "seed": self.seed,
             "rank": self.strategy.data_rank,
             "ranks": self.strategy.num_data_ranks,
@@ -422,7 +400,8 @@ class PreparedLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was: the next pass is the rest of the one under way then.
 
-        On another number of processes, or with another batch size, at the same sample.
+        Where nothing was left of it, the next pass is the one after it. On another number of processes, or with another
+        batch size, it goes on at the same sample.
         """
         place, own = self._place, vars(self)
         own["derived"], done = "", state["batches"]
@@ -435,25 +414,43 @@ class PreparedLoader(DataLoader[Any]):
             own["derived"] = f"the position, batch {done} of the epoch, which was batch {state['batches']} there{again}"
         if self.seed is not None and state["seed"] is not None:
             own["seed"] = state["seed"]
-        place.current, place.epoch, place.resume = None, state["epoch"], None
-        if state["under_way"]:
-            place.resume = {**state, "batches": done, "batch_samples": self.total_batch_size}
-        else:
+        length, place.current, place.left_out = length_of(self._source), None, None
+        if not state["under_way"]:
+            place.epoch, place.resume = state["epoch"], None
             load_loader_state(self._order, state["loader"], same_ranks=self._is_mine(state))
+            return
+        last = state.get("last", state["ended"]) or (length is not None and done >= min(length, self._limit))
+        place.resume = Loaded({**state, "batches": done, "batch_samples": self.total_batch_size, "last": last})
+        place.epoch = place.resume.next_epoch
 
     def _is_mine(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is that of this process among as many."""
         return (state["rank"], state["ranks"]) == (self.strategy.data_rank, self.strategy.num_data_ranks)
 
-    def _go_on(self, resume: Mapping[str, Any]) -> Iterator[Any]:
+    def _continue(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
         """Begin the rest of a pass; everything random is then as it was when its state was taken."""
-        present, place = host_random_states(), self._place
-        batches = self._batches(resume["epoch"], resume["batches"], resume)
-        set_random_states(resume["random_at_start"])
-        place.current = Pass(resume["epoch"], resume["batches"], batches)
-        iterator = iter(batches)
-        set_random_states(resume["random"] if self._is_mine(resume) else present)
-        return iterator
+        present, epoch, start = host_random_states(), position["epoch"], position["batches"]
+        batches = self._batches(epoch, start, position)
+        set_random_states(position["random_at_start"])
+        found = self._begun(epoch, start, batches)
+        set_random_states(position["random"] if self._is_mine(position) else present)
+        return found
+
+    def _begin_again(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
+        """Begin the pass of a position at its start, in the same order."""
+        present = host_random_states()
+        load_loader_state(self._order, position["loader"], mid_epoch=True, same_ranks=False)
+        set_random_states(position["random_at_start"])
+        found = self._begin(position["epoch"])
+        set_random_states(present)
+        return found
+
+    def _finish(self, position: Mapping[str, Any]) -> None:
+        """End the pass of a position that was at its last batch."""
+        one, iterator = self._continue(position)
+        deque(iterator, maxlen=0)  # random numbers that are drawn at the end of an order
+        one.batches.close()
+        self._place.current = None
 
 
 def prepare_data_loader(

@@ -176,8 +176,11 @@ def pad_across_processes(
         dim: which dimension, negative ones counting from the last.
         pad_index: what to pad with.
         pad_first: pad at the beginning.
+
+    Raises:
+        DistributedOperationException: on every process, if their tensors differ in number or in dimensions.
     """
-    sizes = [tensor.shape[dim] if _has(tensor, dim) else -1 for tensor in leaves(data)]
+    sizes = [(tensor.dim(), tensor.shape[dim] if _has(tensor, dim) else -1) for tensor in leaves(data)]
     found = strategy.unlike(sizes)
     if not found:
         return data
@@ -186,7 +189,15 @@ def pad_across_processes(
             f"pad_across_processes got {', '.join(str(len(entry)) for entry in found)} tensors on ranks 0, 1, ...: "
             "give as many on every process."
         )
-    largest = iter([max(column) for column in zip(*found, strict=True)])
+    for index, column in enumerate(zip(*found, strict=True)):
+        if len({dims for dims, _ in column}) > 1:
+            which = f"tensor {index}" if len(sizes) > 1 else "a tensor"
+            raise DistributedOperationException(
+                f"pad_across_processes got {which} with {', '.join(str(dims) for dims, _ in column)} dimensions on "
+                "ranks 0, 1, ...: padding makes a dimension longer, it adds none. Give tensors with as many dimensions "
+                "on every process, such as tensor.unsqueeze(0) for a single sample."
+            )
+    largest = iter([max(size for _, size in column) for column in zip(*found, strict=True)])
 
     def pad(tensor: Tensor) -> Tensor:
         size = next(largest)

@@ -75,6 +75,8 @@ class AcceleratedOptimizer(Optimizer):
         state = self._state_of_gradients
         if not state.sync_gradients:
             return None
+        if state.first_use:
+            state.used()
         window = state.window
         loss = None
         if closure is None:

@@ -45,7 +45,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches an update; None: by the settings, else 1.
-        adjust_scheduler: schedulers stand still on micro-batches without an update.
+        adjust_scheduler: accepted; a prepared scheduler moves once an update in either case, so its length counts
+            updates.
         sync_with_dataloader: the last batch of a loader ends its window.
         sync_each_batch: communicate gradients with every micro-batch (less memory under FSDP, more to send).
     """

@@ -138,6 +138,7 @@ def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> Acceler
     wrapper = AcceleratedOptimizer(optimizer, strategy, accelerator.gradient_state, owners, accelerator._clip_norm)
     wrapper.explain = partial(answer, weakref.ref(accelerator), placement)
     accelerator._optimizers.append(wrapper)
+    accelerator.gradient_state.trains = True
     return wrapper
 
 

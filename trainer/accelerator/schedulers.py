@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import OneCycleLR
+
+from ..optimizers import advance_one_cycle
+
 if TYPE_CHECKING:
     from .accumulation import GradientState
     from .optimizers import AcceleratedOptimizer
@@ -14,7 +18,8 @@ class AcceleratedScheduler:
     """Stands for the user's scheduler.
 
     ``step()`` moves it when its optimizers have stepped: not on a micro-batch that only accumulates, not after a step
-    that was left out because of an overflow.
+    that was left out because of an overflow. A ``OneCycleLR`` that is over keeps its last learning rate, with a
+    warning.
 
     Args:
         scheduler: the user's.
@@ -46,13 +51,19 @@ class AcceleratedScheduler:
         state, told = self._state_of_gradients, bool(args or kwargs)
         if self.step_with_optimizer:
             after_pass = told and not state.depth and not state.in_dataloader
-            if not state.sync_gradients and state.adjust_scheduler and not after_pass:
+            if not state.sync_gradients and not after_pass:
                 return
             for optimizer in self.optimizers:
                 if optimizer._is_overflow:
                     return
-        for _ in range(1 if told else self._times):
+        if told:
             self.scheduler.step(*args, **kwargs)
+            return
+        for _ in range(self._times):
+            if isinstance(self.scheduler, OneCycleLR):
+                advance_one_cycle(self.scheduler)
+            else:
+                self.scheduler.step()
 
     def get_last_lr(self) -> list[float]:
         """The learning rates in force, by parameter group."""

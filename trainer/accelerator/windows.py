@@ -78,9 +78,7 @@ def restore_windows(accelerator: Accelerator, own: Mapping[str, Any] | None, ran
     Returns:
         What was derived, in words.
     """
-    for model in accelerator._models:
-        for parameter in model.parameters():
-            parameter.grad = None
+    forget_windows(accelerator)
     placements = placements_of(accelerator)
     exact = own is not None and all(_fits(placements, index, kept) for index, kept in own["gradients"].items())
     share = len(ranks) / accelerator._strategy.num_data_ranks
@@ -95,6 +93,17 @@ def restore_windows(accelerator: Accelerator, own: Mapping[str, Any] | None, ran
     elif found and not exact:
         derived.append("the gradients of the window under way (the mean of those that the ranks had)")
     return derived
+
+
+def forget_windows(accelerator: Accelerator) -> None:
+    """Forget the micro-batches that wait for an optimizer step, and their gradients."""
+    for model in accelerator._models:
+        for parameter in model.parameters():
+            parameter.grad = None
+    state = accelerator.gradient_state
+    for window in (state.window, *accelerator._windows.values()):
+        window.load_state_dict({**window.state_dict(), "count": 0})
+    state.sync_gradients = True
 
 
 def _fits(placements: list[PreparedModel], index: int, gradients: Gradients | None) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from paceline.trainer.accelerator.accelerator import Accelerator
 from paceline.trainer.accelerator.handlers import GradScalerKwargs
+from paceline.trainer.accelerator.plugins import GradientAccumulationPlugin
 
 
 def test_b10_b11_b13_a_step_is_made_at_each_windows_end_and_at_the_loaders_end() -> None:
@@ -388,6 +389,28 @@ def _switch_windows() -> torch.Tensor:
 def test_a_window_of_other_models_communicates_although_one_of_them_was_kept_from_it() -> None:
     first, second = ranks(2, _switch_windows)
     assert torch.equal(first, second)
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adjust", [True, False])
+def test_a_schedule_moves_once_an_update_whatever_adjust_scheduler_says(adjust: bool) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjust)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=5)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, DataLoader(data(20), 2), schedule)
+    rates = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        rates.append(round(schedule.get_last_lr()[0], 6))
+    assert rates == [0.1, 0.09, 0.09, 0.08, 0.08, 0.07, 0.07, 0.06, 0.06, 0.05]
 
 
 # ---- schedulers that are told a metric -------------------------------------------------------------------------------

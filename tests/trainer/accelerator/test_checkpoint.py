@@ -83,16 +83,17 @@ def test_saving_changes_nothing_for_the_loop_that_goes_on(tmp_path: Path) -> Non
     assert same(Loop().run(8, tmp_path / "s", stop=False), expected)
 
 
-def test_a_loop_can_go_back_to_its_own_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stop_at", "given"), [(5, {}), (3, {"num_items": True})], ids=["in a window", "counted"])
+def test_a_loop_can_go_back_to_its_own_state(tmp_path: Path, stop_at: int, given: dict[str, Any]) -> None:
     """As after a loss that was no number: what was accumulated since is forgotten."""
-    expected = Loop().run()
-    loop = Loop()
-    loop.run(5, tmp_path / "s", stop=True)
+    expected = Loop(**given).run()
+    loop = Loop(**given)
+    loop.run(stop_at, tmp_path / "s", stop=True)
     batches = iter(loop.loader)
     for _ in range(2):
         loop.step(next(batches))
     loop.accelerator.load_state(tmp_path / "s")
-    assert loop.counter.batches == 5
+    assert loop.counter.batches == stop_at
     assert same(loop.run(), expected)
 
 
@@ -321,10 +322,18 @@ def test_a_state_that_is_not_plain_is_an_error_that_names_the_place_and_leaves_t
 
 
 def test_objects_without_a_state_are_refused_all_by_name() -> None:
+    """Objects are told apart by identity: tensors cannot be compared as a whole."""
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ValueError, match=r"\(1: int, 2: str\)"):
-        accelerator.register_for_checkpointing(Counter(), 3, "x")
+    with pytest.raises(ValueError, match=r"\(1: int, 2: Tensor, 3: Tensor\)"):
+        accelerator.register_for_checkpointing(Counter(), 3, torch.zeros(2), torch.zeros(3))
     assert accelerator._custom_objects == []
+
+
+def test_an_object_is_registered_once() -> None:
+    accelerator, one, other = Accelerator(cpu=True), Counter(), Counter()
+    accelerator.register_for_checkpointing(one, other, one)
+    accelerator.register_for_checkpointing(other)
+    assert accelerator._custom_objects == [one, other]
 
 
 def own_counters(folder: str) -> int:

@@ -223,6 +223,24 @@ def test_objects_lists_and_tensors_travel() -> None:
         assert found["first"].tolist() == [7 if rank else 0, 7]
 
 
+def test_tensors_of_different_dimensions_cannot_be_padded_which_every_process_is_told() -> None:
+    def said(data: Any, strategy: Any, dim: int) -> str:
+        with pytest.raises(DistributedOperationException) as caught:
+            pad_across_processes(data, strategy, dim)
+        return str(caught.value)
+
+    def talk() -> list[str]:
+        strategy = joined()
+        flat, deep = torch.ones(2), torch.ones(2, 3)
+        own = deep if strategy.global_rank else flat
+        return [said(own, strategy, 0), said({"a": flat, "b": own}, strategy, 1), said([flat, own], strategy, -1)]
+
+    for found in ranks(2, talk):
+        assert "got a tensor with 1, 2 dimensions on ranks 0, 1, ...: padding makes" in found[0]
+        for text in found[1:]:
+            assert "got tensor 1 with 1, 2 dimensions on ranks 0, 1" in text
+
+
 def test_an_unknown_reduction_gets_a_hint() -> None:
     with pytest.raises(ValueError, match="Unknown reduction 'avg'"):
         reduce(torch.ones(1), Strategy(), "avg")

@@ -39,6 +39,11 @@ class Accelerator(accelerator.Accelerator):
         super().__init__(*args, **kwargs)
         _OfTheLast.last = weakref.ref(self.gradient_state)
 
+    @property
+    def _script_skips(self) -> bool:
+        """Such loops skip to the position in the data, but for that of a loader which is asked to know it itself."""
+        return not self.dataloader_config.use_stateful_dataloader
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As ``paceline.Accelerator.gather_for_metrics``.
 
