@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from .records import Group, Options
 
 if TYPE_CHECKING:
     from ..loggers.base import Logger
+    from ..strategies.base import ReduceOp
+    from .arguments import ClipAlgorithm
     from .metrics import MetricStore
     from .optimizers import ManagedOptimizer
     from .trainer import Trainer
@@ -96,7 +98,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., Any] = "mean",
+        reduce_fx: ReduceOp | Callable[..., Any] = "mean",
         enable_graph: bool = False,
         sync_dist: bool | None = None,
         sync_dist_group: Any = None,
@@ -216,6 +218,15 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
         )
 
+    @overload
+    def optimizers(self, use_pl_optimizer: Literal[True] = True) -> ManagedOptimizer | list[ManagedOptimizer]: ...
+    @overload
+    def optimizers(self, use_pl_optimizer: Literal[False]) -> Optimizer | list[Optimizer]: ...
+    @overload
+    def optimizers(
+        self, use_pl_optimizer: bool
+    ) -> ManagedOptimizer | Optimizer | list[ManagedOptimizer] | list[Optimizer]: ...
+
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of them when there are several.
 
@@ -272,13 +283,19 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             scheduler.step(metric)
 
     def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
         """Clip the gradients before a step, with the Trainer's settings. Override for a rule of your own."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
         """Clip the gradients of an optimizer's parameters, unscaled first under fp16, over all shards.
 

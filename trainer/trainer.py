@@ -8,19 +8,22 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..callbacks.base import Callback
 from ..callbacks.loss_guard import Rollback
 from ..loggers import messages, timings
 from ..loggers.base import Logger
 from ..strategies.base import Strategy
-from ..strategies.choose import choose_strategy
+from ..strategies.choose import StrategyName, choose_strategy
+from ..strategies.devices import AcceleratorName
 from ..strategies.heap import freed_memory_kept
 from ..strategies.precision.base import Precision
+from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
 from .attach import attach
-from .checkpoint.parts import PARTS, check_parts
+from .checkpoint.parts import PARTS, Part, check_parts
+from .compiling import Scope
 from .defaults import choose_callbacks, choose_loggers
 from .doctor.overruling import overruled
 from .environment import numerics
@@ -30,9 +33,9 @@ from .loop import FitLoop
 from .out_of_memory import out_of_memory
 from .profilers import wiring
 from .profilers.base import Profiler
-from .profilers.choose import chosen
+from .profilers.choose import ProfilerName, chosen
 from .results import show_results
-from .signals import actions, check_signals, watch
+from .signals import Action, actions, check_signals, watch
 from .state import Fn, RunState
 from .status import TrainerStatus
 from .stopping import Stops
@@ -128,11 +131,11 @@ class Trainer(TrainerStatus):
     def __init__(
         self,
         *,
-        accelerator: str = "auto",
-        strategy: str | Strategy = "auto",
+        accelerator: AcceleratorName = "auto",
+        strategy: StrategyName | str | Strategy = "auto",
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
-        precision: str | int | Precision | None = None,
+        precision: PrecisionName | PrecisionAlias | Precision | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
         callbacks: Callback | list[Callback] | None = None,
         fast_dev_run: int | bool = False,
@@ -156,12 +159,12 @@ class Trainer(TrainerStatus):
         enable_model_summary: bool | None = None,
         accumulate_grad_batches: int | None = None,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-        deterministic: bool | str | None = None,
+        gradient_clip_algorithm: check.ClipAlgorithm | None = None,
+        deterministic: bool | Literal["warn"] | None = None,
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: str | Profiler | None = None,
+        profiler: ProfilerName | Profiler | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Precision | list[Precision] | None = None,
@@ -169,8 +172,8 @@ class Trainer(TrainerStatus):
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | Path | None = None,
         enable_autolog_hparams: bool = True,
-        compile: bool | str | Mapping[str, Any] | None = None,
-        signals: Mapping[str | int, str | None] | None = None,
+        compile: bool | Scope | Mapping[str, Any] | None = None,
+        signals: Mapping[str | int, Action | None] | None = None,
     ) -> None:
         given, self.settings_in_force = with_origins(dict(locals()), check.defaults(Trainer.__init__))
         given = overruled(given)
@@ -211,7 +214,7 @@ class Trainer(TrainerStatus):
     def _check_steps(self, given: Mapping[str, Any]) -> None:
         self.accumulate_grad_batches = check.check_accumulation(given["accumulate_grad_batches"])
         self.gradient_clip_val: float | None = given["gradient_clip_val"] or None
-        self.gradient_clip_algorithm: str | None = given["gradient_clip_algorithm"]
+        self.gradient_clip_algorithm: check.ClipAlgorithm | None = given["gradient_clip_algorithm"]
         check.check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
         every = 50 if given["log_every_n_steps"] is None else given["log_every_n_steps"]
         self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62
@@ -223,7 +226,7 @@ class Trainer(TrainerStatus):
         self.enable_checkpointing: bool | None = given["enable_checkpointing"]
         self.enable_progress_bar: bool | None = given["enable_progress_bar"]
         self.enable_model_summary: bool | None = given["enable_model_summary"]
-        self.deterministic: bool | str | None = given["deterministic"]
+        self.deterministic: bool | Literal["warn"] | None = given["deterministic"]
         self.benchmark: bool | None = given["benchmark"]
         self.inference_mode: bool = given["inference_mode"]
         self.use_distributed_sampler: bool = given["use_distributed_sampler"]
@@ -232,7 +235,7 @@ class Trainer(TrainerStatus):
         self.detect_anomaly: bool = given["detect_anomaly"]
         self.barebones: bool = given["barebones"]
         self.enable_autolog_hparams: bool = given["enable_autolog_hparams"]
-        self.compile: bool | str | Mapping[str, Any] = given["compile"]
+        self.compile: bool | Scope | Mapping[str, Any] = given["compile"]
         self._signals = check_signals(given["signals"] or {})
 
     # ---- entry points ----------------------------------------------------------------------------------------------
@@ -245,7 +248,7 @@ class Trainer(TrainerStatus):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
-        restore: Iterable[str] = PARTS,
+        restore: Part | Iterable[Part] = PARTS,
     ) -> None:
         """Train.
 
@@ -315,6 +318,39 @@ class Trainer(TrainerStatus):
             show_results(results, "test")
         return results
 
+    @overload
+    def predict(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: Literal[True] | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+        gather: bool = False,
+    ) -> list[Any]: ...
+    @overload
+    def predict(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        *,
+        return_predictions: Literal[False],
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None: ...
+    @overload
+    def predict(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | None: ...
+
     def predict(
         self,
         model: TrainingModule | None = None,
@@ -324,7 +360,7 @@ class Trainer(TrainerStatus):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
         gather: bool = False,
-    ) -> Any:
+    ) -> list[Any] | None:
         """Run ``predict_step`` over the data to predict from.
 
         Args:
