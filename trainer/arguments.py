@@ -295,5 +295,5 @@ def check_request(running: str | None, request: Request) -> None:
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, locations.Remote)):
         raise TypeError(
             f"{name}(ckpt_path={request.ckpt_path!r}) is {messages.a(request.ckpt_path)}. Pass the path of a "
-            "checkpoint, 'best' or 'last'."
+            "checkpoint, 'best', 'last' or 'auto'."
         )
