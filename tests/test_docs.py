@@ -31,8 +31,10 @@ from paceline.callbacks import ModelCheckpoint
 from paceline.callbacks.base import FIT_PSEUDO_CODE
 from paceline.loggers.messages import PacelineWarning
 from paceline.strategies.choose import SEVERAL, SingleDevice
+from paceline.strategies.distributed import leave
 from paceline.strategies.precision.choose import ALIASES, NAMES
 from paceline.trainer.cli.main import main
+from paceline.trainer.data.combined import MODES
 from paceline.trainer.settings import SETTINGS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -74,12 +76,13 @@ def rows_after(comment: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.info == "python" for b in blocks(page))])
 def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("paceline.strategies.devices.count", lambda kind: int(kind == "cpu"))  # the pages show a CPU's
     module = types.ModuleType(f"docs_{page}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    request.addfinalizer(leave)
     printed = ""
     for block in blocks(page):
         if block.info == "python":
@@ -91,6 +94,36 @@ def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
             printed = out.getvalue()
         elif block.info == "text output":
             assert [line.rstrip() for line in printed.splitlines()] == block.text.splitlines(), f"line {block.line}"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_strategy_of_the_docs_trains_two_processes_as_one(accumulate: int, tmp_path: Path) -> None:
+    made: dict[str, Any] = {}
+    text = next(block.text for block in blocks("strategies") if "class AfterBackward" in block.text)
+    exec(text.partition("quiet = ")[0], made)
+
+    def weights(batch_size: int, **arguments: Any) -> tuple[int, list[torch.Tensor]]:
+        silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        torch.manual_seed(0)
+        model = made["Line"]()
+        loader = torch.utils.data.DataLoader(made["data"], batch_size, shuffle=True)
+        arguments |= {
+            "accumulate_grad_batches": accumulate,
+            "enable_checkpointing": False,
+            "default_root_dir": tmp_path,
+        }
+        trainer = Trainer(max_epochs=2, accelerator="cpu", **silent, **arguments)
+        trainer.fit(model, loader)
+        return trainer.world_size, list(model.layer.state_dict().values())
+
+    _, alone = weights(16 // accumulate)
+    for world_size, found in ranks(2, lambda: weights(8 // accumulate, strategy=made["AfterBackward"]())):
+        assert world_size == 2
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_the_table_of_modes_is_that_of_the_combined_loader() -> None:
+    assert {re.findall(r'"(\w+)"', row[0])[0] for row in rows_after("combined modes")} == set(MODES)
 
 
 def test_every_block_says_what_it_is() -> None:
