@@ -82,6 +82,9 @@ class Net(TrainingModule):
         self.log("loss", 0.0, reduce_fx="max")
         self.log("loss", 0.0, reduce_fx=torch.mean)
         self.log("loss", 0.0, reduce_fx="median")  # wrong
+        self.log_dict({"a": 0.0}, prog_bar=True, reduce_fx="sum")
+        self.log_dict({"a": 0.0}, progbar=True)  # wrong
+        self.log_dict({"a": 0.0}, reduce_fx="median")  # wrong
         self.clip_gradients(managed, 1.0, "norm")
         self.clip_gradients(managed, 1.0, gradient_clip_algorithm="norms")  # wrong
 
@@ -121,7 +124,8 @@ paceline.notebook_launcher(print, mixed_precision="fp61")  # wrong
 def loop(accelerator: Accelerator, net: torch.nn.Linear, optimizer: Optimizer, loader: DataLoader[int]) -> None:
     prepared = accelerator.prepare(net, optimizer, loader)
     reveal_type(prepared, expected_text="tuple[Linear, Optimizer, DataLoader[int]]")
-    accelerator.reduce(torch.ones(1), "mean")
+    reveal_type(accelerator.gather({"a": torch.ones(1)}), expected_text="dict[str, Tensor]")
+    reveal_type(accelerator.reduce(torch.ones(1), "mean"), expected_text="Tensor")
     accelerator.reduce(torch.ones(1), reduction="median")  # wrong
     paceline.plan_device_map(net, "even")  # wrong
     paceline.load_checkpoint_and_dispatch(net, "weights", "balanced")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, overload
+from typing import IO, TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from ..loggers import messages
 from ..strategies.transfer import move
@@ -26,6 +26,22 @@ if TYPE_CHECKING:
     from .metrics import MetricStore
     from .optimizers import ManagedOptimizer
     from .trainer import Trainer
+
+
+class LogOptions(TypedDict, total=False):
+    """The arguments of ``self.log`` that ``self.log_dict`` takes for all of its entries."""
+
+    prog_bar: bool
+    logger: bool | None
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: ReduceOp | Callable[..., Any]
+    enable_graph: bool
+    sync_dist: bool | None
+    sync_dist_group: Any
+    add_dataloader_idx: bool
+    metric_attribute: str | None
+    rank_zero_only: bool
 
 
 class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
@@ -155,7 +171,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             record = store.define(name, value, Options(*options))
         record.update(value, batch_size)
 
-    def log_dict(self, dictionary: Mapping[str, Any], *, batch_size: int | None = None, **kwargs: Any) -> None:
+    def log_dict(
+        self, dictionary: Mapping[str, Any], *, batch_size: int | None = None, **kwargs: Unpack[LogOptions]
+    ) -> None:
         """Log every entry of a dict, or every metric of a torchmetrics ``MetricCollection``, as ``log`` does."""
         collection: Any = dictionary if hasattr(dictionary, "compute_groups") else None
         if collection is None and not isinstance(dictionary, Mapping):

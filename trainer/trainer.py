@@ -270,7 +270,7 @@ class Trainer(TrainerStatus):
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["last", "auto", "best"] | str | Path | None = None,
         weights_only: bool | None = None,
         restore: Part | Iterable[Part] = PARTS,
     ) -> None:
@@ -307,7 +307,7 @@ class Trainer(TrainerStatus):
         self,
         model: TrainingModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
@@ -332,7 +332,7 @@ class Trainer(TrainerStatus):
         self,
         model: TrainingModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
@@ -351,7 +351,7 @@ class Trainer(TrainerStatus):
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         return_predictions: Literal[True] | None = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
         weights_only: bool | None = None,
         gather: bool = False,
     ) -> list[Any]: ...
@@ -363,7 +363,7 @@ class Trainer(TrainerStatus):
         datamodule: DataModule | None = None,
         *,
         return_predictions: Literal[False],
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None: ...
     @overload
@@ -373,7 +373,7 @@ class Trainer(TrainerStatus):
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None: ...
 
@@ -383,7 +383,7 @@ class Trainer(TrainerStatus):
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
         weights_only: bool | None = None,
         gather: bool = False,
     ) -> list[Any] | None:

@@ -452,7 +452,7 @@ class Accelerator(Facts):
 
     # ---- between processes -----------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T1) -> T1:
         """Tensors of all processes joined along their first dimension, in nested lists, tuples and dicts."""
         from .operations import gather
 
@@ -472,7 +472,7 @@ class Accelerator(Facts):
 
         return gather_for_metrics(input_data, self._strategy, self.gradient_state.active_dataloader, use_gather_object)
 
-    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:
         """Tensors of all processes added up, or reduced by ``"mean"``, ``"min"`` or ``"max"``, then times ``scale``.
 
         ``"none"`` leaves each process its own.
@@ -481,7 +481,7 @@ class Accelerator(Facts):
 
         return reduce(tensor, self._strategy, reduction, scale)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
         """Tensors padded along a dimension to the longest of all processes."""
         from .operations import pad_across_processes
 
