@@ -143,6 +143,7 @@ def test_a_type_checker_accepts_right_programs_and_points_at_wrong_words(tmp_pat
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", "."]
     environment = {**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr[-2000:]
     found = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
     said = {one["range"]["start"]["line"] + 1: one["message"] for one in found}
     wrong = {n for n, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")}
