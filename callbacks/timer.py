@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..loggers import messages
 from .base import Callback
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-STAGES = ("train", "sanity_check", "validate", "test", "predict")
+Stage = Literal["train", "sanity_check", "validate", "test", "predict"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 _UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 
 
@@ -71,7 +72,7 @@ class Timer(Callback):
         if not (timed and interval == "epoch") and cls.on_train_epoch_end is Timer.on_train_epoch_end:
             self.on_train_epoch_end = None  # type: ignore[method-assign,assignment]
 
-    def start_time(self, stage: str = "train") -> float | None:
+    def start_time(self, stage: Stage = "train") -> float | None:
         """When a stage began last, in seconds of ``time.perf_counter``; None if it never did.
 
         Args:
@@ -79,11 +80,11 @@ class Timer(Callback):
         """
         return self._start.get(_known(stage))
 
-    def end_time(self, stage: str = "train") -> float | None:
+    def end_time(self, stage: Stage = "train") -> float | None:
         """When a stage ended last, as in :meth:`start_time`; None while it runs or if it never did."""
         return self._end.get(_known(stage))
 
-    def time_elapsed(self, stage: str = "train") -> float:
+    def time_elapsed(self, stage: Stage = "train") -> float:
         """Seconds that a stage has taken; for ``"train"`` with the time used before a resume."""
         start = self.start_time(stage)
         used_before = self._used_before if stage == "train" else 0.0
@@ -91,7 +92,7 @@ class Timer(Callback):
             return used_before
         return self._end.get(stage, perf_counter()) - start + used_before
 
-    def time_remaining(self, stage: str = "train") -> float | None:
+    def time_remaining(self, stage: Stage = "train") -> float | None:
         """Seconds until ``duration`` is used up, negative past it; None without a duration."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 

@@ -6,7 +6,7 @@ import os
 import sys
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,35 @@ from .precision.choose import choose_precision
 from .single_device import SingleDevice
 
 ENTRY_POINTS = "paceline.strategies"
+
+#: The built-in names, for editors and type checkers; installed packages may add others.
+StrategyName = Literal[
+    "auto",
+    "cpu",
+    "single_device",
+    "ddp",
+    "ddp_spawn",
+    "ddp_fork",
+    "ddp_notebook",
+    "ddp_find_unused_parameters_true",
+    "ddp_find_unused_parameters_false",
+    "ddp_spawn_find_unused_parameters_true",
+    "ddp_spawn_find_unused_parameters_false",
+    "ddp_fork_find_unused_parameters_true",
+    "ddp_fork_find_unused_parameters_false",
+    "ddp_notebook_find_unused_parameters_true",
+    "ddp_notebook_find_unused_parameters_false",
+    "fsdp",
+    "fsdp_cpu_offload",
+    "hybrid_shard",
+    "model_parallel",
+    "deepspeed",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3",
+    "deepspeed_stage_3_offload",
+]
 
 #: Strategies for several processes: name -> (file, class, arguments). A file is imported when its name is asked for.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {

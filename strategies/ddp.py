@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Communication hooks that have a name.
-HOOKS = ("fp16", "bf16", "powersgd")
+HookName = Literal["fp16", "bf16", "powersgd"]
+HOOKS: tuple[HookName, ...] = get_args(HookName)
 #: Hooks that compress before another one.
-WRAPPERS = ("fp16", "bf16")
+WrapperName = Literal["fp16", "bf16"]
+WRAPPERS: tuple[WrapperName, ...] = get_args(WrapperName)
 
 
 class DDPStrategy(DistributedStrategy):
@@ -60,9 +62,9 @@ class DDPStrategy(DistributedStrategy):
         precision: Precision | None = None,
         *,
         find_unused_parameters: bool | None = None,
-        ddp_comm_hook: str | Callable[..., Any] | None = None,
+        ddp_comm_hook: HookName | Callable[..., Any] | None = None,
         ddp_comm_state: Any = None,
-        ddp_comm_wrapper: str | Callable[..., Any] | None = None,
+        ddp_comm_wrapper: WrapperName | Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         init_method: str | None = None,

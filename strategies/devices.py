@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -17,7 +17,11 @@ _CGROUPS = (
     (f"{_CGROUP}/memory.max", f"{_CGROUP}/memory.current"),
     (f"{_CGROUP}/memory/memory.limit_in_bytes", f"{_CGROUP}/memory/memory.usage_in_bytes"),
 )
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+AcceleratorName = Literal["auto", "cpu", "gpu", "cuda", "mps"]
+ACCELERATORS: tuple[AcceleratorName, ...] = get_args(AcceleratorName)
+Kind = Literal["cpu", "cuda", "mps"]
+#: What ``"gpu"`` may mean, best first.
+_GPUS: tuple[Kind, ...] = ("cuda", "mps")
 
 
 def count(kind: str) -> int:
@@ -45,7 +49,7 @@ def available_memory() -> int:
     return max(0, free)
 
 
-def find_kind(accelerator: Any) -> str:
+def find_kind(accelerator: Any) -> Kind:
     """The device kind for ``Trainer(accelerator=...)``: ``"cuda"``, ``"mps"`` or ``"cpu"``.
 
     ``"auto"`` takes CUDA, then MPS, then the CPU; ``"gpu"`` the first two.
@@ -63,13 +67,13 @@ def find_kind(accelerator: Any) -> str:
         )
     if accelerator not in ACCELERATORS:
         raise ValueError(messages.unknown("accelerator", accelerator, ACCELERATORS))
-    if accelerator == "auto":
-        return next((kind for kind in ("cuda", "mps") if count(kind)), "cpu")
-    if accelerator == "gpu":
-        found = next((kind for kind in ("cuda", "mps") if count(kind)), None)
-        if found is None:
+    if accelerator in ("auto", "gpu"):
+        for kind in _GPUS:
+            if count(kind):
+                return kind
+        if accelerator == "gpu":
             raise RuntimeError(_missing("gpu", "GPU"))
-        return found
+        return "cpu"
     if not count(accelerator):
         raise RuntimeError(_missing(accelerator, accelerator.upper() + " device"))
     return accelerator

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from .pipeline import ScheduleName
     from .tensor_parallel import Splitter
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class ModelParallelStrategy(FSDPStrategy):
         plan: Mapping[str, Any] | Literal["auto"] = "auto",
         loss_parallel: bool = False,
         context_parallel_dims: int | Mapping[Any, int] | None = None,
-        pipeline_schedule: str | None = None,
+        pipeline_schedule: ScheduleName | None = None,
         microbatches: int | None = None,
         virtual_stages: int | None = None,
         split_points: Sequence[str] | None = None,

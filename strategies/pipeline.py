@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from .distributed import DistributedStrategy
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 #: Plans (buffers for micro-batches of one form) that are kept at a time.
 _KEPT_PLANS = 4
 #: They say in the bits of one number which of them use a weight.
@@ -52,7 +53,7 @@ class Pipeline:
     def __init__(
         self,
         strategy: DistributedStrategy,
-        schedule: str = "1f1b",
+        schedule: ScheduleName = "1f1b",
         microbatches: int | None = None,
         virtual_stages: int | None = None,
         split_points: Sequence[str] | None = None,

@@ -20,6 +20,7 @@ from .precision.base import Precision, gradients
 
 if TYPE_CHECKING:
     from .model_parallel import ModelParallelStrategy as Base
+    from .pipeline import ScheduleName
 else:
     Base = DistributedStrategy
 
@@ -35,7 +36,7 @@ class PipelineSteps(Base):
         self,
         precision: Precision | None = None,
         *,
-        pipeline_schedule: str | None = None,
+        pipeline_schedule: ScheduleName | None = None,
         microbatches: int | None = None,
         virtual_stages: int | None = None,
         split_points: Sequence[str] | None = None,

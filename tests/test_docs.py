@@ -9,6 +9,7 @@ import inspect
 import io
 import re
 import sys
+import traceback
 import types
 import warnings
 from collections import Counter
@@ -29,8 +30,11 @@ from paceline import DataModule, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 from paceline.callbacks.base import FIT_PSEUDO_CODE
 from paceline.loggers.messages import PacelineWarning
+from paceline.strategies.choose import SEVERAL, SingleDevice
+from paceline.strategies.distributed import leave
 from paceline.strategies.precision.choose import ALIASES, NAMES
 from paceline.trainer.cli.main import main
+from paceline.trainer.data.combined import MODES
 from paceline.trainer.settings import SETTINGS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -72,12 +76,13 @@ def rows_after(comment: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.info == "python" for b in blocks(page))])
 def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("paceline.strategies.devices.count", lambda kind: int(kind == "cpu"))  # the pages show a CPU's
     module = types.ModuleType(f"docs_{page}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    request.addfinalizer(leave)
     printed = ""
     for block in blocks(page):
         if block.info == "python":
@@ -89,6 +94,36 @@ def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
             printed = out.getvalue()
         elif block.info == "text output":
             assert [line.rstrip() for line in printed.splitlines()] == block.text.splitlines(), f"line {block.line}"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_strategy_of_the_docs_trains_two_processes_as_one(accumulate: int, tmp_path: Path) -> None:
+    made: dict[str, Any] = {}
+    text = next(block.text for block in blocks("strategies") if "class AfterBackward" in block.text)
+    exec(text.partition("quiet = ")[0], made)
+
+    def weights(batch_size: int, **arguments: Any) -> tuple[int, list[torch.Tensor]]:
+        silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        torch.manual_seed(0)
+        model = made["Line"]()
+        loader = torch.utils.data.DataLoader(made["data"], batch_size, shuffle=True)
+        arguments |= {
+            "accumulate_grad_batches": accumulate,
+            "enable_checkpointing": False,
+            "default_root_dir": tmp_path,
+        }
+        trainer = Trainer(max_epochs=2, accelerator="cpu", **silent, **arguments)
+        trainer.fit(model, loader)
+        return trainer.world_size, list(model.layer.state_dict().values())
+
+    _, alone = weights(16 // accumulate)
+    for world_size, found in ranks(2, lambda: weights(8 // accumulate, strategy=made["AfterBackward"]())):
+        assert world_size == 2
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_the_table_of_modes_is_that_of_the_combined_loader() -> None:
+    assert {re.findall(r'"(\w+)"', row[0])[0] for row in rows_after("combined modes")} == set(MODES)
 
 
 def test_every_block_says_what_it_is() -> None:
@@ -225,6 +260,43 @@ def test_the_table_of_precisions_is_complete() -> None:
     assert [row[0] for row in rows] == [f'`"{name}"`' for name in NAMES]
     aliases = {alias: row[0] for row in rows for alias in re.findall(r'`"([\w-]+)"`', row[1])}
     assert aliases == {alias: f'`"{name}"`' for alias, name in ALIASES.items()}
+
+
+def test_every_strategy_name_is_in_the_table_of_the_first_fit_and_in_the_help_of_the_trainer() -> None:
+    row = next(line for line in PAGES["first_fit"].splitlines() if line.startswith("| `strategy` |"))
+    text = inspect.getdoc(Trainer).partition("strategy: ")[2].partition("\n    devices: ")[0]
+    endings = ("_find_unused_parameters_true", "_find_unused_parameters_false")
+    plain = {name for name in ("auto", *SingleDevice.names, *SEVERAL) if not name.endswith(endings)}
+    assert {f"{name}{ending}" for name in plain if name.startswith("ddp") for ending in endings} <= set(SEVERAL)
+    assert set(re.findall(r'"(\w+)"', row)) == plain
+    assert set(re.findall(r'"(\w+)"', text)) == plain
+    assert all(ending in row for ending in endings)
+    assert "_find_unused_parameters_true" in text
+
+
+def test_a_traceback_has_as_many_frames_as_the_table_says() -> None:
+    class Fails(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("of the user")
+
+    def frames(strategy: str, precision: str = "32-true") -> tuple[int, int]:
+        """Frames between the call of fit and the step, and how many of them are torch's."""
+        silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        silent |= {"enable_model_summary": False, "limit_val_batches": 0}
+        with pytest.raises(KeyError) as caught:
+            Trainer(max_epochs=1, accelerator="cpu", strategy=strategy, precision=precision, **silent).fit(
+                Fails(), tiny_loader(1)
+            )
+        found = [one.filename for one in traceback.extract_tb(caught.value.__traceback__)][1:-1]
+        return len(found), len([file for file in found if f"{Path(torch.__file__).parent}" in file])
+
+    alone, mixed, true = frames("auto"), frames("auto", "bf16-mixed"), frames("auto", "64-true")
+    (fsdp, _), (ddp, _) = ranks(2, frames, "fsdp"), ranks(2, frames, "ddp")
+    assert mixed == true == (alone[0] + 1, 0)
+    assert (
+        f"{alone[0]} in one process, {fsdp[0]} under `fsdp`, {ddp[0]} under `ddp`; {fsdp[1]} and {ddp[1]} of these"
+        in PAGES["differences"]
+    )
 
 
 class Everything(TrainingModule):

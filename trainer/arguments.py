@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Concatenate
+from typing import TYPE_CHECKING, Any, Concatenate, Literal
 
 import torch
 from typing_extensions import ParamSpec
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .trainer import Request
 
 P = ParamSpec("P")
+ClipAlgorithm = Literal["norm", "value"]
 
 #: Arguments of other versions of Lightning's Trainer, and where what they did is done here.
 MOVED = {
@@ -294,5 +295,5 @@ def check_request(running: str | None, request: Request) -> None:
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, locations.Remote)):
         raise TypeError(
             f"{name}(ckpt_path={request.ckpt_path!r}) is {messages.a(request.ckpt_path)}. Pass the path of a "
-            "checkpoint, 'best' or 'last'."
+            "checkpoint, 'best', 'last' or 'auto'."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -13,7 +13,8 @@ from ..loggers import messages
 from .compile_watch import watch_compiling
 
 #: What ``Trainer(compile=)`` compiles: the networks that steps call, the whole training step, the same as a CUDA graph.
-SCOPES = ("networks", "step", "graphs")
+Scope = Literal["networks", "step", "graphs"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 

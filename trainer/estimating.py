@@ -26,7 +26,9 @@ from .data.batches import batch_size_of
 from .rehearsal import PHASES, Rehearsal, optimizers_of
 
 if TYPE_CHECKING:
+    from ..strategies.choose import StrategyName
     from ..strategies.precision.base import Precision
+    from ..strategies.precision.choose import PrecisionAlias, PrecisionName
     from .ledger import Moment
 
 _SINGLE = ("auto", *SingleDevice.names)
@@ -86,8 +88,8 @@ def estimate_memory(
     *,
     optimizer: str | Callable[[list[nn.Parameter]], Any] | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
-    precision: Any = "32-true",
-    strategy: str | Strategy = "single_device",
+    precision: PrecisionName | PrecisionAlias | Precision = "32-true",
+    strategy: StrategyName | Strategy = "single_device",
     num_processes: int = 1,
     accumulate_grad_batches: int = 1,
     activation_checkpointing: Any = None,
@@ -148,11 +150,11 @@ def estimate_memory(
 def estimate_strategies(
     module: nn.Module,
     batch: Any,
-    strategies: Iterable[str | Strategy],
+    strategies: Iterable[StrategyName | Strategy],
     *,
     optimizer: str | Callable[[list[nn.Parameter]], Any] | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
-    precision: Any = "32-true",
+    precision: PrecisionName | PrecisionAlias | Precision = "32-true",
     num_processes: int = 1,
     accumulate_grad_batches: int = 1,
     activation_checkpointing: Any = None,

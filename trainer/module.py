@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from ..loggers import messages
 from ..strategies.transfer import move
@@ -23,9 +23,27 @@ from .records import Group, Options
 
 if TYPE_CHECKING:
     from ..loggers.base import Logger
+    from ..strategies.base import ReduceOp
+    from .arguments import ClipAlgorithm
     from .metrics import MetricStore
     from .optimizers import ManagedOptimizer
     from .trainer import Trainer
+
+
+class LogOptions(TypedDict, total=False):
+    """The arguments of ``self.log`` that ``self.log_dict`` takes for all of its entries."""
+
+    prog_bar: bool
+    logger: bool | None
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: ReduceOp | Callable[..., Any]
+    enable_graph: bool
+    sync_dist: bool | None
+    sync_dist_group: Any
+    add_dataloader_idx: bool
+    metric_attribute: str | None
+    rank_zero_only: bool
 
 
 class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
@@ -98,7 +116,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., Any] = "mean",
+        reduce_fx: ReduceOp | Callable[..., Any] = "mean",
         enable_graph: bool = False,
         sync_dist: bool | None = None,
         sync_dist_group: Any = None,
@@ -155,7 +173,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             record = store.define(name, value, Options(*options))
         record.update(value, batch_size)
 
-    def log_dict(self, dictionary: Mapping[str, Any], *, batch_size: int | None = None, **kwargs: Any) -> None:
+    def log_dict(
+        self, dictionary: Mapping[str, Any], *, batch_size: int | None = None, **kwargs: Unpack[LogOptions]
+    ) -> None:
         """Log every entry of a dict, or every metric of a torchmetrics ``MetricCollection``, as ``log`` does."""
         collection: Any = dictionary if hasattr(dictionary, "compute_groups") else None
         if collection is None and not isinstance(dictionary, Mapping):
@@ -218,6 +238,15 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
         )
 
+    @overload
+    def optimizers(self, use_pl_optimizer: Literal[True] = True) -> ManagedOptimizer | list[ManagedOptimizer]: ...
+    @overload
+    def optimizers(self, use_pl_optimizer: Literal[False]) -> Optimizer | list[Optimizer]: ...
+    @overload
+    def optimizers(
+        self, use_pl_optimizer: bool
+    ) -> ManagedOptimizer | Optimizer | list[ManagedOptimizer] | list[Optimizer]: ...
+
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of them when there are several.
 
@@ -279,13 +308,19 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             scheduler.step()
 
     def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
         """Clip the gradients before a step, with the Trainer's settings. Override for a rule of your own."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: ClipAlgorithm | None = None,
     ) -> None:
         """Clip the gradients of an optimizer's parameters, unscaled first under fp16, over all shards.
 

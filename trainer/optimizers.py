@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
@@ -56,7 +56,7 @@ class SchedulerConfig:
     """
 
     scheduler: Any
-    interval: str = "epoch"
+    interval: Literal["epoch", "step"] = "epoch"
     frequency: int = 1
     monitor: str | None = None
     strict: bool = True

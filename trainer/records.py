@@ -156,7 +156,7 @@ class Group:
 
     __slots__ = ("arguments", "collection", "records")
 
-    def __init__(self, records: list[Record], arguments: dict[str, Any], collection: Any) -> None:
+    def __init__(self, records: list[Record], arguments: Mapping[str, Any], collection: Any) -> None:
         self.records, self.arguments, self.collection = records, arguments, collection
 
     def update(self, values: Mapping[str, Any], batch_size: int | None) -> None:

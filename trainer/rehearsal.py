@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..loggers import messages
 from ..strategies.base import Strategy
+from ..strategies.devices import find_kind
 from ..strategies.fsdp import FSDPStrategy
 from ..strategies.fsdp_wrapping import checkpoint_activations, choose_blocks
 from .ledger import Ledger
@@ -156,7 +157,7 @@ class Rehearsal:
         from .trainer import Trainer
 
         trainer = Trainer(
-            max_steps=1000, max_epochs=-1, barebones=True, accelerator=self.strategy.device.type, devices=1
+            max_steps=1000, max_epochs=-1, barebones=True, accelerator=find_kind(self.strategy.device.type), devices=1
         )
         trainer.strategy = self.strategy
         trainer._hooks = _NoHooks()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..loggers import messages
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .state import RunState
 
 #: What a signal may do: end the run with a checkpoint; also give the job back to SLURM's queue.
-ACTIONS = ("stop", "requeue")
+Action = Literal["stop", "requeue"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 

@@ -8,19 +8,22 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..callbacks.base import Callback
 from ..callbacks.loss_guard import Rollback
 from ..loggers import messages, timings
 from ..loggers.base import Logger
 from ..strategies.base import Strategy
-from ..strategies.choose import choose_strategy
+from ..strategies.choose import StrategyName, choose_strategy
+from ..strategies.devices import AcceleratorName
 from ..strategies.heap import freed_memory_kept
 from ..strategies.precision.base import Precision
+from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
 from .attach import attach
-from .checkpoint.parts import PARTS, check_parts
+from .checkpoint.parts import PARTS, Part, check_parts
+from .compiling import Scope
 from .defaults import choose_callbacks, choose_loggers
 from .doctor.overruling import overruled
 from .environment import numerics
@@ -30,9 +33,9 @@ from .loop import FitLoop
 from .out_of_memory import out_of_memory
 from .profilers import wiring
 from .profilers.base import Profiler
-from .profilers.choose import chosen
+from .profilers.choose import ProfilerName, chosen
 from .results import show_results
-from .signals import actions, check_signals, watch
+from .signals import Action, actions, check_signals, watch
 from .state import Fn, RunState
 from .status import TrainerStatus
 from .stopping import Stops
@@ -72,67 +75,91 @@ class Trainer(TrainerStatus):
     settings of ``paceline launch``, of the environment or of the file that ``paceline config`` writes count.
 
     Args:
-        accelerator: ``"auto"`` (CUDA, then MPS, then CPU), ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"mps"``.
-        strategy: ``"auto"``, a name such as ``"cpu"`` or ``"single_device"``, or a Strategy.
-        devices: how many, which, or ``"auto"``.
-        num_nodes: machines.
-        precision: ``"32-true"`` (default), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``,
-            ``"bf16-mixed"``, their aliases, or a Precision.
-        logger: None or True for TensorBoard, False for none, a Logger or several.
+        accelerator: kind of device: ``"auto"`` (CUDA, then MPS, then CPU), ``"gpu"`` (CUDA, then MPS), ``"cuda"``,
+            ``"mps"`` or ``"cpu"``.
+        strategy: how processes share the work: a name, or a Strategy object. ``"auto"``: one process for one device,
+            ``"ddp"`` for several. ``"single_device"``, ``"cpu"``: one process. ``"ddp"``, ``"ddp_spawn"``,
+            ``"ddp_fork"``, ``"ddp_notebook"``: a copy of the model in each process; with
+            ``_find_unused_parameters_true`` (or ``_false``) after the name, for losses that do not reach every
+            parameter. ``"fsdp"``, ``"fsdp_cpu_offload"``, ``"hybrid_shard"``: weights, gradients and optimizer state
+            in shards. ``"model_parallel"``: every layer split. ``"deepspeed"``, ``"deepspeed_stage_1"``,
+            ``"deepspeed_stage_2"``, ``"deepspeed_stage_2_offload"``, ``"deepspeed_stage_3"``,
+            ``"deepspeed_stage_3_offload"``: DeepSpeed ZeRO. Installed packages may add names.
+        devices: on this machine, how many (``2``, ``"2"``; ``-1``: all), which (``[0, 1]``, ``"0,1"``), or ``"auto"``:
+            all CUDA GPUs, else one device. On a CPU, the number of processes.
+        num_nodes: number of machines.
+        precision: ``"32-true"`` (None means this), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or
+            ``"bf16-mixed"``; for short ``"32"``, ``"64"``, ``"16"`` (mixed), ``"bf16"`` (mixed), also as a number; or
+            a Precision object.
+        logger: True or None: TensorBoard; False: none; or one Logger or several.
         callbacks: one Callback or several. A progress bar, a model summary and a ``ModelCheckpoint`` are added.
-        fast_dev_run: try everything on n batches (True: 1), without logging or saving.
-        max_epochs: epochs to train in all; -1 for no limit; 1000 if no other limit is given.
-        min_epochs: ``should_stop`` is ignored before.
-        max_steps: optimizer steps to make in all; -1 for no limit.
-        min_steps: ``should_stop`` is ignored before.
-        max_time: ``"DD:HH:MM:SS"``, a timedelta or its arguments; the run stops after that time.
-        grace_seconds: stop so long before ``max_time`` is up: what the step under way, a validation and the last
-            checkpoint take.
-        limit_train_batches: number (int) or share (float) of the batches of an epoch; 0 turns training off.
-        limit_val_batches: the same for validation.
-        limit_test_batches: the same for test.
-        limit_predict_batches: the same for predict.
-        overfit_batches: train and validate on the first n batches (or share), in order.
-        val_check_interval: validate after this share of an epoch (float), so many batches (int) or so much time.
-        check_val_every_n_epoch: epochs between validations; None counts batches over epochs.
-        num_sanity_val_steps: validation batches to try before training; -1 for all, 0 for none. 2 by default.
-        log_every_n_steps: updates between two records of step metrics. 50 by default.
-        enable_checkpointing: add a ``ModelCheckpoint`` if none is given.
-        enable_progress_bar: add a ``RichProgressBar`` if none is given.
-        enable_model_summary: add a ``ModelSummary`` if none is given.
-        accumulate_grad_batches: micro-batches an update, 1 by default; a short last window counts what is in it.
-        gradient_clip_val: clip gradients to this norm (or value); None or 0 leaves them.
-        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
-        deterministic: use deterministic algorithms; ``"warn"`` to warn where there is none.
-        benchmark: ``torch.backends.cudnn.benchmark``.
-        inference_mode: evaluate under ``torch.inference_mode`` rather than ``no_grad``.
-        use_distributed_sampler: shard loaders over processes.
-        profiler: where the time goes: ``"doctor"`` (what is slow, why, what to change), ``"simple"`` (a table of
-            actions), ``"advanced"`` (cProfile), ``"pytorch"`` (operators, trace, memory), or a Profiler.
-        detect_anomaly: torch's anomaly mode, and an error on a loss that is not finite. Slow.
-        barebones: switch off everything that is not the loop.
-        plugins: a Precision.
-        sync_batchnorm: synchronize BatchNorm over processes.
-        reload_dataloaders_every_n_epochs: make the loaders again so often.
-        default_root_dir: where logs and checkpoints go by default; the working directory if None. An address, such as
-            ``s3://bucket/run``, is for checkpoints; logs then go to the working directory.
-        enable_autolog_hparams: log ``save_hyperparameters`` at the start of a fit.
-        compile: True compiles the networks in place; ``"step"`` the whole training step, update included; ``"graphs"``
-            the same as a CUDA graph. A dict holds ``torch.compile`` arguments, and which of these as ``scope``.
-        signals: what signals do, such as ``{"SIGUSR2": "stop"}``: ``"stop"`` saves at the next step and ends the run,
-            ``"requeue"`` also gives the SLURM job back to the queue, None leaves the signal alone. SIGTERM and SIGINT
-            stop, SLURM's SIGUSR1 requeues, unless said otherwise.
+        fast_dev_run: run this many batches of each kind, and neither log nor save. True: 1; False or 0: off.
+        max_epochs: epochs to train in all, those before a resume included; -1: no limit. None: 1000, or no limit if
+            ``max_steps`` or ``max_time`` is given.
+        min_epochs: epochs to train before ``should_stop`` (an ``EarlyStopping``, say) counts. None: 0.
+        max_steps: optimizer steps to make in all, those before a resume included; -1: no limit.
+        min_steps: optimizer steps to make before ``should_stop`` counts. None: 0.
+        max_time: stop after so much time in training: ``"DD:HH:MM:SS"``, a timedelta, or its arguments in a dict, such
+            as ``{"hours": 12}``. None: no limit.
+        grace_seconds: stop so many seconds before ``max_time`` is up, to leave time for the current step, a validation
+            and the last checkpoint.
+        limit_train_batches: use so many batches (int) or this share of them (float from 0.0 to 1.0) in each epoch.
+            None: all; 0: no training.
+        limit_val_batches: the same for each validation loader; 0: no validation.
+        limit_test_batches: the same for each test loader.
+        limit_predict_batches: the same for each loader to predict from.
+        overfit_batches: train and validate on the same first batches, unshuffled: so many (int), or a share (float).
+            0: off.
+        val_check_interval: validate after so many training batches (int), after this share of an epoch (float from 0.0
+            to 1.0), or after so much time (as for ``max_time``). None: 1.0, at the end of the epoch.
+        check_val_every_n_epoch: validate only in every n-th epoch. None: the batches of ``val_check_interval`` are
+            counted across epochs.
+        num_sanity_val_steps: validation batches to try before training; -1: all; 0: none. None: 2.
+        log_every_n_steps: send step values to the loggers at every n-th step; 0: never. None: 50.
+        enable_checkpointing: None or True: add a ``ModelCheckpoint`` if ``callbacks`` has none; False: do not.
+        enable_progress_bar: the same with a ``RichProgressBar``.
+        enable_model_summary: the same with a ``ModelSummary``.
+        accumulate_grad_batches: batches whose gradients make one optimizer step. A shorter last window of an epoch is
+            averaged over the batches in it. None: 1.
+        gradient_clip_val: the largest norm or value that gradients keep before each step. None or 0: no clipping.
+        gradient_clip_algorithm: ``"norm"``: scale all gradients together; ``"value"``: cut each element. None:
+            ``"norm"``.
+        deterministic: True: only deterministic algorithms, an operation that has none is an error; ``"warn"``: it is a
+            warning. None: torch's setting stays.
+        benchmark: let cuDNN try which convolution is fastest (``torch.backends.cudnn.benchmark``). None: torch's
+            setting stays.
+        inference_mode: True: evaluate under ``torch.inference_mode``; False: under ``torch.no_grad``.
+        use_distributed_sampler: give each process its part of the data. False: leave all loaders as they are.
+        profiler: find where the time goes: ``"doctor"`` (what is slow, why, what to change), ``"simple"`` (a table of
+            actions), ``"advanced"`` (cProfile), ``"pytorch"`` (operators, trace, memory), or a Profiler object. None:
+            no profiling.
+        detect_anomaly: use torch's anomaly mode, and raise on a loss that is not finite. Slow.
+        barebones: switch off loggers, callbacks added by default, the sanity check and ``self.log``, to measure the
+            bare loop.
+        plugins: a Precision object, or a list with one.
+        sync_batchnorm: compute BatchNorm over the batches of all processes.
+        reload_dataloaders_every_n_epochs: make the loaders again every n epochs; 0: never.
+        default_root_dir: folder of logs and checkpoints, unless a logger or callback has its own. None: the working
+            directory. An address, such as ``s3://bucket/run``, is for checkpoints only; logs then go to the working
+            directory.
+        enable_autolog_hparams: log what ``save_hyperparameters`` kept when a fit starts.
+        compile: True or ``"networks"``: compile the networks in place; ``"step"``: the whole training step with its
+            update; ``"graphs"``: that as a CUDA graph. Or a dict of arguments for ``torch.compile``, with one of these
+            words as ``"scope"``. None or False: do not compile.
+        signals: what a signal does, by name or number, such as ``{"SIGUSR2": "stop"}``. ``"stop"``: finish the step,
+            save, end the run; ``"requeue"``: also give the SLURM job back to the queue; None: leave the signal alone.
+            Unless said otherwise SIGTERM and SIGINT stop, and SIGUSR1 in a SLURM job requeues.
     """
 
     @check.named
     def __init__(
         self,
         *,
-        accelerator: str = "auto",
-        strategy: str | Strategy = "auto",
+        accelerator: AcceleratorName = "auto",
+        strategy: StrategyName | str | Strategy = "auto",
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
-        precision: str | int | Precision | None = None,
+        precision: PrecisionName | PrecisionAlias | Precision | None = None,
         logger: Logger | Iterable[Logger] | bool | None = None,
         callbacks: Callback | list[Callback] | None = None,
         fast_dev_run: int | bool = False,
@@ -156,12 +183,12 @@ class Trainer(TrainerStatus):
         enable_model_summary: bool | None = None,
         accumulate_grad_batches: int | None = None,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-        deterministic: bool | str | None = None,
+        gradient_clip_algorithm: check.ClipAlgorithm | None = None,
+        deterministic: bool | Literal["warn"] | None = None,
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: str | Profiler | None = None,
+        profiler: ProfilerName | Profiler | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Precision | list[Precision] | None = None,
@@ -169,8 +196,8 @@ class Trainer(TrainerStatus):
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | Path | None = None,
         enable_autolog_hparams: bool = True,
-        compile: bool | str | Mapping[str, Any] | None = None,
-        signals: Mapping[str | int, str | None] | None = None,
+        compile: bool | Scope | Mapping[str, Any] | None = None,
+        signals: Mapping[str | int, Action | None] | None = None,
     ) -> None:
         given, self.settings_in_force = with_origins(dict(locals()), check.defaults(Trainer.__init__))
         given = overruled(given)
@@ -211,7 +238,7 @@ class Trainer(TrainerStatus):
     def _check_steps(self, given: Mapping[str, Any]) -> None:
         self.accumulate_grad_batches = check.check_accumulation(given["accumulate_grad_batches"])
         self.gradient_clip_val: float | None = given["gradient_clip_val"] or None
-        self.gradient_clip_algorithm: str | None = given["gradient_clip_algorithm"]
+        self.gradient_clip_algorithm: check.ClipAlgorithm | None = given["gradient_clip_algorithm"]
         check.check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
         every = 50 if given["log_every_n_steps"] is None else given["log_every_n_steps"]
         self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62
@@ -223,7 +250,7 @@ class Trainer(TrainerStatus):
         self.enable_checkpointing: bool | None = given["enable_checkpointing"]
         self.enable_progress_bar: bool | None = given["enable_progress_bar"]
         self.enable_model_summary: bool | None = given["enable_model_summary"]
-        self.deterministic: bool | str | None = given["deterministic"]
+        self.deterministic: bool | Literal["warn"] | None = given["deterministic"]
         self.benchmark: bool | None = given["benchmark"]
         self.inference_mode: bool = given["inference_mode"]
         self.use_distributed_sampler: bool = given["use_distributed_sampler"]
@@ -232,7 +259,7 @@ class Trainer(TrainerStatus):
         self.detect_anomaly: bool = given["detect_anomaly"]
         self.barebones: bool = given["barebones"]
         self.enable_autolog_hparams: bool = given["enable_autolog_hparams"]
-        self.compile: bool | str | Mapping[str, Any] = given["compile"]
+        self.compile: bool | Scope | Mapping[str, Any] = given["compile"]
         self._signals = check_signals(given["signals"] or {})
 
     # ---- entry points ----------------------------------------------------------------------------------------------
@@ -243,28 +270,30 @@ class Trainer(TrainerStatus):
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["last", "auto", "best"] | str | Path | None = None,
         weights_only: bool | None = None,
-        restore: Iterable[str] = PARTS,
+        restore: Part | Iterable[Part] = PARTS,
     ) -> None:
         """Train.
 
         Args:
             model: the module.
-            train_dataloaders: a DataLoader, any iterable over batches, a collection of those, or a DataModule.
-            val_dataloaders: one or several.
-            datamodule: instead of loaders.
-            ckpt_path: go on from this checkpoint. ``"last"``: the newest valid one where this run saves, also of
-                earlier starts of the same command; ``"auto"``: the same where there may be none yet, as in a job that
-                is requeued. ``"best"``: that of the run before.
-            weights_only: None or True, which is always so: a file never runs code.
-            restore: what of ``ckpt_path`` to take; by default all of it, which goes on to the bit as the run that
-                wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: what the
-                optimizers have gathered (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
+            train_dataloaders: a DataLoader, any iterable over batches, a list or dict of those, or a DataModule. None:
+                the DataModule's, else the module's ``train_dataloader()``.
+            val_dataloaders: a validation loader, or several. None: likewise.
+            datamodule: a DataModule, instead of loaders.
+            ckpt_path: resume from this checkpoint, a path or an address. ``"last"``: from the newest valid one in the
+                folders of this run and of earlier starts of the same command; if there is none, warn and start fresh.
+                ``"auto"``: the same without the warning, for a command that may be its first start. ``"best"``: from
+                the best one of the previous run. None: start fresh (in a job that SLURM requeued: ``"auto"``).
+            weights_only: None or True, which mean the same: loading a file never runs code.
+            restore: which parts of ``ckpt_path`` to take. All of them, the default, continue to the bit as the run
+                that wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: the
+                optimizers' state (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
                 optimizers' settings (learning rate, weight decay, ...); without it those of ``configure_optimizers``
-                hold. ``"loops"``: epoch, step, place in the data and in the accumulation window, what was logged so
-                far in the epoch; without it the fit begins with epoch 0. ``"rng"``: random states. ``"callbacks"``:
-                the callbacks' states.
+                hold. ``"loops"``: epoch, step, position in the data and in the accumulation window, and what was
+                logged so far in the epoch; without it the fit starts at epoch 0. ``"rng"``: random states.
+                ``"callbacks"``: the callbacks' states.
 
         Raises:
             ValueError: ``restore`` has an unknown name.
@@ -278,20 +307,20 @@ class Trainer(TrainerStatus):
         self,
         model: TrainingModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over the validation data; returns the logged values, a dict per loader.
+        """Run ``validation_step`` over the validation data; returns the logged values, one dict for each loader.
 
         Args:
-            model: the module; None: that of the last run, with its best checkpoint.
-            dataloaders: one or several.
-            ckpt_path: load these weights first; ``"best"`` and ``"last"`` find them.
-            verbose: print a table.
-            datamodule: instead of loaders.
-            weights_only: None or True, which is always so: a file never runs code.
+            model: the module. None: that of the last run, with the weights of its best checkpoint.
+            dataloaders: one loader or several. None: those of the DataModule or the module.
+            ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
+            verbose: print the values as a table.
+            datamodule: a DataModule, instead of loaders.
+            weights_only: None or True, which mean the same: loading a file never runs code.
         """
         loaders = {"validate": dataloaders}
         results = self._start(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
@@ -303,7 +332,7 @@ class Trainer(TrainerStatus):
         self,
         model: TrainingModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
@@ -315,30 +344,65 @@ class Trainer(TrainerStatus):
             show_results(results, "test")
         return results
 
+    @overload
+    def predict(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: Literal[True] | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
+        weights_only: bool | None = None,
+        gather: bool = False,
+    ) -> list[Any]: ...
+    @overload
+    def predict(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        *,
+        return_predictions: Literal[False],
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None: ...
+    @overload
     def predict(
         self,
         model: TrainingModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | None: ...
+
+    def predict(
+        self,
+        model: TrainingModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: Literal["best", "last"] | str | Path | None = None,
         weights_only: bool | None = None,
         gather: bool = False,
-    ) -> Any:
+    ) -> list[Any] | None:
         """Run ``predict_step`` over the data to predict from.
 
         Args:
-            model: the module; None: that of the last run, with its best checkpoint.
-            dataloaders: one or several.
-            datamodule: instead of loaders.
-            return_predictions: False keeps nothing: callbacks see each batch as it comes (``BasePredictionWriter``).
-            ckpt_path: load these weights first.
-            weights_only: None or True, which is always so: a file never runs code.
-            gather: with several processes, return the batches of all of them, in the data's order, on every one; else
-                each returns those it made.
+            model: the module. None: that of the last run, with the weights of its best checkpoint.
+            dataloaders: one loader or several. None: those of the DataModule or the module.
+            datamodule: a DataModule, instead of loaders.
+            return_predictions: False: keep nothing; callbacks get each batch as it comes (``BasePredictionWriter``).
+                None means True.
+            ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
+            weights_only: None or True, which mean the same: loading a file never runs code.
+            gather: with several processes, return the batches of all of them, in the order of the data, on each one.
+                False: each process returns those it made.
 
         Returns:
-            What ``predict_step`` returned, a list over batches (with several loaders a list of those), or None.
+            What ``predict_step`` returned, a list with one entry for each batch (with several loaders a list of such
+            lists); None with ``return_predictions=False``.
         """
         keep, loaders = return_predictions is not False, {"predict": dataloaders}
         if gather and not keep:

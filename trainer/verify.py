@@ -20,6 +20,7 @@ from .data.loaders import release_shuffling, seed_shuffling
 from .trainer import Trainer
 
 if TYPE_CHECKING:
+    from ..strategies.choose import StrategyName
     from .module import TrainingModule
 
 #: What a strategy may add to the rounding that one process has anyway.
@@ -83,7 +84,7 @@ class Report:
 def verify(
     module: TrainingModule,
     loader: Iterable[Any],
-    strategies: Sequence[str | Strategy] = ("ddp", "fsdp"),
+    strategies: Sequence[StrategyName | str | Strategy] = ("ddp", "fsdp"),
     *,
     devices: int = 2,
     steps: int = 20,

@@ -18,7 +18,7 @@ from .empty import give
 from .files import Pages, copy_into, is_aligned, mapped_tensors, weight_files
 from .noted import Note, is_noting, is_to_be_noted, write_note
 from .offload import load_offloaded_weight, offload_weight, save_offload_index
-from .placement import plan_device_map
+from .placement import Spread, plan_device_map
 from .sizes import as_dtype, named_tensors, names_of
 
 
@@ -37,7 +37,7 @@ class Loaded(NamedTuple):
 def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
-    device_map: str | Mapping[str, Any] | None = None,
+    device_map: Spread | Mapping[str, Any] | None = None,
     max_memory: Mapping[Any, int | str] | None = None,
     no_split_module_classes: Any = None,
     offload_folder: str | os.PathLike[str] | None = None,

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from ..fsdp_wrapping import repeated_elements
 from .device_map import Device, DeviceMap, is_offloaded, join_neighbors
 from .sizes import Sizes, named_tensors, size_in_bytes
 
-WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
+WORDS: tuple[Spread, ...] = get_args(Spread)
 #: They read the weights of modules inside of them, without calling these.
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: Of a device's free memory, what weights may take when no limit is given; the rest is for activations.
@@ -89,7 +90,7 @@ class DevicePlan:
 
 def plan_device_map(
     model: nn.Module,
-    device_map: str = "auto",
+    device_map: Spread = "auto",
     max_memory: Mapping[Any, int | str] | None = None,
     no_split_module_classes: Any = None,
     dtype: torch.dtype | str | None = None,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ...loggers import messages
 from .base import Precision
 from .mixed import MixedPrecision
 from .true import TruePrecision
 
-NAMES = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
-ALIASES = {
+PrecisionName = Literal["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+PrecisionAlias = Literal["64", "32", "16", "bf16", "no", "fp32", "fp16", 64, 32, 16]
+NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
+ALIASES: dict[str, PrecisionName] = {
     "64": "64-true",
     "32": "32-true",
     "16": "16-mixed",
@@ -53,7 +55,7 @@ def choose_precision(precision: Any, plugins: Any, kind: str) -> Precision:
         )
     if name == "32-true":
         return Precision()
-    return MixedPrecision(name, kind) if name.endswith("mixed") else TruePrecision(name)
+    return MixedPrecision(name, kind) if name in ("16-mixed", "bf16-mixed") else TruePrecision(name)
 
 
 def _plugin(plugins: Any) -> Precision | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+MixedName = Literal["16-mixed", "bf16-mixed"]
+DTYPES: dict[MixedName, torch.dtype] = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class MixedPrecision(Precision):
@@ -38,7 +39,7 @@ class MixedPrecision(Precision):
 
     def __init__(
         self,
-        name: str = "bf16-mixed",
+        name: MixedName = "bf16-mixed",
         device: str | None = None,
         scaler: GradScaler | None = None,
         *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from .base import Precision
 
 T = TypeVar("T")
 
-DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+TrueName = Literal["64-true", "16-true", "bf16-true"]
+DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 class TruePrecision(Precision):
@@ -24,7 +25,7 @@ class TruePrecision(Precision):
     than their resolution are lost, so prefer the mixed forms for training.
     """
 
-    def __init__(self, name: str = "bf16-true") -> None:
+    def __init__(self, name: TrueName = "bf16-true") -> None:
         if name not in DTYPES:
             raise ValueError(f"TruePrecision({name!r}): choose one of {', '.join(map(repr, DTYPES))}.")
         self.name = name

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +27,25 @@ from .optimizers import AcceleratedOptimizer
 from .preparing import finish_model, prepare, prepare_loader, prepare_optimizer, prepare_scheduler, start_model
 from .process_state import AcceleratorState, PartialState
 from .schedulers import AcceleratedScheduler
-from .trackers import Trackers
+from .trackers import Tracker, Trackers
 
 if TYPE_CHECKING:
+    import os
     from pathlib import Path
 
     from torch.optim import Optimizer
     from torch.profiler import profile as Profiler
     from torch.utils.data import DataLoader
 
+    from ...strategies.choose import StrategyName
     from ..doctor.measure import Doctor
-    from .handlers import ProfileKwargs
-    from .loaders import PreparedLoader
+    from .enums import BackendName, DynamoBackend, MixedName, PrecisionType, TrackerName
+    from .fsdp_plugin import FullyShardedDataParallelPlugin
+    from .handlers import KwargsHandler, ProfileKwargs
+    from .loaders import DataLoaderConfiguration, PreparedLoader
+    from .operations import Reduction
+    from .parallelism import ParallelismConfig
+    from .plugins import DeepSpeedPlugin, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
 
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")
@@ -67,7 +74,7 @@ class Accelerator(Facts):
     Args:
         device_placement: ``prepare`` moves models, and loaders move batches, to the device.
         split_batches: the loader's batch is that of all processes together; see ``DataLoaderConfiguration``.
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, or a name that ``Trainer(precision=...)`` takes.
+        mixed_precision: ``"no"`` (float32 throughout), ``"fp16"`` or ``"bf16"`` (weights stay float32), or a Precision.
         gradient_accumulation_steps: micro-batches in a window, for ``accumulate``.
         cpu: compute on the CPU, whatever else there is.
         dataloader_config: how loaders are split.
@@ -97,28 +104,28 @@ class Accelerator(Facts):
         self,
         device_placement: bool = True,
         split_batches: bool | None = None,
-        mixed_precision: str | None = None,
+        mixed_precision: MixedName | PrecisionType | Precision | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
-        dataloader_config: Any = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         megatron_lm_plugin: Any = None,
         rng_types: Sequence[str] | None = None,
-        log_with: Any = None,
-        project_dir: Any = None,
-        project_config: Any = None,
-        gradient_accumulation_plugin: Any = None,
+        log_with: TrackerName | str | Tracker | Sequence[TrackerName | str | Tracker] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Sequence[Any] | None = None,
-        dynamo_backend: Any = None,
-        dynamo_plugin: Any = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: BackendName | DynamoBackend | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         *,
-        strategy: Any = None,
-        scheduler_steps: str | None = None,
-        output_dtype: str | None = None,
+        strategy: StrategyName | str | Strategy | None = None,
+        scheduler_steps: Literal["per_update", "per_sample"] | None = None,
+        output_dtype: Literal["fp32", "keep"] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         arguments = read_arguments(given)
@@ -168,7 +175,6 @@ class Accelerator(Facts):
         self._replicas: list[Strategy] = []
         self._norm: Tensor | None = None
         examine_if_planned(self)
-        self._trigger = False
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
@@ -446,7 +452,7 @@ class Accelerator(Facts):
 
     # ---- between processes -----------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T1) -> T1:
         """Tensors of all processes joined along their first dimension, in nested lists, tuples and dicts."""
         from .operations import gather
 
@@ -466,27 +472,20 @@ class Accelerator(Facts):
 
         return gather_for_metrics(input_data, self._strategy, self.gradient_state.active_dataloader, use_gather_object)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors of all processes added up, or averaged (``"mean"``)."""
+    def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:
+        """Tensors of all processes added up, or reduced by ``"mean"``, ``"min"`` or ``"max"``, then times ``scale``.
+
+        ``"none"`` leaves each process its own.
+        """
         from .operations import reduce
 
         return reduce(tensor, self._strategy, reduction, scale)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
         """Tensors padded along a dimension to the longest of all processes."""
         from .operations import pad_across_processes
 
         return pad_across_processes(tensor, self._strategy, dim, pad_index, pad_first)
-
-    def set_trigger(self) -> None:
-        """Raise a flag on this process that :meth:`check_trigger` tells all processes of."""
-        self._trigger = True
-
-    def check_trigger(self) -> bool:
-        """Whether any process has called :meth:`set_trigger` since the last time; every process must call."""
-        raised = self._strategy.agree(self._trigger)
-        self._trigger = False
-        return raised
 
     # ---- models ----------------------------------------------------------------------------------------------------
 
@@ -519,11 +518,6 @@ class Accelerator(Facts):
         return release_memory(*objects)
 
     clear = free_memory
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a model is spread over several devices by a device map."""
-        found = getattr(model, "hf_device_map", None) or {}
-        return len(set(found.values())) > 1
 
     def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         """Not supported here: sequences are split by ``Trainer(strategy=ModelParallelStrategy(...))``."""
@@ -644,11 +638,6 @@ class Accelerator(Facts):
         from .loaders import skip_first_batches
 
         return skip_first_batches(dataloader, num_batches)
-
-    def print_config(self) -> None:
-        """Print every setting in force, and where it comes from."""
-        if self.is_main_process:
-            self.settings.print()
 
 
 def _settle_buffers(accelerator: Callable[[], Accelerator | None], loader: Any) -> None:

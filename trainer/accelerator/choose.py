@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch.amp.grad_scaler import GradScaler
 
@@ -22,7 +22,7 @@ from .handlers import NO_EIGHT_BITS, Handlers
 from .parallelism import ParallelismConfig
 from .plugins import DeepSpeedPlugin, given
 
-_NAMES = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+_NAMES: dict[str, Literal["16-mixed", "bf16-mixed"]] = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 @dataclass(frozen=True)

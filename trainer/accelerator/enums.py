@@ -4,9 +4,31 @@ from __future__ import annotations
 
 import builtins
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from ...loggers import messages
+
+#: What ``mixed_precision``, ``dynamo_backend`` and ``log_with`` take by name.
+MixedName = Literal["no", "fp16", "bf16"]
+BackendName = Literal[
+    "no",
+    "eager",
+    "aot_eager",
+    "inductor",
+    "aot_ts_nvfuser",
+    "nvprims_nvfuser",
+    "cudagraphs",
+    "ofi",
+    "fx2trt",
+    "onnxrt",
+    "tensorrt",
+    "aot_torchxla_trace_once",
+    "torchxla_trace_once",
+    "tvm",
+    "hpu_backend",
+    "neuron",
+]
+TrackerName = Literal["all", "csv", "tensorboard", "wandb"]
 
 
 class Word(str, Enum):

@@ -8,8 +8,10 @@ from .process_state import type_of
 from .processes import Processes
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ..settings import Settings
     from .accumulation import GradientState
     from .enums import DistributedType
     from .loaders import DataLoaderConfiguration
@@ -26,8 +28,10 @@ class Facts(Processes):
     gradient_state: GradientState
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
+    settings: Settings
     trackers: Trackers
     _optimizers: list[AcceleratedOptimizer]
+    _trigger = False
 
     @property
     def _script_skips(self) -> bool:
@@ -158,6 +162,26 @@ class Facts(Processes):
     def should_save_model(self) -> bool:
         """Whether this process writes a model that was gathered."""
         return self.is_main_process
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process that :meth:`check_trigger` tells all processes of."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called :meth:`set_trigger` since the last time; every process must call."""
+        raised = self._strategy.agree(self._trigger)
+        self._trigger = False
+        return raised
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a model is spread over several devices by a device map."""
+        found = getattr(model, "hf_device_map", None) or {}
+        return len(set(found.values())) > 1
+
+    def print_config(self) -> None:
+        """Print every setting in force, and where it comes from."""
+        if self.is_main_process:
+            self.settings.print()
 
     # ---- folders and loaders ---------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -77,8 +77,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
-    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
-    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_hook: DDPCommunicationHookType | Literal["no", "fp16", "bf16", "power_sgd"] = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | Literal["no", "fp16", "bf16"] = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -174,7 +174,8 @@ class InitProcessGroupKwargs(KwargsHandler):
         return {name: value for name, value in found.items() if value is not None}
 
 
-_ACTIVITIES = ("cpu", "cuda", "xpu", "mtia", "hpu")
+Activity = Literal["cpu", "cuda", "xpu", "mtia", "hpu"]
+_ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 
 
 @dataclass
@@ -194,7 +195,7 @@ class ProfileKwargs(KwargsHandler):
         output_trace_dir: folder for one Chrome trace a process.
     """
 
-    activities: list[str] | None = None
+    activities: Sequence[Activity] | None = None
     schedule_option: dict[str, int] | None = None
     on_trace_ready: Callable[..., Any] | None = None
     record_shapes: bool = False

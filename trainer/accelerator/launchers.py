@@ -15,7 +15,7 @@ from ...loggers import messages
 from ...strategies import launch
 from ...strategies.devices import find_kind
 from ..settings import resolve
-from .enums import PrecisionType
+from .enums import MixedName, PrecisionType
 from .handlers import NO_EIGHT_BITS
 from .process_state import FORKED, forgotten, is_initialized
 
@@ -24,7 +24,7 @@ def notebook_launcher(
     function: Callable[..., Any],
     args: tuple[Any, ...] = (),
     num_processes: int | None = None,
-    mixed_precision: str | None = None,
+    mixed_precision: MixedName | None = None,
     use_port: int | str | None = None,
     **more: Any,
 ) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from ...loggers import messages
 from ...strategies.base import Strategy, UnlikeTensorsError
 from .nested import honor_type, leaves, recursively_apply
 
-REDUCTIONS = ("mean", "sum", "min", "max", "none")
+Reduction = Literal["mean", "sum", "min", "max", "none"]
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
 class DistributedOperationException(ValueError):  # noqa: N818 - the name that users catch
@@ -131,7 +132,7 @@ def gather_object(data: Any, strategy: Strategy, group: Any = None) -> Any:
     return found
 
 
-def reduce(data: Any, strategy: Strategy, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
     """Reduce every tensor over the processes, then multiply it by ``scale``.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...loggers import messages
 from .plugins import fill
@@ -74,9 +74,9 @@ class ParallelismConfig:
     dp_shard_size: int | None = None
     tp_size: int | None = None
     cp_size: int | None = None
-    cp_backend: str = "torch"
+    cp_backend: Literal["torch"] = "torch"
     sp_size: int | None = None
-    sp_backend: str = "deepspeed"
+    sp_backend: Literal["deepspeed"] = "deepspeed"
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None

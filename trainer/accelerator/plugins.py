@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -17,12 +17,13 @@ from torch import nn
 from ...loggers import messages
 from ..compile_watch import watch_compiling
 from ..compiling import compile_repeated
-from .enums import DynamoBackend
+from .enums import BackendName, DynamoBackend
 from .handlers import KwargsHandler
 
 T = TypeVar("T")
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+ModeName = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+MODES: tuple[ModeName, ...] = get_args(ModeName)
 
 
 def given(settings: Mapping[str, Any] | None, name: str) -> Any:
@@ -113,8 +114,8 @@ class TorchDynamoPlugin(KwargsHandler):
         use_regional_compilation: compile the repeated blocks one by one, which start faster than the whole model.
     """
 
-    backend: DynamoBackend | str | None = None
-    mode: str | None = None
+    backend: DynamoBackend | BackendName | None = None
+    mode: ModeName | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None
     options: Any = None
@@ -246,8 +247,8 @@ class DeepSpeedPlugin:
     gradient_clipping: float | None = None
     zero_stage: int | None = None
     is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
+    offload_optimizer_device: Literal["none", "cpu"] | None = None
+    offload_param_device: Literal["none", "cpu"] | None = None
     offload_optimizer_nvme_path: str | None = None
     offload_param_nvme_path: str | None = None
     zero3_init_flag: bool | None = None

@@ -277,6 +277,8 @@ class _Absent(GeneralTracker):
         return None
 
 
+#: What ``log_with`` takes besides a name.
+Tracker = Logger | GeneralTracker | type[GeneralTracker]
 _classes: dict[str, type[GeneralTracker]] = {
     "csv": CSVTracker,
     "tensorboard": TensorBoardTracker,

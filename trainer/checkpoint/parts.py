@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal, get_args
 
 from ...loggers import messages
 
 #: All of them. ``Trainer.fit`` says what each is.
-PARTS = ("model", "optimizer", "schedulers", "loops", "rng", "callbacks")
+Part = Literal["model", "optimizer", "schedulers", "loops", "rng", "callbacks"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
-def check_parts(restore: Iterable[str]) -> tuple[str, ...]:
+def check_parts(restore: str | Iterable[str]) -> tuple[Part, ...]:
     """The parts asked for, in order.
 
     Raises:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ...loggers import messages
 from .base import PassThroughProfiler, Profiler
 
 #: The profilers that have a name.
-NAMES = ("simple", "advanced", "pytorch", "doctor")
+ProfilerName = Literal["simple", "advanced", "pytorch", "doctor"]
+NAMES: tuple[ProfilerName, ...] = get_args(ProfilerName)
 
 
 def chosen(value: Any) -> Profiler:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..module import TrainingModule
     from ..trainer import Trainer
 
+Mode = Literal["exponential", "linear"]
 _SMOOTHING = 0.98
 #: Steps in which the smoothed loss says more about the batches than about the rate: no end for its sake.
 _SETTLING = 10
@@ -37,7 +38,7 @@ class LRFinder:
         results: ``"lr"``: the rates; ``"loss"``: the smoothed loss after a step with each, the mean over all ranks.
     """
 
-    mode: str
+    mode: Mode
     lr_min: float
     lr_max: float
     num_training: int
@@ -70,6 +71,11 @@ class LRFinder:
     def _why_none(self, skip_begin: int, skip_end: int) -> str:
         """Why there is nothing to suggest, and what to do."""
         losses = self.results["loss"]
+        if not losses:
+            return (
+                "This LRFinder holds no steps to suggest a learning rate from: under fast_dev_run lr_find makes none. "
+                "Leave fast_dev_run out."
+            )
         first = 1 + max((i for i, loss in enumerate(losses) if math.isfinite(loss)), default=-1)
         if first == len(losses):
             return (
@@ -134,7 +140,7 @@ class RangeTest:
     min_lr: float = 1e-8
     max_lr: float = 1.0
     num_training: int = 100
-    mode: Literal["exponential", "linear"] = "exponential"
+    mode: Mode = "exponential"
     early_stop_threshold: float | None = 4.0
     attr_name: str | None = None
 

@@ -69,7 +69,7 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
         weights_only: bool | None = None,
-    ) -> LRFinder | None:
+    ) -> LRFinder:
         """Train with a rate that grows from step to step, and suggest the one at which the loss falls fastest.
 
         Parameter groups keep their rates in proportion; schedulers do not advance.
@@ -92,7 +92,7 @@ class Tuner:
             weights_only: accepted for compatibility.
 
         Returns:
-            What was found; None under ``fast_dev_run``.
+            What was found; under ``fast_dev_run`` it holds no steps.
 
         Raises:
             AttributeError: there is no such attribute.
@@ -108,7 +108,7 @@ class Tuner:
         places = lr_places(module, request.datamodule, attr_name) if update_attr else []
         test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold, attr_name if update_attr else None)
         if self._is_dry("The learning rate"):
-            return None
+            return LRFinder(mode, min_lr, max_lr, num_training)
         found: LRFinder = self._run(request, test)
         if update_attr:
             take_lr(found, places)

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from paceline import DataModule, Trainer
 from paceline.callbacks import GradientAccumulationScheduler
 from paceline.loggers import CSVLogger
+from paceline.loggers.messages import PacelineWarning
 from paceline.trainer.tuner.tuner import Tuner
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "logger": False}
@@ -499,7 +500,10 @@ def test_contradictions_are_told_before_anything_runs() -> None:
 
 def test_a_dry_run_searches_for_nothing() -> None:
     tuner, module = Tuner(Trainer(**QUIET, fast_dev_run=True)), FromHooks()
-    assert tuner.lr_find(module) is None
+    found = tuner.lr_find(module)
+    assert found.results == {"lr": [], "loss": []}
+    with pytest.warns(PacelineWarning, match="holds no steps to suggest a learning rate from: under fast_dev_run"):
+        assert found.suggestion() is None
     assert tuner.scale_batch_size(module) is None
     assert (module.lr, module.batch_size) == (0.05, 8)
 

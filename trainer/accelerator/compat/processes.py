@@ -36,7 +36,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return operations.broadcast_object_list(object_list, _strategy(), from_process)
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float = 1.0) -> Any:
     """Tensors of all processes averaged, or added up (``"sum"``)."""
     return operations.reduce(tensor, _strategy(), reduction, scale)
 
