@@ -7,7 +7,6 @@ result back. This file chooses the number of threads and has the words; :mod:`.e
 
 from __future__ import annotations
 
-import builtins
 import gc
 import os
 import pickle
@@ -29,6 +28,7 @@ from .elastic import SIGNALS, Options, Place, StartMethod, environment, is_ignor
 from .failure import LAUNCHED, end_with, failures, note_crash, write_failure
 from .failure import note_failure as note_failure
 from .failure import register_failure_hook as register_failure_hook
+from .host import find_host, fork_obstacle, refusal_to_fork
 
 #: Where this process was started: a relative path on the command line is meant from here.
 _DIRECTORY = os.getcwd()
@@ -63,10 +63,10 @@ def rerun(
         numa: bind each process to the NUMA node of its GPU, by torch elastic.
 
     Raises:
-        RuntimeError: there is no command to run again, or the machines do not know where to meet.
+        RuntimeError: the machines do not know where to meet.
         OSError: the address or the port cannot be used.
     """
-    command = _command()
+    command = [sys.executable, *sys.orig_argv[1:]]
     place = find_place(num_nodes, node_rank, address, port)
     os.chdir(_DIRECTORY)
     sys.exit(run(command, num_processes, place, devices_kind, numa))
@@ -137,12 +137,14 @@ def start(
         port: where they meet; 0: a free one.
 
     Raises:
-        RuntimeError: a process failed, with the traceback of the first; or CUDA was used before a fork.
+        RuntimeError: a process failed, with the traceback of the first; or this process cannot be forked.
         TypeError: the function or an argument cannot be pickled.
         KeyboardInterrupt: on Ctrl-C, after the processes ended.
     """
     if start_method == "fork":
-        _refuse_used_cuda(devices_kind)
+        obstacle = fork_obstacle(devices_kind)
+        if obstacle:
+            raise RuntimeError(refusal_to_fork(find_host(), obstacle))
         leave_garbage_alone_in_forks()
     with TemporaryDirectory(prefix="paceline_") as folder:
         threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(num_processes)
@@ -170,27 +172,7 @@ def threads_of(num_processes: int) -> int:
     return max(1, cores // num_processes)
 
 
-# ---- the command and the place -------------------------------------------------------------------------------------
-
-
-def _command() -> list[str]:
-    """What was typed to start this process."""
-    main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None) or "<stdin>"
-    if hasattr(builtins, "__IPYTHON__"):
-        session = "a notebook or an IPython session"
-    elif sys.flags.inspect or sys.flags.interactive or hasattr(sys, "ps1"):
-        session = "an interactive Python session"
-    elif file == "<stdin>" and getattr(main, "__spec__", None) is None and sys.argv[:1] != ["-c"]:
-        session = "a program read from standard input"
-    elif not sys.executable:
-        session = "a Python inside another program (sys.executable is empty)"
-    else:
-        return [sys.executable, *sys.orig_argv[1:]]
-    raise RuntimeError(
-        f"Several processes are started by running the script again, but this is {session}, so there is no script. "
-        "Use strategy='ddp_notebook' (forks this process) or 'ddp_spawn', or put the code into a file and run that."
-    )
+# ---- the place -----------------------------------------------------------------------------------------------------
 
 
 def find_place(
@@ -350,17 +332,6 @@ def _load(file: Path, device: str | None) -> Any:
     import torch
 
     return torch.load(file, map_location=device, weights_only=False)
-
-
-def _refuse_used_cuda(devices_kind: str) -> None:
-    import torch
-
-    if devices_kind == "cuda" and torch.cuda.is_initialized():
-        raise RuntimeError(
-            "CUDA was already used in this process, and a forked copy of it cannot use CUDA again. Restart, and do "
-            "nothing on the GPU before fit (no .cuda(), no .to('cuda')); or use strategy='ddp_spawn', which starts "
-            "fresh processes."
-        )
 
 
 def _save(value: Any, file: Path, what: str, fix: str) -> None:
