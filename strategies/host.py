@@ -92,6 +92,11 @@ class Facts:
     worker: bool = False
     sweep: bool = False
 
+    @property
+    def has_file(self) -> bool:
+        """Whether ``__main__`` is a file or a module, and not text that was typed."""
+        return self.module is not None or not (self.file is None or self.file.startswith("<"))
+
 
 def recognize(facts: Facts) -> Host:
     """The host that the facts speak of."""
@@ -108,33 +113,42 @@ def recognize(facts: Facts) -> Host:
     found = next((host for is_it, host in lent if is_it), None)
     if found is not None:
         return found
-    if facts.module is None and (facts.file is None or facts.file.startswith("<")):
+    if not facts.has_file:
         return COMMAND if "-c" in facts.options else STANDARD_INPUT
     return SCRIPT
 
 
 def find_host() -> Host:
     """The host of this process, as it stands now."""
+    return recognize(_facts())
+
+
+def has_file() -> bool:
+    """Whether a fresh process can import what ``__main__`` defines, because it is a file or a module."""
+    return _facts().has_file
+
+
+def _facts() -> Facts:
     main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    return recognize(
-        Facts(
-            running=frozenset((*_running(), getattr(spec, "name", ""))),
-            file=getattr(main, "__file__", None),
-            module=getattr(spec, "name", None),
-            options=tuple(sys.orig_argv[1:]),
-            executable=sys.executable or "",
-            kernel=_in_kernel(),
-            ipython=hasattr(builtins, "__IPYTHON__"),
-            interactive=bool(sys.flags.inspect or sys.flags.interactive or hasattr(sys, "ps1")),
-            frozen=bool(getattr(sys, "frozen", False)) or hasattr(main, "__compiled__"),
-            worker=multiprocessing.parent_process() is not None,
-            sweep=_in_sweep(),
-        )
+    module = getattr(getattr(main, "__spec__", None), "name", None)
+    return Facts(
+        running=frozenset((*_running(), module or "")),
+        file=getattr(main, "__file__", None),
+        module=module,
+        options=tuple(sys.orig_argv[1:]),
+        executable=sys.executable or "",
+        kernel=_in_kernel(),
+        ipython=hasattr(builtins, "__IPYTHON__"),
+        interactive=bool(sys.flags.inspect or sys.flags.interactive or hasattr(sys, "ps1")),
+        frozen=bool(getattr(sys, "frozen", False)) or hasattr(main, "__compiled__"),
+        worker=multiprocessing.parent_process() is not None,
+        sweep=_in_sweep(),
     )
 
 
-def start_method_in(host: Host, asked: StartMethod, obstacle: str | None, num_nodes: int = 1) -> StartMethod:
+def start_method_in(
+    host: Host, asked: StartMethod, obstacle: str | None, num_nodes: int = 1
+) -> Literal["popen", "spawn", "fork", "forkserver"]:
     """How the ranks of a run start in this host.
 
     Args:
@@ -142,9 +156,6 @@ def start_method_in(host: Host, asked: StartMethod, obstacle: str | None, num_no
         asked: the strategy's ``start_method``.
         obstacle: why this process cannot be forked, from :func:`fork_obstacle`.
         num_nodes: machines.
-
-    Returns:
-        Anything but ``"auto"``.
 
     Raises:
         RuntimeError: this host cannot start them so.

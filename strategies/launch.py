@@ -16,11 +16,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType
 from typing import Any, NoReturn
 
 from ..loggers import messages
@@ -28,7 +29,8 @@ from .elastic import SIGNALS, Options, Place, StartMethod, environment, is_ignor
 from .failure import LAUNCHED, end_with, failures, note_crash, write_failure
 from .failure import note_failure as note_failure
 from .failure import register_failure_hook as register_failure_hook
-from .host import find_host, fork_obstacle, refusal_to_fork
+from .host import find_host, fork_obstacle, has_file, refusal_to_fork
+from .relay import Relay
 
 #: Where this process was started: a relative path on the command line is meant from here.
 _DIRECTORY = os.getcwd()
@@ -146,12 +148,13 @@ def start(
         if obstacle:
             raise RuntimeError(refusal_to_fork(find_host(), obstacle))
         leave_garbage_alone_in_forks()
-    with TemporaryDirectory(prefix="paceline_") as folder:
+    with TemporaryDirectory(prefix="paceline_") as folder, ExitStack() as stack:
         threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(num_processes)
         work = _Work(function, args)
         if start_method == "fork":
-            job = _Job(folder, start_method, work)
+            job = _Job(folder, start_method, work, stack.enter_context(Relay(num_processes)))
         else:
+            _refuse_definitions(work)
             _save(work, Path(folder) / "work.pt", "The work for new processes", _PICKLE_FIX)
             job = _Job(folder, start_method)
         with environment(threads):
@@ -252,6 +255,7 @@ class _Job:
     folder: str
     start_method: StartMethod
     work: _Work | None = None
+    relay: Relay | None = None
     agent: int = field(default_factory=os.getpid)
 
 
@@ -270,6 +274,8 @@ def _run(job: _Job) -> None:
     note_crash(folder / f"rank{rank}.crash")
     if job.start_method == "fork":
         _wait_for_all(folder, rank)
+    if job.relay is not None:
+        job.relay.enter(int(os.environ["LOCAL_RANK"]))
     try:
         work = job.work or _load(folder / "work.pt", None)
         result = work.function(*work.args)
@@ -348,6 +354,31 @@ def _save(value: Any, file: Path, what: str, fix: str) -> None:
             f"{what} goes from process to process by pickling, and {name} ({culprit!r:.200}) cannot be pickled: "
             f"{error}. {fix}"
         ) from error
+
+
+def _refuse_definitions(work: _Work) -> None:
+    """Refuse work that uses what is defined at a prompt or in a cell, where a fresh process cannot import it."""
+    finder = _Finder(_Nowhere())
+    if not has_file():
+        with suppress(Exception):  # what cannot be pickled is named when the work is saved
+            finder.dump(work)
+    if finder.found is not None:
+        name, where = _name(finder.found), find_host().name
+        raise TypeError(
+            f"{name} is defined in {where}, and a fresh process cannot import it from there. Write strategy='ddp', "
+            f"which copies this process here; or put {name} into a .py file and import it."
+        )
+
+
+class _Finder(pickle.Pickler):
+    """Finds a class or function that is defined in ``__main__``."""
+
+    found: Any = None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if self.found is None and isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
+            self.found = obj
+        return NotImplemented
 
 
 def _culprit(value: Any) -> tuple[str, Any]:

@@ -360,6 +360,7 @@ def crash_here():
 
 def work(what):
     dist.init_process_group("gloo")
+    dist.barrier()  # or gloo says on standard error that it could not connect
     rank = dist.get_rank()
     if what != "itself" and rank == 1:
         child = multiprocessing.get_context("fork").Process(target=crash_here)
