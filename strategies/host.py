@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .hydra_program import is_sweep
+
 StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
 START_METHODS = ("auto", "popen", "spawn", "fork", "forkserver")
 
@@ -142,7 +144,7 @@ def _facts() -> Facts:
         interactive=bool(sys.flags.inspect or sys.flags.interactive or hasattr(sys, "ps1")),
         frozen=bool(getattr(sys, "frozen", False)) or hasattr(main, "__compiled__"),
         worker=multiprocessing.parent_process() is not None,
-        sweep=_in_sweep(),
+        sweep=is_sweep(),
     )
 
 
@@ -216,12 +218,3 @@ def _in_kernel() -> bool:
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
-
-
-def _in_sweep() -> bool:
-    """Whether Hydra runs this as one of several jobs, each of which calls a function of the program."""
-    hydra: Any = sys.modules.get("hydra.core.hydra_config")
-    if hydra is None or not hydra.HydraConfig.initialized():
-        return False
-    mode = hydra.HydraConfig.get().mode
-    return mode is not None and mode.name == "MULTIRUN"

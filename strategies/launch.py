@@ -25,6 +25,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from ..loggers import messages
+from . import hydra_program
 from .elastic import SIGNALS, Options, Place, StartMethod, environment, is_ignored, launch, numa_of
 from .failure import LAUNCHED, end_with, failures, note_crash, write_failure
 from .failure import note_failure as note_failure
@@ -68,9 +69,9 @@ def rerun(
         RuntimeError: the machines do not know where to meet.
         OSError: the address or the port cannot be used.
     """
-    command = [sys.executable, *sys.orig_argv[1:]]
+    command, folder = hydra_program.for_ranks([sys.executable, *sys.orig_argv[1:]], _DIRECTORY)
     place = find_place(num_nodes, node_rank, address, port)
-    os.chdir(_DIRECTORY)
+    os.chdir(folder)
     sys.exit(run(command, num_processes, place, devices_kind, numa))
 
 
