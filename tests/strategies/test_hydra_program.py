@@ -130,17 +130,14 @@ def in_a_job(folder: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "output_dir", ["/runs/1", "/a b/c=d,e", '/it\'s "quoted"', "/ends\\", '/back\\"slash', "/{x}[y]"]
-)
-@pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "output_dir"),
     [
-        [],
-        ["lr=0.5", "name=x"],
-        ["--config-name", "config", "lr=0.5"],
-        ["lr=0.5", "name=x", "--config-name", "config"],
-        ["lr=0.5", "-cn", "config", "--config-dir", "conf"],
-        ["--config-name", "config"],
+        ([], "/runs/1"),
+        (["lr=0.5", "name=x"], "/a b/c=d,e"),
+        (["--config-name", "config", "lr=0.5"], '/it\'s "quoted"'),
+        (["lr=0.5", "name=x", "--config-name", "config"], "/ends\\"),
+        (["lr=0.5", "-cn", "config", "--config-dir", "conf"], '/back\\"slash'),
+        (["--config-name", "config"], "/{x}[y]"),
     ],
 )
 def test_the_command_of_ranks_is_one_that_hydra_reads(in_a_job: Any, arguments: list[str], output_dir: str) -> None:
