@@ -10,9 +10,9 @@ import re
 import sys
 from typing import Any
 
-#: Empty for rank 0: what stands behind the job's name there. Other ranks log into files of their own.
-_RANK_ZERO = "PACELINE_HYDRA_RANK_0"
-_JOB_NAME = f"{{name}}${{{{oc.env:{_RANK_ZERO[:-1]}${{{{oc.env:RANK}}}},_rank${{{{oc.env:RANK}}}}}}}}"
+#: What stands behind the job's name: nothing in rank 0, for which the variable is set. Others log into their own files.
+_SUFFIX = "${oc.env:PACELINE_HYDRA_RANK_${oc.env:RANK},_rank${oc.env:RANK}}"
+_SET_FOR_RANK_ZERO = "PACELINE_HYDRA_RANK_0"
 
 
 def is_sweep() -> bool:
@@ -31,12 +31,12 @@ def for_ranks(command: list[str], folder: str) -> tuple[list[str], str]:
     if config is None:
         return command, folder
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    os.environ[_RANK_ZERO] = ""
+    os.environ[_SET_FOR_RANK_ZERO] = ""
     typed = {*config.overrides.task, *config.overrides.hydra}
     behind = max((index + 1 for index, word in enumerate(command) if word in typed), default=len(command))
     ours = [
         f"hydra.run.dir={_quoted(config.runtime.output_dir)}",
-        f"hydra.job.name={_quoted(_JOB_NAME.format(name=config.job.name))}",
+        f"hydra.job.name={_quoted(config.job.name + _SUFFIX)}",
         "hydra.output_subdir=null",
     ]
     return [*command[:behind], *ours, *command[behind:]], config.runtime.cwd
