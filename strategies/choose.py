@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal
@@ -162,7 +161,7 @@ def _by_name(
                 f"Trainer(strategy={strategy!r}, devices={devices!r}, num_nodes={num_nodes}) contradict each other: "
                 "that strategy has one device. Leave one of them out."
             )
-        made = _make("ddp_notebook" if _in_notebook() else "ddp", chosen)
+        made = _make("ddp", chosen)
     if isinstance(made, DistributedStrategy):
         made.place(found, _nodes(num_nodes, cluster))
         return made
@@ -240,10 +239,6 @@ def _refuse_cluster(strategy: str, cluster: Cluster | None) -> None:
             f"(unset RANK and WORLD_SIZE if they are left over; RANK={os.environ.get('RANK')}, "
             f"WORLD_SIZE={os.environ.get('WORLD_SIZE')})."
         )
-
-
-def _in_notebook() -> bool:
-    return "ipykernel" in sys.modules or hasattr(sys, "ps1")
 
 
 def _agree(strategy: Strategy, accelerator: Any, devices: Any, num_nodes: int) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..loggers import messages
-from .distributed import DistributedStrategy, StartMethod
+from .distributed import DistributedStrategy
+from .host import StartMethod
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class DDPStrategy(DistributedStrategy):
         process_group_backend: None: gloo for the CPU, NCCL for CUDA.
         init_method: a URL by which the processes find each other; None: by what their launcher says.
         timeout: how long a collective waits for the other processes.
-        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        start_method: ``"auto"``, ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; see ``DistributedStrategy``.
         numa: bind each process to the cores of its GPU's NUMA node.
         **ddp_options: what DistributedDataParallel takes: ``bucket_cap_mb``, ``gradient_as_bucket_view``,
             ``static_graph``, ``broadcast_buffers``, ...
@@ -69,7 +70,7 @@ class DDPStrategy(DistributedStrategy):
         process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         numa: bool = False,
         **ddp_options: Any,
     ) -> None:

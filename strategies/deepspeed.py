@@ -20,7 +20,8 @@ from ..loggers import messages
 from . import deepspeed_config as configuration
 from . import zero
 from .deepspeed_package import quiet, require_deepspeed, use_device
-from .distributed import DistributedStrategy, StartMethod
+from .distributed import DistributedStrategy
+from .host import StartMethod
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         process_group_backend: None: gloo for the CPU, NCCL for CUDA.
         init_method: a URL by which the processes find each other; None: by what their launcher says.
         timeout: how long a collective waits for the other processes.
-        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        start_method: ``"auto"``, ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; see ``DistributedStrategy``.
         numa: bind each process to the cores of its GPU's NUMA node.
 
     Raises:
@@ -85,7 +86,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         numa: bool = False,
     ) -> None:
         super().__init__(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from . import batch_norm, gloo, launch
 from .base import ReduceOp, Strategy, UnlikeTensorsError
 from .cluster import Cluster, find_cluster
 from .differentiable import all_gather
+from .host import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
 from .meeting import shared_store
 from .precision.base import Precision
 from .stopping import Stop
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -53,7 +52,9 @@ class DistributedStrategy(Strategy):
             their launcher says. One process alone has nobody to find.
         timeout: how long a collective waits for the other processes.
         start_method: how other processes are started when no launcher did: ``"popen"`` runs the command again,
-            ``"spawn"``, ``"fork"`` and ``"forkserver"`` run this function in new processes.
+            ``"spawn"``, ``"fork"`` and ``"forkserver"`` run this function in new processes. ``"auto"``: ``"popen"`` in
+            a script; where something else runs this process (pytest, a notebook, ...), ``"fork"``, or ``"spawn"`` if
+            this process cannot be copied and a fresh one can import the code.
         numa: bind each process to the cores of its GPU's NUMA node.
     """
 
@@ -66,7 +67,7 @@ class DistributedStrategy(Strategy):
         process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         numa: bool = False,
     ) -> None:
         self.precision = precision or Precision()
@@ -123,9 +124,10 @@ class DistributedStrategy(Strategy):
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
         """Start the processes: the command runs again and comes here again in each, or they call the function."""
         kind, count = self.device.type, len(self.devices)
-        if self.start_method == "popen":
+        method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
+        if method == "popen":
             launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
-        return launch.start(function, args, count, self.start_method, kind, self.numa)
+        return launch.start(function, args, count, method, kind, self.numa)
 
     @timed("joining the group")
     def setup_environment(self) -> None:

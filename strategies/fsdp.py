@@ -20,9 +20,10 @@ from ..loggers import messages
 from . import fsdp_window, shards
 from .big_model.noted import Waiting, noting
 from .big_model.sharded import HOLDER
-from .distributed import DistributedStrategy, StartMethod
+from .distributed import DistributedStrategy
 from .fsdp_materialize import Materializer
 from .fsdp_wrapping import Policy, bottom_up, check_shapes, checkpoint_activations, choose_blocks
+from .host import StartMethod
 from .precision.base import Precision, gradients
 from .precision.mixed import MixedPrecision
 
@@ -79,7 +80,7 @@ class FSDPStrategy(DistributedStrategy):
         process_group_backend: None: gloo for the CPU, NCCL for CUDA.
         init_method: a URL by which the processes find each other; None: by what their launcher says.
         timeout: how long a collective waits for the other processes.
-        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        start_method: ``"auto"``, ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; see ``DistributedStrategy``.
         numa: bind each process to the cores of its GPU's NUMA node.
     """
 
@@ -104,7 +105,7 @@ class FSDPStrategy(DistributedStrategy):
         process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         numa: bool = False,
     ) -> None:
         super().__init__(

@@ -7,7 +7,6 @@ result back. This file chooses the number of threads and has the words; :mod:`.e
 
 from __future__ import annotations
 
-import builtins
 import gc
 import os
 import pickle
@@ -17,18 +16,22 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType
 from typing import Any, NoReturn
 
 from ..loggers import messages
+from . import hydra_program
 from .elastic import SIGNALS, Options, Place, StartMethod, environment, is_ignored, launch, numa_of
 from .failure import LAUNCHED, end_with, failures, note_crash, write_failure
 from .failure import note_failure as note_failure
 from .failure import register_failure_hook as register_failure_hook
+from .host import find_host, fork_obstacle, has_file, refusal_to_fork
+from .relay import Relay
 
 #: Where this process was started: a relative path on the command line is meant from here.
 _DIRECTORY = os.getcwd()
@@ -63,12 +66,12 @@ def rerun(
         numa: bind each process to the NUMA node of its GPU, by torch elastic.
 
     Raises:
-        RuntimeError: there is no command to run again, or the machines do not know where to meet.
+        RuntimeError: the machines do not know where to meet.
         OSError: the address or the port cannot be used.
     """
-    command = _command()
+    command, folder = hydra_program.for_ranks([sys.executable, *sys.orig_argv[1:]], _DIRECTORY)
     place = find_place(num_nodes, node_rank, address, port)
-    os.chdir(_DIRECTORY)
+    os.chdir(folder)
     sys.exit(run(command, num_processes, place, devices_kind, numa))
 
 
@@ -137,19 +140,22 @@ def start(
         port: where they meet; 0: a free one.
 
     Raises:
-        RuntimeError: a process failed, with the traceback of the first; or CUDA was used before a fork.
+        RuntimeError: a process failed, with the traceback of the first; or this process cannot be forked.
         TypeError: the function or an argument cannot be pickled.
         KeyboardInterrupt: on Ctrl-C, after the processes ended.
     """
     if start_method == "fork":
-        _refuse_used_cuda(devices_kind)
+        obstacle = fork_obstacle(devices_kind)
+        if obstacle:
+            raise RuntimeError(refusal_to_fork(find_host(), obstacle))
         leave_garbage_alone_in_forks()
-    with TemporaryDirectory(prefix="paceline_") as folder:
+    with TemporaryDirectory(prefix="paceline_") as folder, ExitStack() as stack:
         threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(num_processes)
         work = _Work(function, args)
         if start_method == "fork":
-            job = _Job(folder, start_method, work)
+            job = _Job(folder, start_method, work, stack.enter_context(Relay(num_processes)))
         else:
+            _refuse_definitions(work)
             _save(work, Path(folder) / "work.pt", "The work for new processes", _PICKLE_FIX)
             job = _Job(folder, start_method)
         with environment(threads):
@@ -170,27 +176,7 @@ def threads_of(num_processes: int) -> int:
     return max(1, cores // num_processes)
 
 
-# ---- the command and the place -------------------------------------------------------------------------------------
-
-
-def _command() -> list[str]:
-    """What was typed to start this process."""
-    main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None) or "<stdin>"
-    if hasattr(builtins, "__IPYTHON__"):
-        session = "a notebook or an IPython session"
-    elif sys.flags.inspect or sys.flags.interactive or hasattr(sys, "ps1"):
-        session = "an interactive Python session"
-    elif file == "<stdin>" and getattr(main, "__spec__", None) is None and sys.argv[:1] != ["-c"]:
-        session = "a program read from standard input"
-    elif not sys.executable:
-        session = "a Python inside another program (sys.executable is empty)"
-    else:
-        return [sys.executable, *sys.orig_argv[1:]]
-    raise RuntimeError(
-        f"Several processes are started by running the script again, but this is {session}, so there is no script. "
-        "Use strategy='ddp_notebook' (forks this process) or 'ddp_spawn', or put the code into a file and run that."
-    )
+# ---- the place -----------------------------------------------------------------------------------------------------
 
 
 def find_place(
@@ -270,6 +256,7 @@ class _Job:
     folder: str
     start_method: StartMethod
     work: _Work | None = None
+    relay: Relay | None = None
     agent: int = field(default_factory=os.getpid)
 
 
@@ -288,6 +275,8 @@ def _run(job: _Job) -> None:
     note_crash(folder / f"rank{rank}.crash")
     if job.start_method == "fork":
         _wait_for_all(folder, rank)
+    if job.relay is not None:
+        job.relay.enter(int(os.environ["LOCAL_RANK"]))
     try:
         work = job.work or _load(folder / "work.pt", None)
         result = work.function(*work.args)
@@ -352,17 +341,6 @@ def _load(file: Path, device: str | None) -> Any:
     return torch.load(file, map_location=device, weights_only=False)
 
 
-def _refuse_used_cuda(devices_kind: str) -> None:
-    import torch
-
-    if devices_kind == "cuda" and torch.cuda.is_initialized():
-        raise RuntimeError(
-            "CUDA was already used in this process, and a forked copy of it cannot use CUDA again. Restart, and do "
-            "nothing on the GPU before fit (no .cuda(), no .to('cuda')); or use strategy='ddp_spawn', which starts "
-            "fresh processes."
-        )
-
-
 def _save(value: Any, file: Path, what: str, fix: str) -> None:
     """Pickle by ``torch.save``: multiprocessing itself would make all processes share one memory for a tensor."""
     import torch
@@ -377,6 +355,31 @@ def _save(value: Any, file: Path, what: str, fix: str) -> None:
             f"{what} goes from process to process by pickling, and {name} ({culprit!r:.200}) cannot be pickled: "
             f"{error}. {fix}"
         ) from error
+
+
+def _refuse_definitions(work: _Work) -> None:
+    """Refuse work that uses what is defined at a prompt or in a cell, where a fresh process cannot import it."""
+    finder = _Finder(_Nowhere())
+    if not has_file():
+        with suppress(Exception):  # what cannot be pickled is named when the work is saved
+            finder.dump(work)
+    if finder.found is not None:
+        name, where = _name(finder.found), find_host().name
+        raise TypeError(
+            f"{name} is defined in {where}, and a fresh process cannot import it from there. Write strategy='ddp', "
+            f"which copies this process here; or put {name} into a .py file and import it."
+        )
+
+
+class _Finder(pickle.Pickler):
+    """Finds a class or function that is defined in ``__main__``."""
+
+    found: Any = None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if self.found is None and isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
+            self.found = obj
+        return NotImplemented
 
 
 def _culprit(value: Any) -> tuple[str, Any]:

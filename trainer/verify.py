@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ..callbacks.base import Callback
 from ..strategies.base import Strategy
 from ..strategies.distributed import DistributedStrategy
+from ..strategies.host import fork_obstacle
 from .data.loaders import release_shuffling, seed_shuffling
 from .trainer import Trainer
 
@@ -151,8 +152,7 @@ def _run(
     given: dict[str, Any] = {**quiet, "max_epochs": 1, **arguments, **ours, "use_distributed_sampler": False}
     trainer = Trainer(**given)
     if isinstance(trainer.strategy, DistributedStrategy):
-        started = trainer.strategy.device.type == "cuda" and torch.cuda.is_initialized()
-        trainer.strategy.start_method = "spawn" if started else "fork"
+        trainer.strategy.start_method = "spawn" if fork_obstacle(trainer.strategy.device.type) else "fork"
     trainer.fit(learner, _Part(batches, trainer))
     if isinstance(recorder, _Compared) and len(recorder.errors) < 2:
         raise RuntimeError(f"{strategy!r} made no optimizer step on the {len(list(batches))} batches it was given.")

@@ -269,8 +269,7 @@ def test_square_brackets_in_what_is_printed_are_no_markup() -> None:
 
 
 def test_a_notebook_gets_one_output_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real IPython where it is installed; the kernel is what tells a notebook from a shell."""
-    pytest.importorskip("IPython")
+    """The kernel is what tells a notebook from a shell."""
     from IPython.core.displaypub import CapturingDisplayPublisher
     from IPython.core.interactiveshell import InteractiveShell
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import signal
@@ -214,21 +213,6 @@ def test_two_machines_meet_at_the_given_address(script: Path, environ: dict[str,
     expected = [(0, f"{node} 2 ok {tmp_path} {threads} {port}\n") for node in range(2)]
     assert [(status, out) for status, out, _ in ended] == expected
     assert [err for _, _, err in ended] == ["", ""]
-
-
-def test_a_program_from_standard_input_cannot_run_again(environ: dict[str, str], tmp_path: Path) -> None:
-    process = begin(["-"], environ, tmp_path)
-    _, err = process.communicate("from paceline.strategies.launch import rerun; rerun(2)", timeout=LIMIT)
-    assert process.returncode == 1
-    assert "RuntimeError" in err
-    assert "a program read from standard input, so there is no script" in err
-
-
-@pytest.mark.parametrize(("where", "name"), [(builtins, "__IPYTHON__"), (sys, "ps1")])
-def test_an_interactive_session_is_told_what_to_use(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> None:
-    monkeypatch.setattr(where, name, True, raising=False)
-    with pytest.raises(RuntimeError, match=r"session, so there is no script.*'ddp_notebook'.*'ddp_spawn'"):
-        launch.rerun(2)
 
 
 def test_a_free_port_under_which_torch_does_not_find_the_server_is_given_up_for_another() -> None:
