@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: The speed shown is an average in which a batch's weight falls to 37 % after so many seconds.
 SPEED_SECONDS = 10.0
+#: Seconds below which a time is too short to say how fast something is.
+LEAST_SECONDS = 0.1
 #: The largest fraction of the time that drawing may take; beyond it bars are drawn less often.
 DRAW_FRACTION = 0.1
 
@@ -138,14 +140,14 @@ class ProgressBar(Callback):
             self.disable()
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, int | str | float]:
-        """Return what is shown with the bar: ``v_num`` (the logger's version) and values logged with ``prog_bar=True``.
+        """Return what is shown: values logged with ``prog_bar=True``, and at the end ``v_num``, the logger's version.
 
         Override it to add, drop or reformat; the dict is yours to change. Numbers are formatted, strings shown as they
         are. It is called only when the bar is drawn.
         """
         version = _version(trainer)
         standard: dict[str, int | str | float] = {} if version is None else {"v_num": version}
-        return {**standard, **trainer.progress_bar_metrics}
+        return {**trainer.progress_bar_metrics, **standard}
 
     def print(
         self, *args: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
@@ -191,13 +193,13 @@ class Bar:
         self.n, self._at = n, now
 
     def resume(self, now: float) -> None:
-        """Go on after a pause (a validation), which does not count into the speed."""
+        """Continue after a pause (a validation), which does not count into the speed."""
         self._at = now
 
     @property
     def speed(self) -> float | None:
-        """Batches a second, or None before there is anything to divide."""
-        return self._batches / self._seconds if self._batches and self._seconds > 0 else None
+        """Batches a second; None while the time is too short to measure it."""
+        return self._batches / self._seconds if self._batches and self._seconds >= LEAST_SECONDS else None
 
     @property
     def count_text(self) -> str:
@@ -232,6 +234,36 @@ def clock_text(seconds: float) -> str:
 def metric_text(value: Any, spec: str = "#.4g") -> str:
     """A float in a constant width (four significant digits), everything else as it is."""
     return format(value, spec) if isinstance(value, float) else str(value)
+
+
+def metric_texts(metrics: Mapping[str, Any], spec: str = "#.4g") -> list[str]:
+    """Each metric as ``"name=value"``: the one form on every surface."""
+    return [f"{name}={metric_text(value, spec)}" for name, value in metrics.items()]
+
+
+def filled(texts: Sequence[str], delimiter: str, width: int | None) -> list[str]:
+    """Lines of at most ``width`` columns, broken between two texts and never inside one; the further ones indented."""
+    lines: list[str] = []
+    for text in texts:
+        longer = f"{lines[-1]}{delimiter}{text}" if lines else text
+        if lines and width is not None and len(longer) > width:
+            lines.append(f"  {text}")
+        else:
+            lines[-1:] = [longer]
+    return lines
+
+
+def ending_line(bars: Sequence[Bar], metrics: Mapping[str, Any], width: int | None = None, spec: str = "#.4g") -> str:
+    """What a finished bar leaves behind: a line, folded at ``width`` columns. Empty for a bar inside of another."""
+    ends_a_line = len(bars) == 1 and bars[0].stage != "sanity_check"
+    return _line(bars[-1], metrics, width, spec) if ends_a_line else ""
+
+
+def _line(bar: Bar, metrics: Mapping[str, Any], width: int | None = None, spec: str = "#.4g") -> str:
+    percent = f" ({100 * bar.n // bar.total}%)" if bar.total else ""
+    texts = [f"{bar.description}: {bar.count_text}{percent}", bar.time_text]
+    texts += [bar.speed_text] if bar.speed is not None else []
+    return "\n".join(filled([*texts, *metric_texts(metrics, spec)], "  ", width)) + "\n"
 
 
 class Surface(Protocol):
@@ -272,16 +304,13 @@ class PlainLines(Surface):
         self.seconds = seconds
 
     def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
-        bar = bars[-1]
-        percent = f" ({100 * bar.n // bar.total}%)" if bar.total else ""
-        shown = "".join(f"  {name}={metric_text(value)}" for name, value in metrics.items())
-        self.write(f"{bar.description}: {bar.count_text}{percent}  {bar.time_text}  {bar.speed_text}{shown}\n")
+        self.write(_line(bars[-1], metrics))
 
     def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
-        ends_a_line = len(bars) == 1 and bars[0].stage != "sanity_check"
-        if ends_a_line:
-            self.draw(bars, metrics)
-        return ends_a_line
+        line = ending_line(bars, metrics)
+        if line:
+            self.write(line)
+        return bool(line)
 
     def write(self, text: str) -> None:
         stream = self._stream()
@@ -300,7 +329,7 @@ class DrawnProgressBar(ProgressBar):
 
     Args:
         refresh_rate: draw at most every so many batches (and never more often than the clock allows); 0 draws nothing.
-        leave: keep the finished bar of every epoch and evaluation.
+        leave: keep the whole bar of every epoch and evaluation, and not a line for each epoch.
     """
 
     #: Seconds between two lines where output is no terminal.
@@ -530,7 +559,7 @@ class DrawnProgressBar(ProgressBar):
             self._enabled = False
             messages.warn_once(
                 f"{type(self).__name__} cannot write its output any more ({error}), so it shows nothing from now on. "
-                "The run goes on, and its metrics still reach the loggers."
+                "The run continues, and its metrics still reach the loggers."
             )
             return None
 
