@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..loggers import messages
 from .base import Callback
+from .summary_table import fitted
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -116,11 +118,19 @@ class Summary:
         return self.parameter_bytes / 1e6
 
     def __str__(self) -> str:
-        columns = self._columns()
-        widths = [max(map(len, column)) for column in columns]
-        rows = [" | ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
-        rule = "-" * max(map(len, rows))
-        return "\n".join([rows[0], rule, *rows[1:], rule, *self._totals()])
+        return self.text(messages.columns())
+
+    def text(self, width: int | None = None) -> str:
+        """The table, in at most ``width`` columns (None: as many as it takes; 60 or more).
+
+        What is too long is folded between two words; if that is not enough, columns are left out, which a line says.
+        """
+        rows, left_out = fitted(self._columns(), width)
+        rule = "-" * max(len(line) for row in rows for line in row.splitlines())
+        totals = [*self._totals(), *([f"Left out for lack of room: {', '.join(left_out)}."] if left_out else [])]
+        if width is not None:
+            totals = [textwrap.fill(total, width, break_long_words=False) for total in totals]
+        return "\n".join([rows[0], rule, *rows[1:], rule, *totals])
 
     def _columns(self) -> list[list[str]]:
         layers = self.layers

@@ -14,6 +14,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 log = logging.getLogger("paceline")
@@ -79,6 +80,14 @@ def info_anywhere(text: str) -> None:
         log.info(text)
     else:
         print(text, file=sys.stderr)
+
+
+def columns() -> int | None:
+    """Columns of the terminal that :func:`info` writes to; None where a line may be of any length."""
+    with suppress(OSError, ValueError, AttributeError):  # no such size, no number in COLUMNS, no stream
+        if sys.stderr.isatty():
+            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(sys.stderr.fileno()).columns or None
+    return None
 
 
 def answer(text: str) -> None:
