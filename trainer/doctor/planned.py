@@ -76,7 +76,7 @@ def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None
         ValueError: its kind does not allow that.
     """
     if type(loader) is not DataLoader:
-        raise ValueError(f"A {type(loader).__name__} cannot be changed from outside, as a DataLoader can.")
+        raise ValueError(f"A {type(loader).__name__} cannot be changed from outside; only a DataLoader can.")
     workers = loader.num_workers if num_workers is None else num_workers
     options: dict[str, Any] = {
         "num_workers": workers,
