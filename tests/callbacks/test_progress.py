@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import Clock
 from terminals import Notebook, seen
 from terminals import Screen as TerminalScreen
 from tiny import TinyModule, tiny_loader
@@ -23,19 +24,6 @@ from paceline.callbacks.progress import Bar, DrawnProgressBar, PlainLines, Surfa
 from paceline.loggers.csv import CSVLogger
 
 EVALUATIONS = [("validate", "Validation"), ("test", "Testing"), ("predict", "Predicting")]
-
-
-class Clock:
-    """Stands for the clock that bars read: it goes on only where a test says so, however busy the machine is."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 CLOCK = Clock()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import Clock
 from processes import ranks
 from tiny import TinyModule, tiny_loader
 
@@ -261,24 +262,10 @@ def test_under_fast_dev_run_nothing_is_written() -> None:
     assert not list(Path().rglob("run_report*"))
 
 
-class Clock:
-    """Stands for the clock on the wall: a reading takes 1 us, and the rest is what a test says."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1e-6
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Let reports read a clock that goes on by what the test says, however busy the machine is."""
-    clock = Clock()
+    clock = Clock(tick=1e-6)
     for file in ("run_record", "run_report"):
         monkeypatch.setattr(f"paceline.callbacks.{file}.perf_counter", clock)
     return clock
