@@ -27,7 +27,7 @@ class ModelSummary(Callback):
     """Prints a table of the module's layers when training starts, on rank 0.
 
     With ``module.example_input_array`` set, its forward is run once to learn the sizes of what goes in and out of each
-    layer and the floating-point operations; random states, modes and running statistics are put back.
+    layer and its floating-point operations; random states, modes and running statistics are restored.
 
     Args:
         max_depth: levels of nesting to show; -1 shows all, 0 prints nothing.
@@ -161,7 +161,7 @@ class Summary:
         if self.shares_parameters:
             yield "Some layers share parameters; the totals count each once."
         if self.has_lazy_parameters:
-            yield "Some parameters get their shape in the first forward; the totals are without them."
+            yield "Some parameters get their shape in the first forward; the totals leave them out."
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
@@ -300,7 +300,7 @@ def _measure(
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Keep attention out of its fused inference form, whose operations nobody counts."""
+    """Keep attention out of its fused inference form, whose operations are not counted."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -71,27 +71,27 @@ class ProgressBar(Callback):
 
     @property
     def sanity_check_description(self) -> str:
-        """What stands before the bar of the sanity check."""
+        """The text before the bar of the sanity check."""
         return "Sanity Checking"
 
     @property
     def train_description(self) -> str:
-        """What stands before the bar of a training epoch, ahead of the epoch's number."""
+        """The text before the bar of a training epoch, followed by the epoch's number."""
         return "Epoch"
 
     @property
     def validation_description(self) -> str:
-        """What stands before the bar of a validation."""
+        """The text before the bar of a validation."""
         return "Validation"
 
     @property
     def test_description(self) -> str:
-        """What stands before the bar of a test."""
+        """The text before the bar of a test."""
         return "Testing"
 
     @property
     def predict_description(self) -> str:
-        """What stands before the bar of a prediction."""
+        """The text before the bar of a prediction."""
         return "Predicting"
 
     @property
@@ -173,7 +173,7 @@ def _version(trainer: Trainer) -> int | str | None:
 
 
 class Bar:
-    """One row: where a loop over batches stands and how fast it goes. Times are readings of ``perf_counter``."""
+    """One row: how far a loop over batches has come, and how fast. Times are readings of ``perf_counter``."""
 
     def __init__(self, stage: str, description: str, total: float, n: int, now: float) -> None:
         self.stage = stage
@@ -279,7 +279,7 @@ class Surface(Protocol):
         ...
 
     def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
-        """The last of ``bars`` is through and is not drawn again. True if this showed something that stays."""
+        """The last of ``bars`` has finished and is not drawn again. True if this showed something that stays."""
         ...
 
     def write(self, text: str) -> None:
@@ -292,7 +292,7 @@ class Surface(Protocol):
 
 
 class PlainLines(Surface):
-    """A line now and then, for output that is no terminal: a file, a pipe, a batch system. No control characters.
+    """A line now and then, for output that is not a terminal: a file, a pipe, a batch system. No control characters.
 
     A line is written every ``seconds`` and at the end of each training epoch, validation run, test and prediction.
     """
@@ -332,7 +332,7 @@ class DrawnProgressBar(ProgressBar):
         leave: keep the whole bar of every epoch and evaluation, and not a line for each epoch.
     """
 
-    #: Seconds between two lines where output is no terminal.
+    #: Seconds between two lines where the output is not a terminal.
     plain_seconds: float = 10.0
 
     def __init__(self, refresh_rate: int, leave: bool) -> None:
@@ -471,7 +471,7 @@ class DrawnProgressBar(ProgressBar):
         return Bar(stage, description, total, n, now)
 
     def _open_inner(self, dataloader_idx: int, n: int) -> None:
-        """Start the bar of an evaluation loader of which ``n`` batches are done, under that of a training."""
+        """Start the bar of an evaluation loader, below a training bar; ``n`` of its batches are done."""
         self._dataloader_idx = dataloader_idx
         if self._train is not None:
             self._train.advance(self._last + 1, perf_counter())
@@ -495,7 +495,7 @@ class DrawnProgressBar(ProgressBar):
             self._draw_if_due()
 
     def _finish(self) -> bool:
-        """The loop of the innermost bar came to its end. True if the bar stays behind and is not drawn again."""
+        """The loop of the innermost bar has ended. True if it leaves something on the screen and is not drawn again."""
         start = perf_counter()
         bars = self._bars()
         bars[-1].advance(self._last + 1, start)
@@ -521,7 +521,7 @@ class DrawnProgressBar(ProgressBar):
         return self._shown
 
     def _draw(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Show where things stand, and set the time before which it is not done again."""
+        """Show the bars as they are, and set the earliest time of the next drawing."""
         start = perf_counter()
         bars = self._bars()
         bars[-1].advance(self._last + 1, start)
@@ -530,7 +530,7 @@ class DrawnProgressBar(ProgressBar):
         self._next = self._multiple_after(self._last + 1)
 
     def _draw_if_due(self) -> None:
-        """Draw at a change of bars: if the clock allows, or if the bars before stood for long enough to pay for it."""
+        """Draw at a change of bars if the clock allows, or if the earlier bars were shown long enough to pay for it."""
         now = perf_counter()
         surface = self._surface
         if surface is not None and (now >= self._due or (surface.immediate and now - self._changed >= surface.seconds)):
@@ -538,7 +538,7 @@ class DrawnProgressBar(ProgressBar):
         self._changed = now
 
     def _draw_last(self) -> None:
-        """Leave the bars as they ended; lines were written already."""
+        """Leave the bars as they ended; plain lines are already written."""
         if self._surface is not None and self._surface.immediate and self._bars():
             self._draw()
 
@@ -558,13 +558,13 @@ class DrawnProgressBar(ProgressBar):
             self._due = inf
             self._enabled = False
             messages.warn_once(
-                f"{type(self).__name__} cannot write its output any more ({error}), so it shows nothing from now on. "
+                f"{type(self).__name__} can no longer write its output ({error}), so it shows nothing from now on. "
                 "The run continues, and its metrics still reach the loggers."
             )
             return None
 
     def _close(self) -> None:
-        """End the drawing; a later run starts anew."""
+        """Stop drawing; a later run starts again."""
         self._on_surface("close")
         self._surface = self._train = self._inner = None
         self._dataloader_idx = None
@@ -583,7 +583,7 @@ _DRAWING_HOOKS = tuple(name for name in vars(DrawnProgressBar) if name.startswit
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether somebody sees ``stream`` on a screen where the cursor can be moved."""
+    """Whether ``stream`` is a terminal, where the cursor can be moved."""
     isatty = getattr(stream, "isatty", None)
     return isatty is not None and isatty()
 

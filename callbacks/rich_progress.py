@@ -41,7 +41,7 @@ class RichProgressBarTheme:
         time: style of the times.
         processing_speed: style of the speed.
         metrics: style of the metrics.
-        metrics_text_delimiter: what stands between two metrics.
+        metrics_text_delimiter: the text between two metrics.
         metrics_format: format of floats among the metrics; the default gives four significant digits.
     """
 
@@ -69,8 +69,8 @@ class RichProgressBarTheme:
 class RichProgressBar(DrawnProgressBar):
     """Bars in the terminal or notebook, drawn with rich; a plain line now and then where output is neither.
 
-    Nested bars (validation inside an epoch) stand below each other, the metrics below them. A finished epoch leaves one
-    line. What other code prints meanwhile appears above.
+    Nested bars (validation inside an epoch) are drawn below each other, with the metrics below them. A finished epoch
+    leaves one line. What other code prints meanwhile appears above.
 
     Args:
         refresh_rate: draw at most every so many batches; the clock allows ten drawings a second. 0 shows nothing.

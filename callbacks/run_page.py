@@ -14,9 +14,9 @@ from ..loggers import page as pages
 from ..loggers.page import Html, Section
 from .run_history import History, Points, Start
 
-#: Charts of metrics on a page; the values of the rest stand in the table.
+#: Most charts of metrics on a page; the table has the values of the rest.
 MOST_CHARTS = 60
-#: How far values that are all above zero may lie apart on a linear axis.
+#: Largest ratio of positive values on a linear axis; above it the axis is logarithmic.
 _DECADES = 1000.0
 _STAGES = re.compile(r"^(train|val|valid|validation|test)(?=[_/.-]|$)[_/.-]?|(?<=.)_(step|epoch)(?=/|$)")
 

@@ -135,7 +135,7 @@ def owner_of(frame: FrameType) -> Literal["user", "package", "library"]:
 
 
 def warn_once(text: str, key: str | None = None) -> None:
-    """Like :func:`warn`, but a text (or ``key``) is said once in a process."""
+    """Like :func:`warn`, but a text (or ``key``) is given once in a process."""
     key = key or text
     if key not in _said:
         _said.add(key)
@@ -143,7 +143,7 @@ def warn_once(text: str, key: str | None = None) -> None:
 
 
 def info_once(text: str, key: str | None = None) -> None:
-    """Like :func:`info`, but a text (or ``key``) is said once in a process."""
+    """Like :func:`info`, but a text (or ``key``) is given once in a process."""
     key = key or text
     if key not in _said:
         _said.add(key)
@@ -151,7 +151,7 @@ def info_once(text: str, key: str | None = None) -> None:
 
 
 def forget() -> None:
-    """Let every once-only message be said again."""
+    """Allow every once-only message again."""
     _said.clear()
 
 

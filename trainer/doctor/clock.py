@@ -26,7 +26,7 @@ WORDS = {
 }
 PARTS = tuple(WORDS)
 INDEX = {name: index for index, name in enumerate(PARTS)}
-#: In a row of the clock, behind the seconds of the parts: how many steps were begun.
+#: Place of the number of steps begun in a row of the clock, behind the seconds of the parts.
 STEPS = len(PARTS)
 #: Parts in which nothing else counts: a validation has data and forwards of its own.
 WHOLE = ("evaluation", "checkpoint")
@@ -128,14 +128,14 @@ class Clock:
         return before
 
     def boundary(self) -> None:
-        """One step is over, the next is not begun."""
+        """One step is over, and the next has not begun."""
         now, totals = perf_counter(), self.totals
         totals[self.current] += now - self.last
         self.last = now
         self.rows.append(tuple(totals))
 
     def cut(self) -> None:
-        """The run ends here, maybe inside of a step: of that one only what stands around steps counts."""
+        """The run ends here, maybe inside a step. Of that step only validations and checkpoints count."""
         self.enter(self.current)
         if self.rows:
             row = list(self.rows[-1])

@@ -36,7 +36,7 @@ class Facts:
         often: in how many of the counted steps there was a validation or a checkpoint worth the name.
         hooks: seconds of the counted steps by hook, as ``"MyCallback.on_train_batch_end"``, the longest first.
         communication: seconds a step that gradients were on their way (``all``), and what of that backward did not hide
-            (``exposed``); empty where nobody measured it.
+            (``exposed``); empty where it was not measured.
         operators: that a step calls; None if they were not counted.
     """
 

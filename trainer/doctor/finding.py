@@ -60,13 +60,13 @@ def there(case: Case, with_trainer: str, in_own_loop: str) -> str:
 
 
 def faster(share: float, without: str) -> str:
-    """What it would bring if this share of the time were not spent on something."""
+    """What saving this share of the time brings."""
     times = f"{1 / max(1 - share, 0.01):.1f} times as fast"
     return f"A step without {without} takes {percent(1 - share)} of the time: {times}."
 
 
 def hooks(facts: Facts) -> str:
-    """Which hooks take the time, with their shares of it; empty if nobody knows."""
+    """Which hooks take the time, with their shares of it; empty if no hook was timed."""
     shares = {name: seconds / facts.total for name, seconds in facts.hooks.items()} if facts.total else {}
     most = [f"{name} ({percent(share)})" for name, share in shares.items() if share >= HOOK]
     return ", ".join(most[:3])

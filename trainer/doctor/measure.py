@@ -1,4 +1,4 @@
-"""``Trainer(profiler="doctor")``: where the time of a step goes, on each rank, while it runs."""
+"""``Trainer(profiler="doctor")``: where the time of a step goes, measured on each rank during a fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _END = object()
 
-#: Hooks of which it is kept how long they took, those that took longest.
+#: Hooks whose times are kept, the longest ones.
 MOST_HOOKS = 20
 #: Steps in which every operator is looked at; they are among those that do not count.
 WATCHED = (1, 2)
@@ -81,7 +81,7 @@ def hook_of(action: str) -> str:
 class Doctor(Profiler):
     """Measures a fit and says at its end, also one by an error, what is slow, why, and what changing it should bring.
 
-    It costs some microseconds a step. Blocks of one's own under ``trainer.profiler.profile(name)`` count for the part
+    It costs some microseconds a step. Your own blocks under ``trainer.profiler.profile(name)`` count for the part
     in which they stand.
 
     Args:

@@ -1,4 +1,4 @@
-"""Findings about what a step does, and what stands around it."""
+"""Findings about what happens in a step and around it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPILING = 0.20
 SMALL_OPERATOR = 15e-6
 #: Samples of a batch above which it is not called small.
 SMALL_BATCH = 256
-#: Recompilations of one function from which on shapes are said to change.
+#: Recompilations of one function above which a finding is reported.
 RECOMPILATIONS = 3
 
 
@@ -25,7 +25,7 @@ def _mean(case: Case, *parts: str) -> float:
 
 
 def _of_loop(case: Case, part: str) -> float:
-    """Its share of the host's time since steps count: what stands between steps is in no step of a device's."""
+    """Its share of the host's time since steps count; a device's steps do not include the time between them."""
     facts = case[0]
     return facts.seconds.get(part, 0.0) / facts.total if facts.total else 0.0
 
@@ -146,7 +146,7 @@ def evaluation_share(case: Case) -> Finding | None:
 
 
 def checkpoint_share(case: Case) -> Finding | None:
-    """Training stands still while checkpoints are written."""
+    """Training stops while checkpoints are written."""
     share = _of_loop(case, "checkpoint")
     if share < CHECKPOINT or case[0].often.get("checkpoint", 0) < 2:
         return None  # the one at the end of a short run says nothing of a long one

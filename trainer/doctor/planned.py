@@ -36,7 +36,7 @@ class PlannedDoctor(Doctor):
         self.__init__(state["plan"])
 
     def connect(self, trainer: Trainer) -> None:
-        """Let the training loader be the changed one, and checkpoints be written where no other run finds them."""
+        """Use the changed training loader, and write checkpoints where no other run finds them."""
         if trainer.state.fn != "fit":
             return
         change, source = loader_change(self.plan.change), trainer._source
@@ -48,7 +48,7 @@ class PlannedDoctor(Doctor):
             keeper._given_dirpath = str(Path(self.plan.out).parent / f"checkpoints{number}")
 
     def attach(self, trainer: Trainer) -> None:
-        """Let the fit end after the plan's batches, or where it would end before."""
+        """End the fit after the plan's batches, or earlier if it would end earlier."""
         super().attach(trainer)
         if trainer.state.fn == "fit":
             steps = max(1, self.plan.steps // trainer.accumulate_grad_batches)

@@ -54,7 +54,7 @@ def names(text: str) -> set[str]:
 
 
 def speed(ranks: list[dict[str, Any]] | list[Facts]) -> float:
-    """Samples a second of all processes together; batches, where nobody knows the samples in one."""
+    """Samples a second of all processes together; batches, where the samples in one are unknown."""
     found = [rank if isinstance(rank, Facts) else _facts(rank) for rank in ranks]
     return sum((facts.batch_size or 1) / facts.step for facts in found if facts.step)
 
