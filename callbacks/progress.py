@@ -241,13 +241,13 @@ def metric_texts(metrics: Mapping[str, Any], spec: str = "#.4g") -> list[str]:
     return [f"{name}={metric_text(value, spec)}" for name, value in metrics.items()]
 
 
-def filled(texts: Sequence[str], delimiter: str, width: int | None) -> list[str]:
-    """Lines of at most ``width`` columns, broken between two texts and never inside one; the further ones indented."""
+def filled(texts: Sequence[str], delimiter: str, width: int | None, indent: str = "") -> list[str]:
+    """Lines of at most ``width`` columns, broken between two texts and never inside one; all but the first indented."""
     lines: list[str] = []
     for text in texts:
         longer = f"{lines[-1]}{delimiter}{text}" if lines else text
         if lines and width is not None and len(longer) > width:
-            lines.append(f"  {text}")
+            lines.append(indent + text)
         else:
             lines[-1:] = [longer]
     return lines
@@ -263,7 +263,7 @@ def _line(bar: Bar, metrics: Mapping[str, Any], width: int | None = None, spec: 
     percent = f" ({100 * bar.n // bar.total}%)" if bar.total else ""
     texts = [f"{bar.description}: {bar.count_text}{percent}", bar.time_text]
     texts += [bar.speed_text] if bar.speed is not None else []
-    return "\n".join(filled([*texts, *metric_texts(metrics, spec)], "  ", width)) + "\n"
+    return "\n".join(filled([*texts, *metric_texts(metrics, spec)], "  ", width, indent="  ")) + "\n"
 
 
 class Surface(Protocol):

@@ -618,6 +618,7 @@ def test_a_bar_that_is_left_by_an_error_keeps_every_name_beside_its_value(bar: t
     assert found.lines[0].startswith("Epoch 0/2: 4/4 (100%)")
     (at,) = [number for number, line in enumerate(found.lines) if line.startswith("Epoch 1/2")]
     assert "2/4" in found.lines[at]
+    assert not any(line.startswith(" ") for line in found.lines[at:])
     for word in " ".join(found.lines[at:]).split():
         name, equals, value = word.rstrip(",]").partition("=")
         assert not equals or (name and re.fullmatch(r"[0-9.]+(e[+-][0-9]+)?", value)), word

@@ -65,8 +65,12 @@ def faster(share: float, without: str) -> str:
     return f"A step without {without} takes {percent(1 - share)} of the time: {times}."
 
 
-def hooks(facts: Facts) -> str:
-    """Which hooks take the time, with their shares of it; empty if no hook was timed."""
+def hooks(facts: Facts) -> dict[str, float]:
+    """The hooks that take the most time, with their shares of it; empty if no hook was timed."""
     shares = {name: seconds / facts.total for name, seconds in facts.hooks.items()} if facts.total else {}
-    most = [f"{name} ({percent(share)})" for name, share in shares.items() if share >= HOOK]
-    return ", ".join(most[:3])
+    return {name: share for name, share in list(shares.items())[:3] if share >= HOOK}
+
+
+def listed(shares: dict[str, float]) -> str:
+    """``"A.on_fit_end (30 %), B.on_fit_end (4 %)"``."""
+    return ", ".join(f"{name} ({percent(share)})" for name, share in shares.items())

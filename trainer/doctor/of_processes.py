@@ -7,7 +7,7 @@ from statistics import median
 from ...loggers.messages import ranks as named_ranks
 from .clock import WORDS
 from .facts import Facts
-from .finding import Case, Finding, duration, faster, hooks, percent, there
+from .finding import Case, Finding, duration, faster, hooks, listed, percent, there
 
 #: Shares of the time above which a finding is reported.
 COMMUNICATION = 0.20
@@ -88,7 +88,7 @@ def stragglers(case: Case) -> Finding | None:
         if name != "communication"
     }
     part = max(late, key=lambda name: late[name])
-    named = hooks(slowest) if part == "callbacks" else ""
+    named = listed(hooks(slowest)) if part == "callbacks" else ""
     waiting = named_ranks(facts.rank for facts in others)
     return Finding(
         "stragglers",

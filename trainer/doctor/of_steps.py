@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ...strategies.single_device import SingleDevice
-from .finding import Case, Finding, duration, faster, hooks, percent, there
+from .finding import Case, Finding, duration, faster, hooks, listed, percent, there
 
 #: Shares of the time above which a finding is reported.
 EVALUATION = 0.30
@@ -175,17 +175,17 @@ def logging_share(case: Case) -> Finding | None:
     share = callbacks + logging
     if share < CALLBACKS:
         return None
-    most, named = max(case, key=lambda facts: facts.share("callbacks")), ""
+    first = ""
     if callbacks >= logging:
-        named = hooks(most)
-        why = f"These hooks take the time: {named}." if named else "Hooks of callbacks and of the module take the time."
+        named = hooks(max(case, key=lambda facts: facts.share("callbacks")))
+        first = next((name for name, one in named.items() if one >= share / 2), "")
+        why = f"These hooks take the time: {listed(named)}." if named else "Hooks of callbacks and the module take it."
         change = "Do this work every n steps or at the end of an epoch"
-        change += ", and raise refresh_rate of the progress bar." if "ProgressBar." in named else "."
+        change += ", and raise refresh_rate of the progress bar." if "ProgressBar." in first else "."
         change += there(case, " Trainer(profiler='simple') lists all hooks.", "")
     else:
         why = "Sending values to the loggers takes the time."
         change = there(case, "Raise Trainer(log_every_n_steps=...)", "Call accelerator.log every n steps")
         change += ", log fewer values, or use a logger that writes in the background."
-    what = f"Callbacks and logging take {percent(share)} of each step"
-    first = f", most of it {named.partition(' (')[0]}" if named else ""
-    return Finding("logging_share", f"{what}{first}.", why, change, faster(share, "them"), share)
+    what = f"Callbacks and logging take {percent(share)} of each step{f', most of it {first}' if first else ''}."
+    return Finding("logging_share", what, why, change, faster(share, "them"), share)

@@ -340,6 +340,15 @@ def test_a_hook_is_charged_with_what_it_does_itself_and_not_with_a_checkpoint() 
     assert facts.seconds["checkpoint"] == pytest.approx(5 * Keeps.pause, rel=0.01)
 
 
+def test_no_hook_is_called_most_of_it_where_several_share_the_time() -> None:
+    hooks = {"MyProgressBar.on_train_batch_end": 0.2, "Mine.on_train_batch_end": 0.15, "Its.on_train_batch_end": 0.15}
+    facts = replace(FINE, seconds={"forward": 0.5, "callbacks": 0.5}, hooks=hooks)
+    (finding,) = findings.examine([facts])
+    assert finding.what == "Callbacks and logging take 50 % of each step."
+    assert "MyProgressBar.on_train_batch_end (20 %), Mine.on_train_batch_end (15 %), Its" in finding.why
+    assert "progress bar" not in finding.change
+
+
 def test_the_progress_bar_is_named_where_it_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     class MyProgressBar(RichProgressBar):
         def get_metrics(self, trainer: Any, pl_module: Any) -> Any:
