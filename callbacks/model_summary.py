@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..loggers import messages
 from .base import Callback
+from .summary_table import fitted
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -25,7 +27,7 @@ class ModelSummary(Callback):
     """Prints a table of the module's layers when training starts, on rank 0.
 
     With ``module.example_input_array`` set, its forward is run once to learn the sizes of what goes in and out of each
-    layer and the floating-point operations; random states, modes and running statistics are put back.
+    layer and its floating-point operations; random states, modes and running statistics are restored.
 
     Args:
         max_depth: levels of nesting to show; -1 shows all, 0 prints nothing.
@@ -116,11 +118,19 @@ class Summary:
         return self.parameter_bytes / 1e6
 
     def __str__(self) -> str:
-        columns = self._columns()
-        widths = [max(map(len, column)) for column in columns]
-        rows = [" | ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
-        rule = "-" * max(map(len, rows))
-        return "\n".join([rows[0], rule, *rows[1:], rule, *self._totals()])
+        return self.text(messages.columns())
+
+    def text(self, width: int | None = None) -> str:
+        """The table, in at most ``width`` columns (None: as many as it takes; 60 or more).
+
+        What is too long is folded between two words; if that is not enough, columns are left out, which a line says.
+        """
+        rows, left_out = fitted(self._columns(), width)
+        rule = "-" * max(len(line) for row in rows for line in row.splitlines())
+        totals = [*self._totals(), *([f"Left out for lack of room: {', '.join(left_out)}."] if left_out else [])]
+        if width is not None:
+            totals = [textwrap.fill(total, width, break_long_words=False) for total in totals]
+        return "\n".join([rows[0], rule, *rows[1:], rule, *totals])
 
     def _columns(self) -> list[list[str]]:
         layers = self.layers
@@ -151,7 +161,7 @@ class Summary:
         if self.shares_parameters:
             yield "Some layers share parameters; the totals count each once."
         if self.has_lazy_parameters:
-            yield "Some parameters get their shape in the first forward; the totals are without them."
+            yield "Some parameters get their shape in the first forward; the totals leave them out."
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
@@ -290,7 +300,7 @@ def _measure(
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Keep attention out of its fused inference form, whose operations nobody counts."""
+    """Keep attention out of its fused inference form, whose operations are not counted."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

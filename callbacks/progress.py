@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: The speed shown is an average in which a batch's weight falls to 37 % after so many seconds.
 SPEED_SECONDS = 10.0
+#: Seconds below which a time is too short to say how fast something is.
+LEAST_SECONDS = 0.1
 #: The largest fraction of the time that drawing may take; beyond it bars are drawn less often.
 DRAW_FRACTION = 0.1
 
@@ -69,27 +71,27 @@ class ProgressBar(Callback):
 
     @property
     def sanity_check_description(self) -> str:
-        """What stands before the bar of the sanity check."""
+        """The text before the bar of the sanity check."""
         return "Sanity Checking"
 
     @property
     def train_description(self) -> str:
-        """What stands before the bar of a training epoch, ahead of the epoch's number."""
+        """The text before the bar of a training epoch, followed by the epoch's number."""
         return "Epoch"
 
     @property
     def validation_description(self) -> str:
-        """What stands before the bar of a validation."""
+        """The text before the bar of a validation."""
         return "Validation"
 
     @property
     def test_description(self) -> str:
-        """What stands before the bar of a test."""
+        """The text before the bar of a test."""
         return "Testing"
 
     @property
     def predict_description(self) -> str:
-        """What stands before the bar of a prediction."""
+        """The text before the bar of a prediction."""
         return "Predicting"
 
     @property
@@ -138,14 +140,14 @@ class ProgressBar(Callback):
             self.disable()
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, int | str | float]:
-        """Return what is shown with the bar: ``v_num`` (the logger's version) and values logged with ``prog_bar=True``.
+        """Return what is shown: values logged with ``prog_bar=True``, and at the end ``v_num``, the logger's version.
 
         Override it to add, drop or reformat; the dict is yours to change. Numbers are formatted, strings shown as they
         are. It is called only when the bar is drawn.
         """
         version = _version(trainer)
         standard: dict[str, int | str | float] = {} if version is None else {"v_num": version}
-        return {**standard, **trainer.progress_bar_metrics}
+        return {**trainer.progress_bar_metrics, **standard}
 
     def print(
         self, *args: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
@@ -171,7 +173,7 @@ def _version(trainer: Trainer) -> int | str | None:
 
 
 class Bar:
-    """One row: where a loop over batches stands and how fast it goes. Times are readings of ``perf_counter``."""
+    """One row: how far a loop over batches has come, and how fast. Times are readings of ``perf_counter``."""
 
     def __init__(self, stage: str, description: str, total: float, n: int, now: float) -> None:
         self.stage = stage
@@ -191,13 +193,13 @@ class Bar:
         self.n, self._at = n, now
 
     def resume(self, now: float) -> None:
-        """Go on after a pause (a validation), which does not count into the speed."""
+        """Continue after a pause (a validation), which does not count into the speed."""
         self._at = now
 
     @property
     def speed(self) -> float | None:
-        """Batches a second, or None before there is anything to divide."""
-        return self._batches / self._seconds if self._batches and self._seconds > 0 else None
+        """Batches a second; None while the time is too short to measure it."""
+        return self._batches / self._seconds if self._batches and self._seconds >= LEAST_SECONDS else None
 
     @property
     def count_text(self) -> str:
@@ -234,6 +236,36 @@ def metric_text(value: Any, spec: str = "#.4g") -> str:
     return format(value, spec) if isinstance(value, float) else str(value)
 
 
+def metric_texts(metrics: Mapping[str, Any], spec: str = "#.4g") -> list[str]:
+    """Each metric as ``"name=value"``: the one form on every surface."""
+    return [f"{name}={metric_text(value, spec)}" for name, value in metrics.items()]
+
+
+def filled(texts: Sequence[str], delimiter: str, width: int | None, indent: str = "") -> list[str]:
+    """Lines of at most ``width`` columns, broken between two texts and never inside one; all but the first indented."""
+    lines: list[str] = []
+    for text in texts:
+        longer = f"{lines[-1]}{delimiter}{text}" if lines else text
+        if lines and width is not None and len(longer) > width:
+            lines.append(indent + text)
+        else:
+            lines[-1:] = [longer]
+    return lines
+
+
+def ending_line(bars: Sequence[Bar], metrics: Mapping[str, Any], width: int | None = None, spec: str = "#.4g") -> str:
+    """What a finished bar leaves behind: a line, folded at ``width`` columns. Empty for a bar inside of another."""
+    ends_a_line = len(bars) == 1 and bars[0].stage != "sanity_check"
+    return _line(bars[-1], metrics, width, spec) if ends_a_line else ""
+
+
+def _line(bar: Bar, metrics: Mapping[str, Any], width: int | None = None, spec: str = "#.4g") -> str:
+    percent = f" ({100 * bar.n // bar.total}%)" if bar.total else ""
+    texts = [f"{bar.description}: {bar.count_text}{percent}", bar.time_text]
+    texts += [bar.speed_text] if bar.speed is not None else []
+    return "\n".join(filled([*texts, *metric_texts(metrics, spec)], "  ", width, indent="  ")) + "\n"
+
+
 class Surface(Protocol):
     """What a bar is drawn on: a terminal, a notebook, or lines in a file."""
 
@@ -247,7 +279,7 @@ class Surface(Protocol):
         ...
 
     def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
-        """The last of ``bars`` is through and is not drawn again. True if this showed something that stays."""
+        """The last of ``bars`` has finished and is not drawn again. True if this showed something that stays."""
         ...
 
     def write(self, text: str) -> None:
@@ -260,7 +292,7 @@ class Surface(Protocol):
 
 
 class PlainLines(Surface):
-    """A line now and then, for output that is no terminal: a file, a pipe, a batch system. No control characters.
+    """A line now and then, for output that is not a terminal: a file, a pipe, a batch system. No control characters.
 
     A line is written every ``seconds`` and at the end of each training epoch, validation run, test and prediction.
     """
@@ -272,16 +304,13 @@ class PlainLines(Surface):
         self.seconds = seconds
 
     def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
-        bar = bars[-1]
-        percent = f" ({100 * bar.n // bar.total}%)" if bar.total else ""
-        shown = "".join(f"  {name}={metric_text(value)}" for name, value in metrics.items())
-        self.write(f"{bar.description}: {bar.count_text}{percent}  {bar.time_text}  {bar.speed_text}{shown}\n")
+        self.write(_line(bars[-1], metrics))
 
     def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
-        ends_a_line = len(bars) == 1 and bars[0].stage != "sanity_check"
-        if ends_a_line:
-            self.draw(bars, metrics)
-        return ends_a_line
+        line = ending_line(bars, metrics)
+        if line:
+            self.write(line)
+        return bool(line)
 
     def write(self, text: str) -> None:
         stream = self._stream()
@@ -300,10 +329,10 @@ class DrawnProgressBar(ProgressBar):
 
     Args:
         refresh_rate: draw at most every so many batches (and never more often than the clock allows); 0 draws nothing.
-        leave: keep the finished bar of every epoch and evaluation.
+        leave: keep the whole bar of every epoch and evaluation, and not a line for each epoch.
     """
 
-    #: Seconds between two lines where output is no terminal.
+    #: Seconds between two lines where the output is not a terminal.
     plain_seconds: float = 10.0
 
     def __init__(self, refresh_rate: int, leave: bool) -> None:
@@ -442,7 +471,7 @@ class DrawnProgressBar(ProgressBar):
         return Bar(stage, description, total, n, now)
 
     def _open_inner(self, dataloader_idx: int, n: int) -> None:
-        """Start the bar of an evaluation loader of which ``n`` batches are done, under that of a training."""
+        """Start the bar of an evaluation loader, below a training bar; ``n`` of its batches are done."""
         self._dataloader_idx = dataloader_idx
         if self._train is not None:
             self._train.advance(self._last + 1, perf_counter())
@@ -466,7 +495,7 @@ class DrawnProgressBar(ProgressBar):
             self._draw_if_due()
 
     def _finish(self) -> bool:
-        """The loop of the innermost bar came to its end. True if the bar stays behind and is not drawn again."""
+        """The loop of the innermost bar has ended. True if it leaves something on the screen and is not drawn again."""
         start = perf_counter()
         bars = self._bars()
         bars[-1].advance(self._last + 1, start)
@@ -492,7 +521,7 @@ class DrawnProgressBar(ProgressBar):
         return self._shown
 
     def _draw(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Show where things stand, and set the time before which it is not done again."""
+        """Show the bars as they are, and set the earliest time of the next drawing."""
         start = perf_counter()
         bars = self._bars()
         bars[-1].advance(self._last + 1, start)
@@ -501,7 +530,7 @@ class DrawnProgressBar(ProgressBar):
         self._next = self._multiple_after(self._last + 1)
 
     def _draw_if_due(self) -> None:
-        """Draw at a change of bars: if the clock allows, or if the bars before stood for long enough to pay for it."""
+        """Draw at a change of bars if the clock allows, or if the earlier bars were shown long enough to pay for it."""
         now = perf_counter()
         surface = self._surface
         if surface is not None and (now >= self._due or (surface.immediate and now - self._changed >= surface.seconds)):
@@ -509,7 +538,7 @@ class DrawnProgressBar(ProgressBar):
         self._changed = now
 
     def _draw_last(self) -> None:
-        """Leave the bars as they ended; lines were written already."""
+        """Leave the bars as they ended; plain lines are already written."""
         if self._surface is not None and self._surface.immediate and self._bars():
             self._draw()
 
@@ -529,13 +558,13 @@ class DrawnProgressBar(ProgressBar):
             self._due = inf
             self._enabled = False
             messages.warn_once(
-                f"{type(self).__name__} cannot write its output any more ({error}), so it shows nothing from now on. "
-                "The run goes on, and its metrics still reach the loggers."
+                f"{type(self).__name__} can no longer write its output ({error}), so it shows nothing from now on. "
+                "The run continues, and its metrics still reach the loggers."
             )
             return None
 
     def _close(self) -> None:
-        """End the drawing; a later run starts anew."""
+        """Stop drawing; a later run starts again."""
         self._on_surface("close")
         self._surface = self._train = self._inner = None
         self._dataloader_idx = None
@@ -554,7 +583,7 @@ _DRAWING_HOOKS = tuple(name for name in vars(DrawnProgressBar) if name.startswit
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether somebody sees ``stream`` on a screen where the cursor can be moved."""
+    """Whether ``stream`` is a terminal, where the cursor can be moved."""
     isatty = getattr(stream, "isatty", None)
     return isatty is not None and isatty()
 

@@ -8,10 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ..loggers import messages
-from .progress import Bar, DrawnProgressBar, PlainLines, Surface, is_terminal, metric_text, notebook_display
+from .progress import (
+    Bar,
+    DrawnProgressBar,
+    PlainLines,
+    Surface,
+    ending_line,
+    filled,
+    is_terminal,
+    metric_texts,
+    notebook_display,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleRenderable
     from rich.table import Table
 
 #: Columns of the terminal that a row needs beside the bar itself.
@@ -31,7 +41,7 @@ class RichProgressBarTheme:
         time: style of the times.
         processing_speed: style of the speed.
         metrics: style of the metrics.
-        metrics_text_delimiter: what stands between two metrics.
+        metrics_text_delimiter: the text between two metrics.
         metrics_format: format of floats among the metrics; the default gives four significant digits.
     """
 
@@ -59,12 +69,12 @@ class RichProgressBarTheme:
 class RichProgressBar(DrawnProgressBar):
     """Bars in the terminal or notebook, drawn with rich; a plain line now and then where output is neither.
 
-    Nested bars (validation inside an epoch) stand below each other, the metrics below them. What other code prints
-    meanwhile appears above.
+    Nested bars (validation inside an epoch) are drawn below each other, with the metrics below them. A finished epoch
+    leaves one line. What other code prints meanwhile appears above.
 
     Args:
         refresh_rate: draw at most every so many batches; the clock allows ten drawings a second. 0 shows nothing.
-        leave: keep the bar of every epoch and evaluation on the screen, and not only the last.
+        leave: keep the whole bar of every epoch and evaluation on the screen, and not a line for each epoch.
         theme: colors and formats.
         console_kwargs: arguments of rich's ``Console``, such as ``{"stderr": True}`` or ``{"force_terminal": True}``.
 
@@ -131,7 +141,15 @@ class _Terminal(Surface):
         self._live.update(_rows(bars, metrics, self._theme, self._console.width), refresh=True)
 
     def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
-        if not self._leave or bars[-1].stage == "sanity_check":
+        if not self._leave:
+            from rich.console import Group
+
+            line = ending_line(bars, metrics, self._console.width, self._theme.metrics_format)
+            if line:
+                self._live.update(Group(), refresh=True)
+                self.write(line)
+            return bool(line)
+        if bars[-1].stage == "sanity_check":
             return False
         self._live.update(_rows(bars[:-1], {}, self._theme, self._console.width))
         self._console.print(_rows(bars[-1:], metrics, self._theme, self._console.width))
@@ -156,17 +174,31 @@ class _Notebook(Surface):
         self._leave = leave
         self._handle: Any = None
 
+    @property
+    def _width(self) -> int:
+        from rich import get_console
+
+        return get_console().width
+
     def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
-        rows = _rows(bars, metrics, self._theme, 100)
+        self._show(_rows(bars, metrics, self._theme, self._width))
+
+    def _show(self, rows: ConsoleRenderable) -> None:
         if self._handle is None:
             self._handle = self._display(rows, display_id=True)
         else:
             self._handle.update(rows)
 
     def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
-        if not self._leave or bars[-1].stage == "sanity_check" or len(bars) > 1:
+        from rich.text import Text
+
+        line = ending_line(bars, metrics, self._width, self._theme.metrics_format)
+        if not line:
             return False
-        self.draw(bars, metrics)
+        if self._leave:
+            self.draw(bars, metrics)
+        else:
+            self._show(Text(line, end=""))
         self._handle = None
         return True
 
@@ -200,9 +232,8 @@ def _rows(bars: Sequence[Bar], metrics: Mapping[str, Any], theme: RichProgressBa
             (bar.speed_text, theme.processing_speed),
         )
         grid.add_row(Text(bar.description, theme.description), picture, *(Text(*each, no_wrap=True) for each in texts))
-    shown = (f"{name}: {metric_text(value, theme.metrics_format)}" for name, value in metrics.items())
     whole = Table.grid()
     whole.add_row(grid)
-    if metrics:
-        whole.add_row(Text(theme.metrics_text_delimiter.join(shown), theme.metrics))
+    for line in filled(metric_texts(metrics, theme.metrics_format), theme.metrics_text_delimiter, width):
+        whole.add_row(Text(line, theme.metrics))
     return cast("Table", whole)

@@ -62,7 +62,7 @@ def process() -> dict[str, Any]:
 
 
 def begun(pid: int) -> int | None:
-    """When a process began, in ticks since the machine did; None if it has ended, or where nobody can tell."""
+    """When a process began, in ticks since the machine booted; None if it has ended or the system does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

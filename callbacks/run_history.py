@@ -99,9 +99,9 @@ class History:
 
     @property
     def name(self) -> str:
-        """The folder of the record, and its own name if there may be several."""
-        folder = self.path.resolve().parent.name
-        return folder if self.path.stem == NAME else f"{folder}/{self.path.stem}"
+        """The log's name and version, or else the folder of the record; its own name, too, if there may be several."""
+        name = self.facts.get("experiment") or self.path.resolve().parent.name
+        return name if self.path.stem == NAME else f"{name} / {self.path.stem}"
 
     @property
     def status(self) -> str:
@@ -157,6 +157,19 @@ class History:
     def rates(self) -> dict[str, Points]:
         """Every learning rate over the steps."""
         return _curves((row["updates"], row["lr"]) for row in self.rows)
+
+    def repeated_rates(self) -> set[str]:
+        """Metrics that are nothing but a learning rate, as LearningRateMonitor logs it: :meth:`rates` has them."""
+        found: dict[str, set[float]] = {}
+        others: set[str] = set()
+        for row in self.rows:
+            for name, value in row["values"].items():
+                if any(math.isclose(value, rate, rel_tol=1e-6) for rate in row["lr"].values()):
+                    found.setdefault(name, set()).add(value)
+                else:
+                    others.add(name)
+        # A metric with a single value may equal the rate by chance.
+        return {name for name in found.keys() - others if len(found[name]) > 1 or name.startswith("lr")}
 
     def speeds(self) -> tuple[Points, Points]:
         """Updates and samples a second of training, over the steps; the second is empty if a batch has no size."""

@@ -1,4 +1,4 @@
-"""The page about a run, and the one that holds two runs side by side. Needs no torch."""
+"""The page about a run, and the page that compares two runs. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..loggers import page as pages
 from ..loggers.page import Html, Section
 from .run_history import History, Points, Start
 
-#: Charts of metrics on a page; the values of the rest stand in the table.
+#: Most charts of metrics on a page; the table has the values of the rest.
 MOST_CHARTS = 60
-#: How far values that are all above zero may lie apart on a linear axis.
+#: Largest ratio of positive values on a linear axis; above it the axis is logarithmic.
 _DECADES = 1000.0
 _STAGES = re.compile(r"^(train|val|valid|validation|test)(?=[_/.-]|$)[_/.-]?|(?<=.)_(step|epoch)(?=/|$)")
 
@@ -38,13 +38,13 @@ def write(path: str | os.PathLike[str], histories: Sequence[History]) -> str:
 def single(history: History) -> str:
     """The page about one run."""
     curves = history.curves()
-    steps, samples = history.speeds()
+    drawn = {name: points for name, points in curves.items() if name not in history.repeated_rates()}
     sections = [
         Section("How it went", [_ending(history), pages.table(overview(history).items())]),
-        Section("Curves", _charts(_grouped(curves)) or ["Nothing was logged."]),
+        Section("Curves", _charts(_grouped(drawn)) or ["Nothing was logged."]),
         Section("Values", [_values(curves)] if curves else []),
         Section("Learning rate", [_line(history.rates(), "learning rate")]),
-        Section("Speed", [_line({"steps per second": steps}, "steps/s"), *_samples(samples)]),
+        Section("Speed", _speed(history)),
         Section("Where the time went", _split(history)),
         Section("Checkpoints", [_checkpoints(history)]),
         Section("Settings", [pages.table(_settings(history), ("name", "value", "from", ""))]),
@@ -53,7 +53,7 @@ def single(history: History) -> str:
         Section("Starts", [_starts(history)] if len(history.starts) > 1 else []),
     ]
     lead = f"{history.facts.get('name', '')} in {history.path.resolve().parent}"
-    return pages.page(f"Run {history.name}", [one for one in sections if one.parts], lead)
+    return pages.page(history.name, [one for one in sections if one.parts], lead)
 
 
 def _ending(history: History) -> Html:
@@ -81,8 +81,8 @@ def overview(history: History) -> dict[str, Any]:
         "strategy": ", ".join(str(strategy.get(name)) for name in ("strategy", "device", "precision")),
         "processes": strategy.get("world_size"),
         "seed": facts.get("seed"),
-        "stopped because a callback asked": "yes" if history.starts and history.starts[-1].end.get("asked") else None,
-        "rows made again after a resume": sum(start.repeated for start in history.starts) or None,
+        "stopped by a callback": "yes" if history.starts and history.starts[-1].end.get("asked") else None,
+        "rows repeated after a resume": sum(start.repeated for start in history.starts) or None,
     }
     peaks = history.starts[-1].end.get("peak_bytes", {}) if history.starts else {}
     found |= {f"peak memory, {place}": messages.size(size) for place, size in peaks.items()}
@@ -90,7 +90,7 @@ def overview(history: History) -> dict[str, Any]:
 
 
 def _grouped(curves: Mapping[str, Points]) -> dict[str, dict[str, Points]]:
-    """The metrics that differ in stage and cadence only, together."""
+    """Metrics grouped by name without stage and cadence."""
     groups: dict[str, dict[str, Points]] = {}
     for name, points in curves.items():
         groups.setdefault(_STAGES.sub("", name) or name, {})[name] = points
@@ -100,20 +100,23 @@ def _grouped(curves: Mapping[str, Points]) -> dict[str, dict[str, Points]]:
 def _charts(groups: Mapping[str, Mapping[str, Points]]) -> list[Html]:
     charts = [_line(group, name) for name, group in list(groups.items())[:MOST_CHARTS]]
     left = len(groups) - len(charts)
-    return [*charts, pages.paragraph(f"{left} more are in the table.")] if left else charts
+    return [*charts, pages.paragraph(f"{left} more are in the table of values.")] if left else charts
 
 
 def _line(series: Mapping[str, Points], what: str) -> Html:
     values = [y for points in series.values() for _, y in points if y == y]
     log = bool(values) and min(values) > 0 and max(values) / min(values) > _DECADES
-    caption = f"{what}{', logarithmic' if log else ''}"
-    return pages.line_chart(series, "step", what if len(what) < 32 else "", log=log, caption=caption)
+    return pages.line_chart(series, "step", log=log, caption=f"{what}{', logarithmic' if log else ''}")
 
 
-def _samples(samples: Points) -> list[Html]:
-    if not samples:
-        return [pages.paragraph("The loader does not say how many samples a batch has, so only steps are counted.")]
-    return [_line({"samples per second": samples}, "samples/s")]
+def _speed(history: History) -> list[Html]:
+    """One chart, since steps and samples a second have one shape."""
+    (steps, samples), speed = history.speeds(), history.speed()
+    if not samples or len(samples) < len(steps):
+        unknown = "The loader does not say how many samples a batch has, so only steps are counted."
+        return [_line({"steps": steps}, "steps per second"), pages.paragraph(unknown)]
+    each = speed["samples per second"] / speed["steps per second"]
+    return [_line({"samples": samples}, f"samples per second ({each:.4g} in a step)")]
 
 
 def _values(curves: Mapping[str, Points]) -> Html:
@@ -134,8 +137,8 @@ def _split(history: History) -> list[Html]:
         pages.side_by_side(pies),
         pages.table(rows, ("part", "seconds", "share")),
         pages.paragraph(
-            "By the clock of the host on rank 0. data: waiting for the next batch; step: from there until the hooks "
-            "after the batch are done; rest: logging, schedulers, the ends of epochs."
+            "Measured by the host's clock on rank 0. data: waiting for the next batch; step: from the batch to the end "
+            "of its hooks; rest: logging, schedulers, the ends of epochs."
         ),
     ]
 
@@ -157,11 +160,11 @@ def _checkpoints(history: History) -> Html:
         )
         for save in found
     ]
-    return pages.table(rows, ("file", "step", "epoch", "score", "size", "written (UTC)", "training stood still"))
+    return pages.table(rows, ("file", "step", "epoch", "score", "size", "written (UTC)", "training paused for"))
 
 
 def _settings(history: History) -> list[list[Any]]:
-    """Every argument and setting; those that somebody gave first."""
+    """Every argument and setting, those that differ from the defaults first."""
     rows = history.facts.get("settings", [])
     return [[name, _shown(value), *where] for name, value, *where in sorted(rows, key=lambda row: row[2] == "default")]
 
@@ -195,11 +198,11 @@ def _starts(history: History) -> Html:
             max((row["updates"] for row in start.rows), default=0),
             duration(sum(start.clock.values())),
             start.repeated,
-            start.end.get("status", "no end"),
+            start.end.get("status", "not recorded"),
         )
         for start in history.starts
     ]
-    return pages.table(rows, ("began", "what", "from step", "to step", "ran for", "rows made again", "end"))
+    return pages.table(rows, ("began", "what", "from step", "to step", "ran for", "rows repeated", "end"))
 
 
 def _from(start: Start) -> int:
@@ -222,12 +225,13 @@ def duration(seconds: float) -> str:
 
 
 def pair(a: History, b: History) -> str:
-    """The page that holds two runs side by side."""
+    """The page that compares two runs side by side."""
     names = titles(a, b)
     each = dict(zip(names, (a, b), strict=True))
     curves = {
         name: {title: points for title, points in zip(names, found, strict=True) if points}
         for name, found in sorted(_both(a.curves(), b.curves()).items())
+        if name not in a.repeated_rates() | b.repeated_rates()
     }
     rates = {f"{title}: {name}": points for title, one in each.items() for name, points in one.rates().items()}
     steps = {title: one.speeds()[0] for title, one in each.items()}
@@ -235,7 +239,7 @@ def pair(a: History, b: History) -> str:
     seen = [(name, *values) for name, values in _both(overview(a), overview(b)).items()]
     sections = [
         Section("How they went", [pages.table(seen, ("", *names))]),
-        Section("Speed", [pages.table(ratios(a, b), ("", *names, "B / A")), _line(steps, "steps/s")]),
+        Section("Speed", [pages.table(ratios(a, b), ("", *names, "B / A")), _line(steps, "steps per second")]),
         Section("What differs", [pages.table(differing, ("", *names)) if differing else "No setting differs."]),
         Section("Values", [pages.table(last_values(a, b), ("metric, last value", *names, "B - A"))]),
         Section("Curves", _charts(curves) or ["Nothing was logged."]),
@@ -247,7 +251,7 @@ def pair(a: History, b: History) -> str:
 
 
 def titles(a: History, b: History) -> tuple[str, str]:
-    """What the two are called: by the parts of their paths that differ."""
+    """Names for the two runs: the parts of their paths that differ."""
     left, right = ([*one.path.resolve().parent.parts, one.path.stem] for one in (a, b))
     while left and right and left[0] == right[0]:
         left, right = left[1:], right[1:]
@@ -261,12 +265,12 @@ def ratios(a: History, b: History) -> list[tuple[Any, ...]]:
     left, right = a.speed(), b.speed()
     rows = [(name, left[name], right[name], right[name] / left[name]) for name in left if name in right and left[name]]
     if a.seconds:
-        rows.append(("seconds in all", a.seconds, b.seconds, b.seconds / a.seconds))
+        rows.append(("seconds in total", a.seconds, b.seconds, b.seconds / a.seconds))
     return rows
 
 
 def differences(a: History, b: History) -> list[tuple[str, str, str]]:
-    """What somebody may have changed from A to B: settings, hyperparameters, environment, code."""
+    """What was changed from A to B: settings, hyperparameters, environment, code."""
     rows: list[tuple[str, str, str]] = []
     for found in (_given, lambda one: one.hyperparameters, _placed, environment):
         both = _both(found(a), found(b))

@@ -1,7 +1,7 @@
-"""The record of a run: what a report is made of, one line of JSON after the other, written while the run goes on.
+"""The record of a run: what a report is made from, one line of JSON after the other, written during the run.
 
-A line that is there stays there: a process may be killed at any moment. What a resumed run does again is marked as such
-by the line with which it goes on (``"after"``: the length of the file when the checkpoint was written).
+A written line stays, since a process may be killed at any moment. The line with which a resumed run continues marks
+what it repeats (``"after"``: the length of the file when the checkpoint was written).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Clock:
         self.mark, self.part = now, part
 
     def was(self, part: str) -> None:
-        """The time since the last mark was ``part``'s; what is running goes on."""
+        """The time since the last mark was ``part``'s; the running part continues."""
         now = perf_counter()
         self.seconds[part] += now - self.mark
         self.mark = now
@@ -67,7 +67,7 @@ class Clock:
             self.to("checkpoint")
 
     def saved(self) -> float:
-        """It is written, or one that was written in the background was waited for. Returns the seconds it took."""
+        """A checkpoint is written, or one in the background has been waited for. Returns the seconds it took."""
         before = self.seconds["checkpoint"]
         if self.part == "checkpoint":
             self.to(self._before_save)
@@ -84,8 +84,7 @@ class Clock:
 class RunRecord(DummyLogger):
     """A logger that writes the record; among the trainer's loggers only while a run lasts, and the last of them.
 
-    Nothing is in the folder before :meth:`settle`: until then it is open whether the run goes on with a record that is
-    there.
+    Nothing is in the folder before :meth:`settle`: only then is it known whether the run continues an existing record.
 
     Args:
         folder: of the record; None on ranks that write nothing.
@@ -155,7 +154,7 @@ class RunRecord(DummyLogger):
             self._go_on()
 
     def settle(self) -> None:
-        """From here on lines go to the file: that of the run that goes on, if it is in the folder, else a new one."""
+        """From here on lines go to the file: the record of the resumed run if the folder has it, else a new one."""
         if self.folder is None or self.path is not None:
             return
         try:
@@ -215,20 +214,20 @@ class RunRecord(DummyLogger):
 
     def _give_up(self, error: OSError) -> None:
         messages.warn(
-            f"The run goes on without a report: its record in {str(self.folder)!r} cannot be written "
+            f"The run continues without a report, because its record in {str(self.folder)!r} cannot be written "
             f"({error.strerror or error}). Make room there, or choose another folder: RunReport(dirpath=...)."
         )
         self.folder = None
         self.close()
 
     def close(self) -> None:
-        """Let go of the file; what comes later opens it again."""
+        """Close the file; a later run opens it again."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
     def open_again(self, now: Callable[[], dict[str, Any]], clock: Clock) -> None:
-        """A further run of the same trainer: it goes on in the file."""
+        """A further run of the same trainer continues the file."""
         self._now, self._clock = now, clock
         if self.path is not None and self.folder is not None:
             self._file = open(self.path, "ab")  # noqa: SIM115 - open as long as the run lasts

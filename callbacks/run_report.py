@@ -1,4 +1,4 @@
-"""Leaves a page behind every run: curves, speed, where the time went, checkpoints, settings, machine, code, its end."""
+"""Leaves a page about every run: curves, speed, where the time went, checkpoints, settings, machine, code, its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-#: Seconds after which a row is written though nothing was logged.
+#: Seconds after which a row is written even if nothing was logged.
 TICK_SECONDS = 10.0
 #: The hooks that rank 0 alone has while a run is recorded.
 _TIMED = ("on_train_batch_start", "on_train_batch_end")
@@ -36,18 +36,17 @@ _MOST_TRACEBACK = 20000
 class RunReport(Callback):
     """Records a run and writes a page about it when it ends, however it ends.
 
-    ``run_report.jsonl`` grows while the run goes on; ``run_report.html``, one file that needs nothing else, is made of
-    it at the end. Of a process that was killed (``kill -9``, out of memory) there is the record, and ``paceline report
-    FOLDER`` makes the page. A resumed run goes on in its record. ``paceline report A B`` holds two runs side by side.
+    ``run_report.jsonl`` grows during the run; ``run_report.html``, one file that needs nothing else, is made from it at
+    the end. A process that was killed (``kill -9``, out of memory) leaves the record, and ``paceline report FOLDER``
+    makes the page. A resumed run continues its record. ``paceline report A B`` compares two runs side by side.
 
-    On the page: everything that goes to the loggers, as curves; learning rates; steps and samples a second; where the
-    time went, by the clock of the host (waiting for data, steps, evaluation, checkpoints, the rest); the checkpoints
-    that are there; arguments and settings with their origin; hyperparameters; versions, devices, command and git
-    state; how the run ended, with the exception if there was one. It works without another logger, too.
+    On the page: everything that goes to the loggers, as curves; learning rates; speed; where the time went, by the
+    host's clock (waiting for data, steps, evaluation, checkpoints, the rest); existing checkpoints; arguments and
+    settings with their origin; hyperparameters; versions, devices, command and git state; how the run ended, with the
+    exception if there was one. It works without another logger, too.
 
-    What a run does is seen by rank 0, which alone writes. A step is timed by two hooks, which read the clock; whenever
-    values go to the loggers one line is written. A device is never waited for: on a GPU, steps are timed as the host
-    sees them.
+    Rank 0 records and writes. Two hooks that read the clock time a step, and one line is written whenever values go to
+    the loggers. The host never waits for the device: on a GPU, steps are timed as the host sees them.
 
     Args:
         dirpath: the folder; None: that of the run (``trainer.log_dir``).
@@ -79,15 +78,15 @@ class RunReport(Callback):
         return None if record is None else str(record.with_suffix(".html"))
 
     def add_split(self, source: str, seconds: Mapping[str, float]) -> None:
-        """Add a further split of the time to the page, such as a profiler's, which looks inside of a step.
+        """Add a further split of the time to the page, such as a profiler's, which looks inside a step.
 
         Args:
-            source: who measured it; a later call with the same name replaces the earlier one.
+            source: what measured it; a later call with the same name replaces the earlier one.
             seconds: by part.
 
         Raises:
-            TypeError: no mapping, or a value that is no number.
-            ValueError: a value below zero, or one that is not finite.
+            TypeError: not a mapping, or a value that is not a number.
+            ValueError: a value that is negative or not finite.
         """
         _check_split(source, seconds)
         if self._record is not None:
@@ -197,7 +196,7 @@ class RunReport(Callback):
         return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
     def _time_batches(self) -> None:
-        """Have the hooks of a batch called again: nobody is asked to where nothing is recorded."""
+        """Put the hooks of a batch back. Where nothing is recorded, they are taken off."""
         for name in _TIMED:
             vars(self).pop(name, None)
 
@@ -211,7 +210,7 @@ class RunReport(Callback):
 
     @staticmethod
     def _write_page(record: Path) -> None:
-        """Make the page; that it cannot be made is no reason to fail a run."""
+        """Make the page. A page that cannot be made does not fail the run."""
         from .run_history import read
         from .run_page import write
 
@@ -219,7 +218,7 @@ class RunReport(Callback):
             path = write(record.with_suffix(".html"), [read(record)])
         except Exception as error:
             messages.warn(
-                f"The page about this run could not be made ({type(error).__name__}: {error}). Its record is whole: "
+                f"The page about this run could not be made ({type(error).__name__}: {error}). Its record is complete: "
                 f"try `paceline report {record}`."
             )
             return
@@ -241,13 +240,13 @@ def _check_split(source: str, seconds: Any) -> None:
         raise TypeError(f"{call}: the split is {messages.a(seconds)}. {fix}")
     for part, value in seconds.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{call}: {part!r} is {messages.a(value)}, no number. {fix}")
+            raise TypeError(f"{call}: {part!r} is {messages.a(value)}, not a number. {fix}")
         if not 0 <= value < math.inf:
-            raise ValueError(f"{call}: {part!r} is {value}, and a time is finite and not below zero. {fix}")
+            raise ValueError(f"{call}: {part!r} is {value}, but a time must be finite and not negative. {fix}")
 
 
 def _now(trainer: Trainer) -> dict[str, Any]:
-    """What each row says about the run. Rates that are tensors on a device are left out: the host would wait."""
+    """What each row says about the run. Rates that are tensors on a device are left out, so that no host waits."""
     state = trainer.state
     return {
         "epoch": state.epoch,
@@ -275,6 +274,7 @@ def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
     strategy = trainer.strategy
     return {
         "name": type(module).__name__,
+        "experiment": _experiment(trainer),
         "process": run_facts.process(),
         "versions": run_facts.versions(),
         "machine": run_facts.machine(with_gpus=strategy.device.type == "cuda"),
@@ -290,6 +290,15 @@ def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
         "parameters": _parameters(module),
         "settings": [list(row) for row in trainer.settings_in_force],
     }
+
+
+def _experiment(trainer: Trainer) -> str:
+    """Name and version of the first logger's log, as ``"paceline_logs / version_0"``; empty without a logger."""
+    logger = next((logger for logger in trainer.loggers if not isinstance(logger, RunRecord)), None)
+    if logger is None:
+        return ""
+    version = f"version_{logger.version}" if isinstance(logger.version, int) else logger.version
+    return " / ".join(str(part) for part in (logger.name, version) if part)
 
 
 def _parameters(module: TrainingModule) -> int | None:

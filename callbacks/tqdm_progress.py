@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
-from .progress import Bar, DrawnProgressBar, PlainLines, Surface, is_terminal, metric_text, notebook_display
+from .progress import (
+    LEAST_SECONDS,
+    Bar,
+    DrawnProgressBar,
+    PlainLines,
+    Surface,
+    ending_line,
+    is_terminal,
+    metric_texts,
+    notebook_display,
+)
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -20,13 +31,14 @@ _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv
 class TQDMProgressBar(DrawnProgressBar):
     """Bars drawn with tqdm, in the terminal or as notebook widgets; a plain line now and then where output is neither.
 
-    Override an ``init_*_tqdm`` method to change a bar: call ``super()``'s and set what you like.
+    A finished epoch leaves one line. To change a bar, override its ``init_*_tqdm`` method: call ``super()``'s and set
+    what you like.
 
     Args:
         refresh_rate: draw at most every so many batches; the clock allows ten drawings a second. 0 shows nothing.
             The environment variable ``TQDM_MINITERS`` raises it.
         process_position: leave so many lines free above, for runs that share a terminal.
-        leave: keep the bar of every epoch and evaluation on the screen, and not only the last.
+        leave: keep the whole bar of every epoch and evaluation on the screen, and not a line for each epoch.
 
     Raises:
         ModuleNotFoundError: tqdm is not installed.
@@ -109,12 +121,18 @@ def _miniters() -> int:
 
 
 def _tqdm_class() -> Any:
-    """Tqdm for this output: widgets in a notebook that has them. Without tqdm's monitoring thread."""
+    """Tqdm for this output: widgets in a notebook that has them. Without its monitoring thread and too early speeds."""
     if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as base
     else:
         from tqdm import tqdm as base
-    return type("tqdm", (base,), {"monitor_interval": 0})
+
+    def format_dict(self: Any) -> dict[str, Any]:
+        known = base.format_dict.fget(self)  # type: ignore[attr-defined]
+        too_short = known["elapsed"] < LEAST_SECONDS
+        return {**known, "elapsed": 0, "rate": None} if too_short else known
+
+    return type("tqdm", (base,), {"monitor_interval": 0, "format_dict": property(format_dict)})
 
 
 class _Tqdm(Surface):
@@ -139,13 +157,14 @@ class _Tqdm(Surface):
             "test": callback.init_test_tqdm,
             "predict": callback.init_predict_tqdm,
         }
-        self._drawn: dict[str, tuple[Bar, tqdm]] = {}
+        #: By stage: the bar that is shown, None once it has left its line, and what shows it.
+        self._drawn: dict[str, tuple[Bar | None, tqdm]] = {}
 
     def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
         for bar in bars:
             drawn = self._tqdm_of(bar)
             if bar is bars[0]:
-                drawn.set_postfix_str(_postfix(metrics), refresh=False)
+                drawn.set_postfix_str(_postfix(metrics, drawn), refresh=False)
             if bar.n > drawn.n:
                 drawn.update(bar.n - drawn.n)
             else:
@@ -168,10 +187,14 @@ class _Tqdm(Surface):
 
     def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
         bar = bars[-1]
-        serves_next_epoch = bar.stage == "train"
-        too_short_to_show = len(bars) > 1 and bar.stage not in self._drawn
-        if not self._leave and (serves_next_epoch or too_short_to_show):
-            return False
+        if bar.stage == "train" and not self._leave:
+            for stage, (_, drawn) in self._drawn.items():
+                self._drawn[stage] = (None, drawn)
+                drawn.clear()
+            sys.stdout.write(ending_line(bars, metrics, shutil.get_terminal_size().columns))
+            return True
+        if len(bars) > 1 and bar.stage not in self._drawn and not self._leave:
+            return False  # too short to show
         self.draw(bars, metrics)
         self._drawn.pop(bar.stage)[1].close()
         for _, outer in self._drawn.values():
@@ -182,10 +205,21 @@ class _Tqdm(Surface):
         _tqdm_class().write(text, file=sys.stdout, end="")
 
     def close(self) -> None:
-        for _, drawn in self._drawn.values():
+        for bar, drawn in self._drawn.values():
+            if bar is None:
+                drawn.leave = False
             drawn.close()
         self._drawn.clear()
 
 
-def _postfix(metrics: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={metric_text(value)}" for name, value in metrics.items())
+def _postfix(metrics: Mapping[str, Any], drawn: tqdm) -> str:
+    """The metrics that fit into the line beside a bar of ten columns: tqdm would cut a value in two."""
+    texts, known = metric_texts(metrics), drawn.format_dict
+    columns = known["ncols"]
+    shown = ", ".join(texts)
+    while texts and isinstance(columns, int):
+        if len(drawn.format_meter(**{**known, "postfix": shown, "ncols": None})) <= columns:
+            break
+        texts.pop()
+        shown = ", ".join([*texts, "..."])
+    return shown

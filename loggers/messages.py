@@ -14,12 +14,15 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Literal
 
 log = logging.getLogger("paceline")
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_ROOMS = tuple(os.path.join(_PACKAGE, room, "") for room in ("trainer", "callbacks", "strategies", "loggers"))
+_PACKAGE = __name__.partition(".")[0]
+_ROOMS = ("", "trainer", "callbacks", "strategies", "loggers")
+_PROGRAMS = os.path.dirname(sys.executable)
 
 #: What a process has said before it started others by running its command again: its id and checksums, for those.
 SAID = "PACELINE_SAID"
@@ -30,6 +33,7 @@ _REMEMBERED = 1000
 _rank: int | None = None
 _said: set[str] = set()
 _spoken: dict[str, None] = {}
+_warned: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 class PacelineWarning(UserWarning):
@@ -81,6 +85,14 @@ def info_anywhere(text: str) -> None:
         print(text, file=sys.stderr)
 
 
+def columns() -> int | None:
+    """Columns of the terminal that :func:`info` writes to; None where a line may be of any length."""
+    with suppress(OSError, ValueError, AttributeError):  # no such size, no number in COLUMNS, no stream
+        if sys.stderr.isatty():
+            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(sys.stderr.fileno()).columns or None
+    return None
+
+
 def answer(text: str) -> None:
     """Print what a command was asked for, to standard output."""
     print(text)
@@ -92,21 +104,38 @@ def error(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Warn through :mod:`warnings` (category :class:`PacelineWarning`), on rank 0, as from the user's own line."""
-    if _is_mine(text):
-        warnings.warn(text, PacelineWarning, stacklevel=_callers_level())
+    """Warn through :mod:`warnings` (category :class:`PacelineWarning`), on rank 0, as from the user's own line.
+
+    Where no line of the user leads here, as in a thread of a library, the warning has no location.
+    """
+    if not _is_mine(text):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and owner_of(frame) != "user":
+        frame = frame.f_back
+    if frame is None:
+        warnings.warn_explicit(text, PacelineWarning, _PACKAGE, 0, registry=_warned)
+    else:
+        names = frame.f_globals
+        registry = names.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(
+            text, PacelineWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+        )
 
 
-def _callers_level() -> int:
-    """How far up the stack the first line outside the package is, seen from :func:`warn`."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOMS):
-        level, frame = level + 1, frame.f_back
-    return level
+def owner_of(frame: FrameType) -> Literal["user", "package", "library"]:
+    """Whose code runs in a frame: the user's, Paceline's, or that of torch, Python and what has no file."""
+    file, names = frame.f_code.co_filename, frame.f_globals
+    module = names.get("__package__") or names.get("__name__") or ""
+    top, _, rest = module.partition(".")
+    if top == _PACKAGE and rest.partition(".")[0] in _ROOMS:
+        return "package"
+    is_library = top in ("", "torch") or top in sys.stdlib_module_names
+    return "library" if is_library or file == "<string>" or os.path.dirname(file) == _PROGRAMS else "user"
 
 
 def warn_once(text: str, key: str | None = None) -> None:
-    """Like :func:`warn`, but a text (or ``key``) is said once in a process."""
+    """Like :func:`warn`, but a text (or ``key``) is given once in a process."""
     key = key or text
     if key not in _said:
         _said.add(key)
@@ -114,7 +143,7 @@ def warn_once(text: str, key: str | None = None) -> None:
 
 
 def info_once(text: str, key: str | None = None) -> None:
-    """Like :func:`info`, but a text (or ``key``) is said once in a process."""
+    """Like :func:`info`, but a text (or ``key``) is given once in a process."""
     key = key or text
     if key not in _said:
         _said.add(key)
@@ -122,7 +151,7 @@ def info_once(text: str, key: str | None = None) -> None:
 
 
 def forget() -> None:
-    """Let every once-only message be said again."""
+    """Allow every once-only message again."""
     _said.clear()
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
+from clocks import Clock
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -25,6 +24,10 @@ QUIET: dict[str, Any] = {
 }
 
 
+#: What the doctor's tests let the doctor read.
+CLOCK = Clock(tick=1e-8)
+
+
 class Small(TrainingModule):
     """A step of next to nothing, which can be made to last."""
 
@@ -34,8 +37,7 @@ class Small(TrainingModule):
         self.seconds = seconds
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.seconds:
-            time.sleep(self.seconds)
+        CLOCK.sleep(self.seconds)
         loss = self.layer(batch).square().mean()
         self.log("loss", loss)
         return loss
@@ -45,13 +47,14 @@ class Small(TrainingModule):
 
 
 class Healthy(TrainingModule):
-    """Computes for some milliseconds a step, with few weights."""
+    """Computes for 5 ms a step, with few weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(128, 128)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        CLOCK.sleep(0.005)
         for _ in range(4):
             batch = torch.tanh(self.layer(batch))
         loss = batch.square().mean()
@@ -63,16 +66,16 @@ class Healthy(TrainingModule):
 
 
 class Slow(Dataset[torch.Tensor]):
-    """Samples that take their time."""
+    """Samples that take their time, by :data:`CLOCK` or by the clock on the wall."""
 
-    def __init__(self, count: int, seconds: float) -> None:
-        self.count, self.seconds = count, seconds
+    def __init__(self, count: int, seconds: float, sleep: Any = CLOCK.sleep) -> None:
+        self.count, self.seconds, self.sleep = count, seconds, sleep
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self.seconds)
+        self.sleep(self.seconds)
         return torch.ones(4)
 
 
@@ -99,10 +102,3 @@ def only(report: Report, key: str) -> Any:
     found = [finding for finding in report.findings if finding.key == key]
     assert found, report.text()
     return found[0]
-
-
-def sleepy(batches: Iterable[Any], seconds: float) -> Iterable[Any]:
-    """The same batches, each after a pause."""
-    for batch in batches:
-        time.sleep(seconds)
-        yield batch

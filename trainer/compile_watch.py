@@ -10,7 +10,7 @@ from typing import Any
 
 from ..loggers import messages
 
-#: So many recompilations of one function are said, with their reason.
+#: Recompilations of one function from which on a warning gives their reason.
 MANY = 4
 #: Shorter compilations are not worth a line, in seconds.
 WORTH_SECONDS = 0.5
@@ -47,13 +47,13 @@ class CompileWatch(logging.Handler):
         self._begun = perf_counter()
 
     def end(self, *_: Any) -> None:
-        """It is over; the first long one is said, so that nobody takes it for a slow step."""
+        """It is over. The first long one is reported, so that nobody takes it for a slow step."""
         took = perf_counter() - self._begun
         self.seconds += took
         self.compilations += 1
         if took >= WORTH_SECONDS:
             messages.info_once(
-                f"torch.compile took {took:.1f} s for a graph; the call that waits for it is no measure of a step.",
+                f"torch.compile took {took:.1f} s to make a graph; the call that waited is not the time of a step.",
                 key="compiling takes time",
             )
 
@@ -68,8 +68,8 @@ class CompileWatch(logging.Handler):
         reason = self.last_reason = self.reasons[name] = reason_in(text)
         if self.recompilations[name] >= MANY:
             messages.warn_once(
-                f"torch.compile has compiled {name} {self.recompilations[name] + 1} times, each of which costs as much "
-                f"as the first, and gives up after a few more. The last reason: {reason}. {advice_for(reason)}",
+                f"torch.compile has compiled {name} {self.recompilations[name] + 1} times. Each time costs as much as "
+                f"the first, and torch gives up after a few more. The last reason: {reason}. {advice_for(reason)}",
                 key=f"recompiles {name}",
             )
 
@@ -85,11 +85,11 @@ def advice_for(reason: str) -> str:
     """What to do about a reason to compile again."""
     if _SIZE.search(reason):
         return (
-            "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for shapes that change "
+            "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for changing shapes "
             "(dynamic=True)."
         )
     return (
-        "Change and read that outside of what is compiled: collect values in a hook such as on_train_batch_end, or "
+        "Change and read this outside the compiled code: collect values in a hook such as on_train_batch_end, or "
         "self.log them."
     )
 

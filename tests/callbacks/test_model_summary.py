@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
+from terminals import seen
 from tiny import TinyModule, tiny_loader
 from torch import nn
 
@@ -267,3 +269,76 @@ def test_a_depth_that_is_no_number_of_levels_is_refused(depth: Any) -> None:
     for make in (ModelSummary, lambda max_depth: summarize(nn.Linear(1, 1), max_depth)):
         with pytest.raises(ValueError, match=r"max_depth=.*is not a number of levels.*-1 for all"):
             make(max_depth=depth)
+
+
+class Deep(TinyModule):
+    """Long names, long types, long sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.feature_extractor = nn.ModuleDict({"positional_encoding_of_tokens": nn.TransformerEncoder(encoder, 2)})
+        self.head = Heads()
+        self.example_input_array = torch.zeros(2, 16, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.feature_extractor["positional_encoding_of_tokens"](x))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"logits_of_the_classes": self.linear(x), "features_before_the_head": [x, x]}
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[^\s|]+", text)
+
+
+@pytest.mark.parametrize("module", [Net, Deep])
+@pytest.mark.parametrize("depth", [1, -1])
+@pytest.mark.parametrize("columns", [60, 70, 80, 100, 130])
+def test_the_table_fits_any_width_from_60_columns_on_and_breaks_no_word(module: Any, depth: int, columns: int) -> None:
+    summary = summarize(module(), depth)
+    whole = summary.text()
+    lines = summary.text(columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert all(len(row) == len(row.rstrip()) for row in lines)
+    known = "".join(words(whole))
+    for word in words("\n".join(lines)):
+        assert word in known or word.endswith("...") or set(word) == {"-"} or "Left" in lines[-1], word
+
+
+def test_a_table_that_fits_is_left_alone_and_a_wide_one_is_folded_before_columns_are_left_out() -> None:
+    summary = summarize(Net(), 2)
+    whole = summary.text()
+    widest = max(map(len, whole.splitlines()))
+    assert summary.text(widest) == whole
+    folded = summary.text(widest - 5)
+    assert [name.strip() for name in folded.splitlines()[0].split("|")][1:] == [
+        "Name", "Type", "Params", "Mode", "FLOPs", "In sizes", "Out sizes",
+    ]  # fmt: skip
+    assert len(folded.splitlines()) > len(whole.splitlines())
+    narrow = summarize(Deep(), -1).text(60)
+    assert "Left out for lack of room: " in narrow
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_terminal_gets_a_table_that_it_does_not_break_and_a_pipe_the_whole_one(columns: int) -> None:
+    def run() -> None:
+        fit(ModelSummary(max_depth=2), Trains())
+
+    class Trains(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.scale.sum() * self.head.weight.sum()
+
+    in_terminal, in_pipe = seen(run, columns), seen(run, None)
+    assert str(summarize(Trains(), 2)) in in_pipe.text
+    assert summarize(Trains(), 2).text(columns) in in_terminal.text
+    (rule, _) = [line for line in in_terminal.lines if line and set(line) == {"-"}]
+    assert len(rule) <= columns
+    printed = seen(lambda: print(summarize(Trains(), 2)), columns)
+    assert printed.text == summarize(Trains(), 2).text(columns)

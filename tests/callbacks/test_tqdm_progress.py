@@ -53,11 +53,20 @@ def test_a_terminal_shows_tqdms_bars(terminal: TerminalText) -> None:
         trainer_with(TQDMProgressBar()).fit(Shown(), tiny_loader(5), tiny_loader(2))
     text = terminal.getvalue()
     assert "Sanity Checking: " in text
-    assert "Epoch 1/1: 100%" in text
-    assert "5/5 [" in text
+    assert "Epoch 0/1: 5/5 (100%)" in text
+    assert "Epoch 1/1: 5/5 (100%)" in text
     assert "val=" in text
     assert "loss_epoch=" in text
     assert text.endswith("\n")
+
+
+def test_a_left_bar_shows_the_metrics_of_its_epoch(terminal: TerminalText) -> None:
+    with redirect_stdout(terminal):
+        trainer_with(TQDMProgressBar(leave=True)).fit(Shown(), tiny_loader(5), tiny_loader(2))
+    text = terminal.getvalue()
+    assert "Epoch 1/1: 100%" in text
+    assert "5/5 [" in text
+    assert "val=" in text
 
 
 def test_one_bar_serves_all_epochs_unless_they_are_left(terminal: TerminalText) -> None:
@@ -126,7 +135,7 @@ def test_a_loader_without_length_has_no_total(terminal: TerminalText) -> None:
             return iter(list(tiny_loader(3)))
 
     with redirect_stdout(terminal):
-        trainer_with(TQDMProgressBar(), max_epochs=1).fit(Shown(), Endless())
+        trainer_with(TQDMProgressBar(leave=True), max_epochs=1).fit(Shown(), Endless())
     assert "3/? [" in terminal.getvalue()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+
 import pytest
 import torch
 from own_loop import data, network
@@ -19,9 +21,14 @@ def test_e6_recompilations_are_counted_and_the_argument_that_changes_is_named() 
     model = accelerator.prepare(network())
     before = watch_compiling().recompilations.total()
     batches = [data(size)[:][0] for size in range(2, 3 + compile_watch.MANY)]
-    with pytest.warns(PacelineWarning, match=r"5 times.*tensor 'args\[0\]' size mismatch at index 0.*drop_last=True"):
-        _ = [model(batch) for batch in batches]
+    with pytest.warns(
+        PacelineWarning, match=r"5 times.*tensor 'args\[0\]' size mismatch at index 0.*drop_last=True"
+    ) as caught:
+        _ = [model(batch) for batch in batches]  # the line that makes torch compile again
     assert watch_compiling().recompilations.total() - before == compile_watch.MANY
+    (found,) = [one for one in caught if issubclass(one.category, PacelineWarning)]
+    assert found.filename == __file__
+    assert "makes torch compile again" in linecache.getline(found.filename, found.lineno)
 
 
 def test_e6_the_time_of_compiling_is_told_apart(
@@ -36,7 +43,7 @@ def test_e6_the_time_of_compiling_is_told_apart(
     for _ in range(3):
         model(data(4)[:][0])
     assert watch_compiling().compilations == before + 1
-    assert len([r for r in caplog.records if "no measure of a step" in r.message]) == 1
+    assert len([r for r in caplog.records if "is not the time of a step" in r.message]) == 1
 
 
 def test_e6_the_trainers_compiling_is_watched_too() -> None:

@@ -28,10 +28,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--try", dest="tries", action="store_true", help="also try what may help: one short run of the script for each"
     )
-    parser.add_argument("--only", metavar="NAMES", help="of what --try tries, only these: num_workers,batch_size,...")
+    parser.add_argument("--only", metavar="NAMES", help="with --try, try only these: num_workers,batch_size,...")
     parser.add_argument("--out", default=".", help="folder of doctor.html and doctor.json (default: this one)")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of words")
-    parser.add_argument("--num_processes", type=int, default=None, help="run it under paceline launch with so many")
+    parser.add_argument(
+        "--num_processes", type=int, default=None, help="run it under paceline launch with this many processes"
+    )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a run (default: 1800)")
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="the training script; its arguments follow")
@@ -59,7 +61,7 @@ def run(arguments: Namespace) -> int:
             for row in tried(report, measure, messages.info, only):
                 report.trials.append(row)
         except KeyboardInterrupt:
-            messages.info("Interrupted: what follows is what was found before.")
+            messages.info("Interrupted. The report covers what was found before.")
             status = INTERRUPTED
         mark_best(report.trials)
     if arguments.json:
@@ -73,11 +75,11 @@ def run(arguments: Namespace) -> int:
 def check(arguments: Namespace) -> None:
     """Refuse what makes no sense before anything runs."""
     if arguments.steps < 10:
-        raise ValueError(f"--steps {arguments.steps} says too little: the first 3 do not count. Take 10 or more.")
+        raise ValueError(f"--steps {arguments.steps} is too few: the first 3 do not count. Use 10 or more.")
     if arguments.only is not None and not arguments.tries:
-        raise ValueError(f"--only {arguments.only} chooses from what --try tries. Add --try, or leave --only out.")
+        raise ValueError(f"--only {arguments.only} needs --try, which it narrows down. Add --try, or leave --only out.")
     if arguments.num_processes is not None and arguments.num_processes < 1:
-        raise ValueError(f"--num_processes {arguments.num_processes}: a run has one process or more.")
+        raise ValueError(f"--num_processes {arguments.num_processes} is too few: a run has one process or more.")
 
 
 def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dic
 def ended(status: int) -> str:
     """How a program ended that failed, in words."""
     if status >= 0:
-        return f"ended with status {status}; what it said stands above."
+        return f"ended with status {status}; see its output above."
     name = signal.Signals(-status).name
     reason = " The system does that when memory runs out: look into dmesg." if name == "SIGKILL" else ""
     return f"was ended by {name}.{reason}"

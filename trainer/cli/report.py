@@ -1,4 +1,4 @@
-"""``paceline report``: the page about a run, also of one that was killed; or two runs side by side."""
+"""``paceline report``: the page about a run, even a killed one, or a comparison of two runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ...callbacks.run_history import History
 from ...loggers import messages
 
 _EPILOG = """\
-A run has a record if it is made with Trainer(callbacks=[RunReport()]). The page is made anew of it: also while the run
-goes on, and of a run whose process was killed.
+A run has a record if it was made with Trainer(callbacks=[RunReport()]). The page is rebuilt from the record, also
+during the run and after its process was killed.
 """
 
 
@@ -23,12 +23,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "runs",
         metavar="RUN",
         nargs="+",
-        help="the folder of a run, or its record; of several in a folder the newest. Two are held side by side",
+        help="the folder of a run, or its record; the newest record of a folder counts. Two runs are compared",
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="where the page goes; default: beside the record; for two runs run_comparison.html, here",
+        help="where the page goes; default: beside the record, or ./run_comparison.html for two runs",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

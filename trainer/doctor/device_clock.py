@@ -1,4 +1,4 @@
-"""The same parts on a GPU's time line, by events: nobody waits for them."""
+"""The same parts on a GPU's time line, measured by events that the host never waits for."""
 
 from __future__ import annotations
 

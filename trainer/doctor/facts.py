@@ -34,8 +34,9 @@ class Facts:
         run_seconds: of the whole run.
         run_parts: seconds of the whole run, by part.
         often: in how many of the counted steps there was a validation or a checkpoint worth the name.
+        hooks: seconds of the counted steps by hook, as ``"MyCallback.on_train_batch_end"``, the longest first.
         communication: seconds a step that gradients were on their way (``all``), and what of that backward did not hide
-            (``exposed``); empty where nobody measured it.
+            (``exposed``); empty where it was not measured.
         operators: that a step calls; None if they were not counted.
     """
 
@@ -54,6 +55,7 @@ class Facts:
     run_seconds: float = 0.0
     run_parts: dict[str, float] = field(default_factory=dict)
     often: dict[str, int] = field(default_factory=dict)
+    hooks: dict[str, float] = field(default_factory=dict)
     communication: dict[str, float] = field(default_factory=dict)
     operators: int | None = None
     batch_size: int | None = None

@@ -38,6 +38,9 @@ class Finding:
 
 Case = Sequence[Facts]
 
+#: The share of the time from which on a hook is named.
+HOOK = 0.01
+
 
 def percent(share: float) -> str:
     """``0.384`` -> ``"38 %"``."""
@@ -56,8 +59,18 @@ def there(case: Case, with_trainer: str, in_own_loop: str) -> str:
     return in_own_loop if case[0].own_loop else with_trainer
 
 
-def faster(share: float) -> str:
-    """What it would bring if this share of the time were not spent."""
-    return (
-        f"Without it a step would take {percent(1 - share)} of its time: {1 / max(1 - share, 0.01):.1f} times as fast."
-    )
+def faster(share: float, without: str) -> str:
+    """What saving this share of the time brings."""
+    times = f"{1 / max(1 - share, 0.01):.1f} times as fast"
+    return f"A step without {without} takes {percent(1 - share)} of the time: {times}."
+
+
+def hooks(facts: Facts) -> dict[str, float]:
+    """The hooks that take the most time, with their shares of it; empty if no hook was timed."""
+    shares = {name: seconds / facts.total for name, seconds in facts.hooks.items()} if facts.total else {}
+    return {name: share for name, share in list(shares.items())[:3] if share >= HOOK}
+
+
+def listed(shares: dict[str, float]) -> str:
+    """``"A.on_fit_end (30 %), B.on_fit_end (4 %)"``."""
+    return ", ".join(f"{name} ({percent(share)})" for name, share in shares.items())

@@ -1,7 +1,7 @@
 """What can be wrong with the speed of a run. Each finding is a function of the facts alone: a Finding, or None.
 
-A finding says what is slow, why, how much of the time that is, what to change, and what the change should bring. What
-it should bring is worked out of the measured times; ``paceline doctor --try`` tries it.
+A finding says what is slow, why, how much of the time that is, what to change, and what the change should bring. The
+gain is estimated from the measured times; ``paceline doctor --try`` measures it.
 """
 
 from __future__ import annotations

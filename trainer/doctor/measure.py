@@ -1,4 +1,4 @@
-"""``Trainer(profiler="doctor")``: where the time of a step goes, on each rank, while it runs."""
+"""``Trainer(profiler="doctor")``: where the time of a step goes, measured on each rank during a fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ..data.batches import batch_size_of
 from ..profilers.base import Profiler
-from .clock import INDEX, PARTS, STEPS, Clock
+from .clock import INDEX, PARTS, STEPS, WORDS, Clock
 from .device_clock import EVERY, DeviceClock
 from .facts import WARM_UP, Facts, from_rows, loader_facts, memory_of, numa_of, usable_cores
 from .subject import Subject, TrainerSubject
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _END = object()
 
+#: Hooks whose times are kept, the longest ones.
+MOST_HOOKS = 20
 #: Steps in which every operator is looked at; they are among those that do not count.
 WATCHED = (1, 2)
 
@@ -70,10 +72,16 @@ def part_of(action: str) -> str | None:
     return next((part for beginning, part in _PREFIXES if action.startswith(beginning)), "other")
 
 
+def hook_of(action: str) -> str:
+    """``"[Callback]EarlyStopping{'monitor': 'val'}.on_fit_end"`` -> ``"EarlyStopping.on_fit_end"``."""
+    owner, _, hook = action.partition("]")[2].rpartition(".")
+    return f"{owner.partition('{')[0].rpartition('<locals>.')[2]}.{hook}"
+
+
 class Doctor(Profiler):
     """Measures a fit and says at its end, also one by an error, what is slow, why, and what changing it should bring.
 
-    It costs some microseconds a step. Blocks of one's own under ``trainer.profiler.profile(name)`` count for the part
+    It costs some microseconds a step. Your own blocks under ``trainer.profiler.profile(name)`` count for the part
     in which they stand.
 
     Args:
@@ -108,6 +116,7 @@ class Doctor(Profiler):
         self.compilations = Compilations(self.clock)
         self._begun = perf_counter()
         self._communication: dict[str, float] = {}
+        self._hooks: dict[str, float] = {}
         self._updates, self._batch_size = 0, None
         self.subject: Subject | None = None
         self._watched: StepWatch | None = None
@@ -128,6 +137,8 @@ class Doctor(Profiler):
 
     def around(self, action_name: str, function: Callable[..., T]) -> Callable[..., T]:
         part = part_of(action_name) if self._stage == "fit" or self._stage is None else None
+        if part == "callbacks":
+            return self.clock.around_hook(part, hook_of(action_name), function)
         return function if part is None else self.clock.around(part, function)
 
     def iterate(self, action_name: str, iterator: Iterable[T]) -> Iterator[T]:
@@ -184,6 +195,7 @@ class Doctor(Profiler):
     def _settled(self) -> None:
         """From here on steps count."""
         self.collections.begin()
+        self._hooks = dict(self.clock.hooks)
         if self.subject is not None:
             self._updates, self._communication = self.subject.updates, self.subject.communication
 
@@ -253,8 +265,6 @@ class Doctor(Profiler):
 
     def split(self) -> dict[str, float]:
         """That of the report; of a fit without one, all that the clock of the host has seen."""
-        from .report import WORDS
-
         if self._stage != "fit":
             return {}
         parts = dict(zip(PARTS, self.clock.totals, strict=False)) if self.report is None else self.report.ranks[0].parts
@@ -320,6 +330,8 @@ class Doctor(Profiler):
         kept = facts.steps / done if done > 0 else 0.0
         facts.updates = round((subject.updates - self._updates) * kept)
         facts.collection_seconds *= kept
+        took = {name: (took - self._hooks.get(name, 0.0)) * kept for name, took in self.clock.hooks.items()}
+        facts.hooks = dict(sorted(took.items(), key=lambda item: -item[1])[:MOST_HOOKS])
         facts.accumulate, facts.own_loop = subject.accumulate, subject.own_loop
         parameters = [parameter for module in subject.modules for parameter in module.parameters()]
         facts.parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)

@@ -1,4 +1,4 @@
-"""Findings about the way of the data to the device."""
+"""Findings about how data reaches the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from .facts import Facts
 from .finding import Case, Finding, duration, faster, percent
 
-#: Shares of the time from which on something is worth a word.
+#: Shares of the time above which a finding is reported.
 DATA = 0.20
 COPIES = 0.05
 
@@ -33,7 +33,7 @@ def wanted_workers(facts: Facts) -> int:
 
 
 def _cores(count: int) -> str:
-    return "is 1 core" if count == 1 else f"are {count} cores"
+    return f"each process has {count} core{'' if count == 1 else 's'}"
 
 
 def cores_each(facts: Facts) -> int:
@@ -54,23 +54,23 @@ def data_bound(case: Case) -> Finding | None:
     where = f" on rank {facts.rank}" if len(case) > 1 else ""
     if workers is None:
         change = (
-            f"The batches come from a {facts.loader.get('kind', 'loader')}, which loads in the training process. Give "
-            "a DataLoader with num_workers, or prepare the batches before."
+            f"Use a DataLoader with num_workers, or prepare the batches in advance: a "
+            f"{facts.loader.get('kind', 'loader')} loads them in the training process."
         )
     else:
-        more = f"num_workers={cores}, then " if workers < cores else ""
+        more = f"num_workers={cores} and " if workers < cores else ""
         change = (
-            f"Use {more}a cheaper data set: store it decoded and resized, keep it in memory if it fits, move "
-            f"augmentation to the device. A batch should take at most {duration(rest * cores)} of one worker."
+            f"Use {more}a cheaper data set: store it decoded and resized, keep it in memory if it fits, or move "
+            f"augmentation to the device. A worker may take at most {duration(rest * cores)} for a batch."
         )
     return Finding(
         "data_bound",
         f"Waiting for data takes {percent(share)} of each step{where} ({duration(share * facts.step)}).",
-        f"Loading a batch takes about {duration(fetch)}, the rest of the step {duration(rest)}; that would need "
-        f"{wanted} workers, and there {_cores(cores)} for each process.",
+        f"Loading a batch takes about {duration(fetch)} and the rest of the step {duration(rest)}. That would need "
+        f"{wanted} workers; {_cores(cores)}.",
         change,
-        (f"{facts.step / max(rest, fetch / cores):.1f} times as fast with the workers. " if more else "")
-        + faster(share),
+        (f"{facts.step / max(rest, fetch / cores):.1f} times as fast with the workers alone. " if more else "")
+        + faster(share, "the wait"),
         share,
     )
 
@@ -89,9 +89,9 @@ def too_few_workers(case: Case) -> Finding | None:
         "too_few_workers",
         f"Waiting for data takes {percent(share)} of each step ({duration(share * facts.step)}) with "
         f"num_workers={workers}.",
-        f"Loading a batch takes about {duration(fetch)}, the rest of the step {duration(rest)}.",
-        f"DataLoader(num_workers={wanted}, persistent_workers=True): there {_cores(cores)} for each process.",
-        faster(share),
+        f"Loading a batch takes about {duration(fetch)} and the rest of the step {duration(rest)}.",
+        f"Set num_workers={wanted} and persistent_workers=True; {_cores(cores)}.",
+        faster(share, "the wait"),
         share,
     )
 
@@ -105,11 +105,11 @@ def too_many_workers(case: Case) -> Finding | None:
     wanted = min(wanted_workers(facts), cores) if facts.share("data") >= DATA else max(1, min(workers, cores) // 2)
     return Finding(
         "too_many_workers",
-        f"num_workers={workers}, but there {_cores(cores)} for each process.",
-        "Workers take the cores from each other and from the training process; each also holds memory, prefetched "
-        "batches, and takes a moment to start.",
-        f"DataLoader(num_workers={wanted}).",
-        "An earlier first step, less memory, and as much throughput or a little more.",
+        f"The loader has num_workers={workers}, but {_cores(cores)}.",
+        "The workers take the cores from each other and from the training process. Each also keeps prefetched batches "
+        "in memory and takes a moment to start.",
+        f"Set num_workers={wanted}.",
+        "The first step comes earlier, less memory is used, and throughput stays the same or rises a little.",
         share=facts.share("data") / 2,
     )
 
@@ -122,9 +122,9 @@ def pageable_copies(case: Case) -> Finding | None:
         return None
     return Finding(
         "pageable_copies",
-        f"Bringing batches to the GPU takes {percent(share)} of each step ({duration(share * facts.step)}).",
-        "The loader gives pageable memory, which the training process itself must pin before each copy.",
-        "DataLoader(pin_memory=True): a thread pins the next batch meanwhile.",
-        faster(share),
+        f"Copying batches to the GPU takes {percent(share)} of each step ({duration(share * facts.step)}).",
+        "The loader returns pageable memory, which the training process has to pin before each copy.",
+        "Set pin_memory=True; a thread then pins the next batch in the meantime.",
+        faster(share, "the copies"),
         share,
     )

@@ -6,7 +6,7 @@ from ...loggers.messages import ranks as named_ranks
 from .finding import Case, Finding, duration, faster, percent, there
 from .of_data import cores_each
 
-#: Shares of the time from which on something is worth a word.
+#: Shares of the time above which a finding is reported.
 COLLECTIONS = 0.05
 #: Shares of a device's memory.
 NEARLY_FULL = 0.92
@@ -23,26 +23,31 @@ def memory_nearly_full(case: Case) -> Finding | None:
             return Finding(
                 "memory_nearly_full",
                 f"Tensors fill {percent(peak / total)} of the GPU's {total / 2**30:.0f} GiB on rank {facts.rank}.",
-                "The next longer batch ends the run; before that, torch frees and allocates again, and waits for it.",
-                "A smaller batch with accumulate_grad_batches, precision='bf16-mixed', activation checkpointing, FSDP.",
-                "A run that does not end by chance.",
+                "The next longer batch ends the run. Before that, torch frees and allocates again, which takes time.",
+                there(
+                    case,
+                    "Use a smaller batch with accumulate_grad_batches, precision='bf16-mixed'",
+                    "Use a smaller batch with gradient_accumulation_steps, mixed_precision='bf16'",
+                )
+                + ", activation checkpointing, or FSDP.",
+                "A batch that is a little longer no longer ends the run.",
                 0.05,
             )
         host, left = memory.get("host_total", 0.0), memory.get("host_available", 0.0)
         if host and left / host < HOST_LEFT:
             return Finding(
                 "memory_nearly_full",
-                f"Only {left / 2**30:.1f} of the host's {host / 2**30:.0f} GiB are free.",
-                "Memory that is swapped out, or a process that the system kills, stops a run.",
-                "Fewer workers or a smaller prefetch_factor; data that are mapped instead of loaded.",
-                "A run that does not end by chance.",
+                f"Only {left / 2**30:.1f} GiB of the host's {host / 2**30:.0f} GiB are free.",
+                "When memory runs out, the system swaps or kills a process, and the run stops.",
+                "Use fewer workers or a smaller prefetch_factor, or map the data into memory instead of loading it.",
+                "The run no longer depends on what else needs memory.",
                 0.05,
             )
     return None
 
 
 def fragmentation(case: Case) -> Finding | None:
-    """Much of the memory that torch holds lies between tensors, and it had to look for space."""
+    """Much of the memory that torch holds lies unused between tensors, and torch ran out of space."""
     for facts in case:
         memory = facts.memory
         total, retries = memory.get("total", 0.0), memory.get("retries", 0.0)
@@ -51,10 +56,10 @@ def fragmentation(case: Case) -> Finding | None:
             return Finding(
                 "fragmentation",
                 f"{percent(idle / total)} of the GPU's memory lies unused between tensors on rank {facts.rank}.",
-                f"torch had to give memory back and ask anew {retries:.0f} times, waiting for the GPU each time: sizes "
-                "change from step to step.",
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and batches of few different shapes.",
-                "No more waiting for memory, and room for a larger batch.",
+                f"torch had to return memory and allocate it again {retries:.0f} times, waiting for the GPU each time, "
+                "because sizes change from step to step.",
+                "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and use batches of few different shapes.",
+                "There are no more waits for memory, and there is room for a larger batch.",
                 0.05,
             )
     return None
@@ -70,10 +75,10 @@ def oversubscribed_threads(case: Case) -> Finding | None:
     return Finding(
         "oversubscribed_threads",
         f"{wanted} threads compute on {facts.cores} core{'' if facts.cores == 1 else 's'} "
-        f"({facts.local_world_size} process{'' if facts.local_world_size == 1 else 'es'} of {facts.threads}).",
-        "They take the cores from each other in the middle of their work, and wait for each other at its end.",
-        f"OMP_NUM_THREADS={each}, or torch.set_num_threads({each}).",
-        "Often 1.5 to 3 times as fast on the CPU.",
+        f"({facts.local_world_size} process{'' if facts.local_world_size == 1 else 'es'} with {facts.threads} each).",
+        "The threads interrupt each other in the middle of their work and wait for each other at its end.",
+        f"Set OMP_NUM_THREADS={each}, or call torch.set_num_threads({each}).",
+        "Computing on the CPU is often 1.5 to 3 times as fast.",
         0.3 if facts.device == "cpu" else 0.1,
     )
 
@@ -87,10 +92,10 @@ def numa_distance(case: Case) -> Finding | None:
     return Finding(
         "numa_distance",
         f"{named_ranks(one.rank for one in far).capitalize()} may run on cores of {facts.numa['nodes']} memory nodes, "
-        f"the GPU hangs at node {facts.numa['device_node']}.",
-        "Batches that are made on another node cross the machine on their way to the GPU, and launches take longer.",
-        "paceline launch --enable_cpu_affinity, DDPStrategy(numa=True), or numactl --cpunodebind.",
-        "A few per cent, more where much data is copied.",
+        f"but the GPU of rank {facts.rank} is attached to node {facts.numa['device_node']}.",
+        "Batches made on another node cross the machine on their way to the GPU, and kernel launches take longer.",
+        "Use paceline launch --enable_cpu_affinity, DDPStrategy(numa=True), or numactl --cpunodebind.",
+        "A step is a few percent faster, more where much data is copied.",
         0.03,
     )
 
@@ -105,14 +110,14 @@ def collection_pauses(case: Case) -> Finding | None:
         "collection_pauses",
         f"Python's garbage collector takes {percent(share)} of the time on rank {worst.rank} ({worst.collections} "
         f"runs, {duration(worst.collection_seconds / max(worst.collections, 1))} each).",
-        "It walks over all objects of the program, or is called by hand (gc.collect()) in the step.",
+        "It walks over all objects of the program, or the step itself calls gc.collect().",
         there(
             case,
-            "Trainer(callbacks=[GarbageCollection()]), which freezes what is there and collects on all ranks at once, "
-            "or a larger every_n_steps where it is at work.",
-            "gc.freeze() when everything is set up; gc.collect() less often.",
+            "Use Trainer(callbacks=[GarbageCollection()]), which freezes the objects that exist and collects on all "
+            "ranks at once, or raise its every_n_steps.",
+            "Call gc.freeze() once everything is set up, and gc.collect() less often.",
         )
-        + " Data in arrays instead of many small Python objects.",
-        faster(share),
+        + " Keep data in arrays instead of many small Python objects.",
+        faster(share, "the collections"),
         share,
     )

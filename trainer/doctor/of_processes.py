@@ -5,26 +5,27 @@ from __future__ import annotations
 from statistics import median
 
 from ...loggers.messages import ranks as named_ranks
+from .clock import WORDS
 from .facts import Facts
-from .finding import Case, Finding, duration, faster, percent, there
+from .finding import Case, Finding, duration, faster, hooks, listed, percent, there
 
-#: Shares of the time from which on something is worth a word.
+#: Shares of the time above which a finding is reported.
 COMMUNICATION = 0.20
 STRAGGLING = 0.15
 
 
 def _own(facts: Facts) -> float:
-    """Seconds a step in which a process does something itself."""
+    """Seconds a step in which a process works itself and does not wait for others."""
     return facts.step * (1 - facts.share("communication"))
 
 
 def _on_the_way(case: Case) -> float:
-    """Seconds a step that all ranks wait for gradients: what the last one to come waits is no waiting for another."""
+    """Seconds a step that all ranks wait for gradients. The rank that comes last waits for no other rank."""
     return min(facts.step * facts.share("communication") for facts in case)
 
 
 def _some_are_missing(case: Case) -> bool:
-    """Not all ranks are known: one that waits for gradients may wait for another that is late."""
+    """Not all ranks are known, so a wait for gradients may be a wait for a late rank."""
     return len(case) < case[0].world_size
 
 
@@ -37,12 +38,13 @@ def model_too_small(case: Case) -> Finding | None:
     alone, together = n * compute, compute + wait
     return Finding(
         "model_too_small",
-        f"{n} processes are slower than one: gradients take {duration(wait)} a step, computing {duration(compute)}.",
-        f"One process would compute all {n} shares of a batch in at most {duration(alone)}; together they take "
+        f"{n} processes are slower than one: a step waits {duration(wait)} for gradients and computes for "
+        f"{duration(compute)}.",
+        f"One process would compute the whole batch in at most {duration(alone)}; {n} processes take "
         f"{duration(together)}.",
-        there(case, "Trainer(devices=1)", "paceline launch --num_processes 1")
-        + " with the whole batch; several processes pay when a step computes longer than it talks.",
-        f"At least {together / alone:.1f} times as fast (paceline doctor --try measures it).",
+        f"Use {there(case, 'Trainer(devices=1)', 'paceline launch --num_processes 1')} with the whole batch. Several "
+        "processes pay off when a step computes longer than it communicates.",
+        f"A step is at least {together / alone:.1f} times as fast; paceline doctor --try measures it.",
         wait / max(together, 1e-12),
     )
 
@@ -56,13 +58,14 @@ def communication_bound(case: Case) -> Finding | None:
         return None
     size = facts.parameter_bytes / 1e6
     often = there(case, "accumulate_grad_batches=4", "Accelerator(gradient_accumulation_steps=4)")
-    half = " DDPStrategy(ddp_comm_hook='bf16') halves the bytes;" if facts.device == "cuda" else ""
+    half = " DDPStrategy(ddp_comm_hook='bf16') halves the bytes." if facts.device == "cuda" else ""
     return Finding(
         "communication_bound",
-        f"Waiting for gradients takes {percent(share)} of each step ({duration(wait)}), on every rank.",
-        f"{size:.3g} MB of gradients go between {facts.world_size} processes, and backward hides only a part of it.",
-        f"{often} communicates a quarter as often;{half} a larger batch computes longer for the same bytes.",
-        f"A quarter as often, about {1 / (1 - share * 0.75):.1f} times as fast.",
+        f"Waiting for gradients takes {percent(share)} of each step ({duration(wait)}) on every rank.",
+        f"{facts.world_size} processes exchange {size:.3g} MB of gradients, and backward hides only part of that time.",
+        f"Set {often} to communicate a quarter as often, or use a larger batch, which computes longer for the same "
+        f"bytes.{half}",
+        f"Communicating a quarter as often is about {1 / (1 - share * 0.75):.1f} times as fast.",
         share,
     )
 
@@ -85,14 +88,15 @@ def stragglers(case: Case) -> Finding | None:
         if name != "communication"
     }
     part = max(late, key=lambda name: late[name])
+    named = listed(hooks(slowest)) if part == "callbacks" else ""
     waiting = named_ranks(facts.rank for facts in others)
     return Finding(
         "stragglers",
-        f"Rank {slowest.rank} takes {duration(lost)} a step longer than the others: {waiting} "
+        f"Rank {slowest.rank} takes {duration(lost)} longer for a step than the others, and {waiting} "
         f"wait{'s' if len(others) == 1 else ''} {percent(share)} of the time.",
-        f"It is later in {part} by {duration(late[part])} a step.",
-        "Look at what differs there: longer samples (sort or bucket them), other programs on its cores or GPU, a GPU "
-        "that runs hot, a slower disk.",
-        faster(share),
+        f"It spends {duration(late[part])} a step more on {WORDS[part]}{f': {named}' if named else ''}.",
+        "Look for what differs there: longer samples (sort or bucket them), other programs on its cores or GPU, an "
+        "overheated GPU, a slower disk.",
+        faster(share, "the wait"),
         share,
     )

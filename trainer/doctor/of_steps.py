@@ -1,13 +1,13 @@
-"""Findings about what a step does, and what stands around it."""
+"""Findings about what happens in a step and around it."""
 
 from __future__ import annotations
 
 import os
 
 from ...strategies.single_device import SingleDevice
-from .finding import Case, Finding, duration, faster, percent, there
+from .finding import Case, Finding, duration, faster, hooks, listed, percent, there
 
-#: Shares of the time from which on something is worth a word.
+#: Shares of the time above which a finding is reported.
 EVALUATION = 0.30
 CHECKPOINT = 0.15
 CALLBACKS = 0.15
@@ -16,7 +16,7 @@ COMPILING = 0.20
 SMALL_OPERATOR = 15e-6
 #: Samples of a batch above which it is not called small.
 SMALL_BATCH = 256
-#: Recompilations of one function from which on shapes are said to change.
+#: Recompilations of one function above which a finding is reported.
 RECOMPILATIONS = 3
 
 
@@ -25,13 +25,13 @@ def _mean(case: Case, *parts: str) -> float:
 
 
 def _of_loop(case: Case, part: str) -> float:
-    """Its share of the host's time since steps count: what stands between steps is in no step of a device's."""
+    """Its share of the host's time since steps count; a device's steps do not include the time between them."""
     facts = case[0]
     return facts.seconds.get(part, 0.0) / facts.total if facts.total else 0.0
 
 
 def host_syncs(case: Case) -> Finding | None:
-    """Lines in a step at which the host waits for the device."""
+    """Lines of a step that make the host wait for the device."""
     facts = case[0]
     lines = [line for line in facts.lines if line["times"] >= 1]
     if not lines:
@@ -48,14 +48,15 @@ def host_syncs(case: Case) -> Finding | None:
         "host_syncs",
         f"{len(lines)} line{'s' if len(lines) > 1 else ''} of the step make{'' if len(lines) > 1 else 's'} the host "
         f"wait for the {'GPU' if on_gpu else 'device'}: {listed}{more}.",
-        f"The first one {first['what']}. Until the device has caught up nothing new is queued; it then stands idle."
-        + ("" if on_gpu else " On the CPU, as here, that costs nothing."),
+        f"The first line {first['what']}. Until the device has caught up, the host queues no new work, and then the "
+        "device stands idle." + ("" if on_gpu else " On a CPU that costs nothing."),
         there(
             case,
-            "Keep values as tensors: self.log(name, tensor) reads them later, all together; torch.where instead of if.",
-            "Keep values as tensors and read them every n steps, all together; torch.where instead of if.",
-        ),
-        "The device gets its work early again." if on_gpu else "Nothing here; it does on a GPU.",
+            "Keep values as tensors: self.log(name, tensor) reads them later, all together.",
+            "Keep values as tensors, and read them every n steps, all together.",
+        )
+        + " Use torch.where instead of if.",
+        "The host can queue work ahead again." if on_gpu else "Nothing on a CPU; on a GPU the host can work ahead.",
         share=0.1 if on_gpu else 0.0,
         is_note=not on_gpu,
     )
@@ -64,9 +65,9 @@ def host_syncs(case: Case) -> Finding | None:
 def _compiling(case: Case) -> str:
     """What compiling can do about many short operators; of networks alone it is often the opposite."""
     if not case[0].own_loop and case[0].strategy == SingleDevice.__name__:
-        return "Trainer(compile='step'), one graph of the whole step, which takes some 30 s to make."
+        return "Trainer(compile='step'), which takes some 30 s to make one graph of the whole step."
     asked = there(case, "Trainer(compile=True)", "Accelerator(dynamo_backend='inductor')")
-    return f"try {asked} and measure it: small networks can get slower."
+    return f"{asked}; measure that, since small networks can get slower."
 
 
 def batch_too_small(case: Case) -> Finding | None:
@@ -82,10 +83,11 @@ def batch_too_small(case: Case) -> Finding | None:
     return Finding(
         "batch_too_small",
         f"A step calls {facts.operators} operators that take {duration(each)} each, on a batch of {facts.batch_size}.",
-        "Calling one costs some 5 us before anything is computed: batch or model are too small for the device.",
-        f"A larger batch (try {(facts.batch_size or 1) * 4}, with the learning rate to match), fewer and fused "
+        "Calling an operator costs some 5 us before anything is computed: the batch or the model is too small for the "
+        "device.",
+        f"Use a larger batch (try {(facts.batch_size or 1) * 4}, with the learning rate to match), fewer and fused "
         f"operations, or {_compiling(case)}",
-        "Up to a size at which operators take some 50 us, a larger batch takes hardly longer: up to "
+        "A larger batch hardly takes longer until an operator takes some 50 us: up to "
         f"{min(16.0, max(1.5, 4 * SMALL_OPERATOR / each)):.0f} times the samples a second.",
         share * 0.5,
     )
@@ -102,21 +104,23 @@ def recompiles(case: Case) -> Finding | None:
     if not often:
         return Finding(
             "recompiles",
-            f"Compiling takes {percent(share)} of the time also after the first steps.",
-            "torch.compile makes graphs while the training runs.",
-            "Compile once before the training, or see what is compiled with TORCH_LOGS=recompiles.",
-            faster(share),
+            f"Compiling takes {percent(share)} of the time even after the first steps.",
+            "torch.compile keeps making new graphs during the training.",
+            "Compile once before the training, or set TORCH_LOGS=recompiles to see what is compiled.",
+            faster(share, "compiling"),
             share,
         )
     first = often[0]
     return Finding(
         "recompiles",
         f"torch.compile compiled {first['function']} {first['times'] + 1} times ({duration(spent)} for all compiling).",
-        f"The last reason: {first['reason'] or 'torch does not say'}.",
-        "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for shapes that change ("
+        f"The last reason: {first['reason']}." if first["reason"] else "Torch gives no reason.",
+        "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for changing shapes ("
         + there(case, "Trainer(compile={'dynamic': True})", "TorchDynamoPlugin(dynamic=True)")
         + ").",
-        faster(share) if share > 0.01 else "No more stalls; after 8 recompilations torch gives up and runs uncompiled.",
+        faster(share, "compiling")
+        if share > 0.01
+        else "The stalls end; after 8 recompilations torch gives up and runs uncompiled.",
         max(share, _of_loop(case, "compile"), 0.05),
     )
 
@@ -129,20 +133,20 @@ def evaluation_share(case: Case) -> Finding | None:
     return Finding(
         "evaluation_share",
         f"Validation takes {percent(share)} of the time.",
-        "It runs too often, or over more batches than the figure needs.",
+        "It runs too often, or over more batches than the result needs.",
         there(
             case,
-            "check_val_every_n_epoch=, val_check_interval=, limit_val_batches=; larger batches there: it has no "
-            "gradients.",
-            "Evaluate less often, over fewer batches or larger ones: it has no gradients.",
+            "Set check_val_every_n_epoch, val_check_interval or limit_val_batches, or use larger validation batches, "
+            "which need no memory for gradients.",
+            "Evaluate less often, over fewer batches, or in larger ones, which need no memory for gradients.",
         ),
-        f"Validating a quarter as often: {1 / (1 - 0.75 * share):.1f} times as fast.",
+        f"Validating a quarter as often is {1 / (1 - 0.75 * share):.1f} times as fast.",
         share * 0.75,
     )
 
 
 def checkpoint_share(case: Case) -> Finding | None:
-    """Training stands still while checkpoints are written."""
+    """Training stops while checkpoints are written."""
     share = _of_loop(case, "checkpoint")
     if share < CHECKPOINT or case[0].often.get("checkpoint", 0) < 2:
         return None  # the one at the end of a short run says nothing of a long one
@@ -152,13 +156,14 @@ def checkpoint_share(case: Case) -> Finding | None:
         "They are large for how often they are written, or the disk is slow.",
         there(
             case,
-            "ModelCheckpoint(every_n_train_steps=...) less often; background=True writes while the training goes on.",
+            "Save less often with ModelCheckpoint(every_n_train_steps=...), or set background=True to write while the "
+            "training continues.",
             "Save less often, or to a faster disk.",
         ),
         there(
             case,
-            f"{1 / (1 - share):.1f} times as fast if they are written in the background.",
-            f"Saving a quarter as often: {1 / (1 - 0.75 * share):.1f} times as fast.",
+            f"Writing in the background is {1 / (1 - share):.1f} times as fast.",
+            f"Saving a quarter as often is {1 / (1 - 0.75 * share):.1f} times as fast.",
         ),
         share,
     )
@@ -170,18 +175,17 @@ def logging_share(case: Case) -> Finding | None:
     share = callbacks + logging
     if share < CALLBACKS:
         return None
-    most = "hooks of callbacks and of the module" if callbacks >= logging else "sending values to the loggers"
-    advice = (
-        "Trainer(profiler='simple') lists each hook. Do such work every n steps, or at the end of an epoch."
-        if callbacks >= logging
-        else there(case, "Trainer(log_every_n_steps=...) less often", "accelerator.log every n steps")
-        + ", fewer values, or a logger that writes in the background."
-    )
-    return Finding(
-        "logging_share",
-        f"Callbacks and logging take {percent(share)} of each step.",
-        f"Most of it goes into {most}.",
-        advice,
-        faster(share),
-        share,
-    )
+    first = ""
+    if callbacks >= logging:
+        named = hooks(max(case, key=lambda facts: facts.share("callbacks")))
+        first = next((name for name, one in named.items() if one >= share / 2), "")
+        why = f"These hooks take the time: {listed(named)}." if named else "Hooks of callbacks and the module take it."
+        change = "Do this work every n steps or at the end of an epoch"
+        change += ", and raise refresh_rate of the progress bar." if "ProgressBar." in first else "."
+        change += there(case, " Trainer(profiler='simple') lists all hooks.", "")
+    else:
+        why = "Sending values to the loggers takes the time."
+        change = there(case, "Raise Trainer(log_every_n_steps=...)", "Call accelerator.log every n steps")
+        change += ", log fewer values, or use a logger that writes in the background."
+    what = f"Callbacks and logging take {percent(share)} of each step{f', most of it {first}' if first else ''}."
+    return Finding("logging_share", what, why, change, faster(share, "them"), share)

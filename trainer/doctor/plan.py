@@ -1,4 +1,4 @@
-"""What ``paceline doctor`` wants of the script that it runs; it stands in the script's environment.
+"""What ``paceline doctor`` asks of the script that it runs, passed in the script's environment.
 
 Only the standard library is imported: every Trainer and Accelerator looks here once.
 """
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: Where the plan stands, as JSON.
+#: The environment variable that holds the plan, as JSON.
 VARIABLE = "PACELINE_DOCTOR"
 
 
 @dataclass
 class Plan:
-    """A run of somebody's script.
+    """A run of a user's script.
 
     Attributes:
         out: the JSON file into which the report goes.

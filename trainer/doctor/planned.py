@@ -36,7 +36,7 @@ class PlannedDoctor(Doctor):
         self.__init__(state["plan"])
 
     def connect(self, trainer: Trainer) -> None:
-        """Let the training loader be the changed one, and checkpoints be written where no other run finds them."""
+        """Use the changed training loader, and write checkpoints where no other run finds them."""
         if trainer.state.fn != "fit":
             return
         change, source = loader_change(self.plan.change), trainer._source
@@ -48,7 +48,7 @@ class PlannedDoctor(Doctor):
             keeper._given_dirpath = str(Path(self.plan.out).parent / f"checkpoints{number}")
 
     def attach(self, trainer: Trainer) -> None:
-        """Let the fit end after the plan's batches, or where it would end before."""
+        """End the fit after the plan's batches, or earlier if it would end earlier."""
         super().attach(trainer)
         if trainer.state.fn == "fit":
             steps = max(1, self.plan.steps // trainer.accumulate_grad_batches)
@@ -76,7 +76,7 @@ def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None
         ValueError: its kind does not allow that.
     """
     if type(loader) is not DataLoader:
-        raise ValueError(f"A {type(loader).__name__} cannot be changed from outside, as a DataLoader can.")
+        raise ValueError(f"A {type(loader).__name__} cannot be changed from outside; only a DataLoader can.")
     workers = loader.num_workers if num_workers is None else num_workers
     options: dict[str, Any] = {
         "num_workers": workers,

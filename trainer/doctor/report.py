@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,26 +13,10 @@ from typing import Any
 from ...loggers import messages
 from ...loggers.page import Html, Section, card, line_chart, paragraph, pie, side_by_side, stacked_bars, table
 from ...loggers.page import page as whole_page
-from .clock import PARTS
+from .clock import PARTS, WORDS
 from .facts import WARM_UP, Facts
 from .finding import Finding, duration, percent
 from .findings import examine
-
-#: What the parts are called.
-WORDS = {
-    "data": "waiting for data",
-    "copy": "copying to the device",
-    "forward": "forward",
-    "backward": "backward",
-    "communication": "communication (exposed)",
-    "optimizer": "optimizer",
-    "callbacks": "callbacks and hooks",
-    "logging": "logging",
-    "evaluation": "validation",
-    "checkpoint": "checkpoints",
-    "compile": "compiling",
-    "other": "everything else",
-}
 
 
 @dataclass
@@ -62,11 +47,11 @@ class Report:
     # ---- words ------------------------------------------------------------------------------------------------------
 
     def verdict(self) -> str:
-        """The whole in one sentence or two."""
+        """The report in a few sentences."""
         first = self.ranks[0]
         if not first.steps:
             return (
-                f"The run was too short to say anything: the first {WARM_UP} batches do not count. Train "
+                f"The run was too short to say anything: the first {WARM_UP} batches do not count. Train on "
                 f"{WARM_UP + 1} or more."
             )
         speed = first.samples_per_second
@@ -80,22 +65,22 @@ class Report:
         return f"{head} {worst.what} {worst.change}{others}{self._tried()}"
 
     def _alone(self) -> str:
-        """Whom the report is about, where that is not everybody."""
+        """Which ranks the report is about, if not about all of them."""
         count = self.ranks[0].world_size
         if len(self.ranks) == count:
             return ""
-        return f" Only rank 0 of {count} is judged: the run did not come to its end."
+        return f" Only rank 0 of {count} is judged, because the run ended early."
 
     def _tried(self) -> str:
-        """What trying has shown, if something was tried."""
+        """What trying changes has shown, if something was tried."""
         best = next((row for row in self.trials if row.get("best")), None)
         if best is None:
             return ""
         if len(self.trials) > 1 and all("error" in row for row in self.trials[1:]):
-            return " Everything that was tried failed; the table says how."
+            return " Everything that was tried failed; the table says why."
         if best["factor"] == 1.0:
             return " Nothing that was tried is faster."
-        return f" Of what was tried, {best['what']} is best: {best['factor']:.2f} times as fast."
+        return f" Of the changes tried, {best['what']} is best: {best['factor']:.2f} times as fast."
 
     def text(self) -> str:
         """The report as plain text."""
@@ -103,9 +88,8 @@ class Report:
         if self.ranks[0].steps:
             lines += [messages.table(self._rows()), ""]
         for number, finding in enumerate(self.findings, start=1):
-            label = "Note" if finding.is_note else f"{number}."
-            lines += [f"{label} {finding.what}", f"   Why: {finding.why}", f"   Change: {finding.change}"]
-            lines += [f"   Gain: {finding.gain}", ""]
+            label = "Note:" if finding.is_note else f"{number}."
+            lines += [f"{label} {finding.what}", *(f"   {line}" for line in _reasons(finding)), ""]
         if self.trials:
             lines += [messages.table(self._trial_rows()), self.scaling(), ""]
         return "\n".join(lines).rstrip()
@@ -119,7 +103,7 @@ class Report:
             return ""
         factor = together / alone
         return (
-            f"{count} processes do {factor:.2f} times the samples of one: a scaling efficiency of "
+            f"{count} processes handle {factor:.2f} times as many samples as one: a scaling efficiency of "
             f"{percent(factor / count)}."
         )
 
@@ -145,7 +129,7 @@ class Report:
         return [name for name in PARTS if any(facts.share(name) > 0.0005 for facts in self.ranks)]
 
     def _trial_rows(self) -> list[list[str]]:
-        rows = [["tried", "samples a second", "to before", "a step"]]
+        rows = [["tried", "samples a second", "speed", "step"]]
         for trial in self.trials:
             speed, factor = trial.get("samples_per_second"), trial.get("factor")
             rows.append(
@@ -162,7 +146,7 @@ class Report:
         """Print it: with rich in a terminal, else as plain text.
 
         Args:
-            answer: to standard output: a command was asked for it.
+            answer: print to standard output, because a command was asked for the report.
         """
         if not messages.is_rank_zero():
             return
@@ -188,10 +172,10 @@ class Report:
                 for row in rows[1:]:
                     shown.add_row(*map(escape, row))
                 parts.append(shown)
-        for finding in self.findings:
-            body = f"[bold]Why[/] {escape(finding.why)}\n[bold]Change[/] {escape(finding.change)}\n[bold]Gain[/] "
-            style = "dim" if finding.is_note else "yellow"
-            parts.append(Panel(body + escape(finding.gain), title=escape(finding.what), border_style=style))
+        for number, finding in enumerate(self.findings, start=1):
+            title, style = ("Note", "dim") if finding.is_note else (str(number), "yellow")
+            body = "\n".join([f"[bold]{escape(finding.what)}[/]", *map(escape, _reasons(finding))])
+            parts.append(Panel(body, title=title, border_style=style))
         return parts
 
     # ---- files ------------------------------------------------------------------------------------------------------
@@ -231,7 +215,7 @@ class Report:
             sections.append(Section("What was tried", [table(rows[1:], rows[0]), *scaling]))
         if self.ranks[0].steps:
             sections += [
-                Section("Where a step goes", self._shares()),
+                Section("Where the time of a step goes", self._shares()),
                 Section("Step time", [self._line()]),
             ]
         sections.append(
@@ -246,7 +230,7 @@ class Report:
         return [
             card(
                 finding.what,
-                [f"Why: {finding.why}", f"Change: {finding.change}", f"Gain: {finding.gain}"],
+                _reasons(finding),
                 "" if finding.is_note else "bad",
             )
             for finding in self.findings
@@ -266,7 +250,7 @@ class Report:
             }
             found.append(stacked_bars(bars, "ms"))
         if self.ranks[0].device_seconds:
-            found.append(paragraph("Parts are as the device spent its time, by events; the step time is the host's."))
+            found.append(paragraph("The parts show how the device spent its time; the step time is the host's."))
         return found
 
     def _line(self) -> Html:
@@ -297,3 +281,14 @@ class Report:
             "torch": lambda f: f.versions.get("torch", "-"),
         }
         return [[name, *(of(facts) for facts in self.ranks[:8])] for name, of in named.items()]
+
+
+def _reasons(finding: Finding) -> list[str]:
+    """Why, what to change and what that brings, one line each."""
+    parts = (("Why", finding.why), ("Change", finding.change), ("Gain", finding.gain))
+    return [f"{name}: {_after_colon(text)}" for name, text in parts]
+
+
+def _after_colon(text: str) -> str:
+    """A sentence as it continues after a colon: a first word that is no name begins small."""
+    return text[0].lower() + text[1:] if re.match(r"[A-Z][a-z]*[ ,:]", text) else text

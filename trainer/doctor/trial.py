@@ -14,7 +14,7 @@ NAMES = ("num_workers", "pin_memory", "batch_size", "processes", "compile", "acc
 
 
 def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What is worth trying after a run: name, words, and the change of the plan. In a loop of one's own: its loader."""
+    """What is worth trying after a run: name, words, and the change of the plan. Of a user's own loop: its loader."""
     loader = facts.loader
     workers = loader.get("num_workers")
     if workers is not None:
@@ -48,13 +48,13 @@ def names(text: str) -> set[str]:
     found = {name.strip() for name in text.split(",")} - {""}
     unknown = sorted(found - set(NAMES))
     if unknown or not found:
-        what = f"There is nothing to try named {unknown[0]!r}" if unknown else f"--only {text!r} names nothing"
+        what = f"Nothing named {unknown[0]!r} can be tried" if unknown else f"--only {text!r} names nothing"
         raise ValueError(f"{what}. Choose from {', '.join(NAMES)}.")
     return found
 
 
 def speed(ranks: list[dict[str, Any]] | list[Facts]) -> float:
-    """Samples a second of all processes together; batches, where nobody knows the samples in one."""
+    """Samples a second of all processes together; batches, where the samples in one are unknown."""
     found = [rank if isinstance(rank, Facts) else _facts(rank) for rank in ranks]
     return sum((facts.batch_size or 1) / facts.step for facts in found if facts.step)
 
@@ -74,12 +74,12 @@ def tried(
     Args:
         report: of the run before.
         measure: runs the script under a change and returns the report's data.
-        say: told what is tried just now.
-        only: names of what is to be tried; None: all.
+        say: is told what is tried next.
+        only: names of what to try; None: all.
     """
     first = report.ranks[0]
     before = speed(report.ranks)
-    yield _row("as it is", before, before, first.step)
+    yield _row("unchanged", before, before, first.step)
     for name, words, change in candidates(first):
         if only is not None and name not in only:
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import linecache
-import os
 import sys
 import warnings
 from collections import Counter
@@ -16,13 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...loggers import messages
 from .clock import INDEX, Clock
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_ROOMS = tuple(os.path.join(_PACKAGE, room, "") for room in ("trainer", "callbacks", "strategies", "loggers"))
 #: Operators whose result the host must see before it goes on, and how they are usually written.
 _WAITS = {
     "_local_scalar_dense": "reads a number out of a tensor (.item(), float(), bool(), if, print)",
@@ -46,10 +41,9 @@ def users_line() -> tuple[str, int] | None:
     """The line that is being run, outside of torch and the standard library; None if that is one of Paceline's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        stdlib = file.startswith(_STDLIB) and "site-packages" not in file
-        if not (stdlib or file.startswith((_TORCH, _OWN, "<"))):
-            return None if file.startswith(_ROOMS) else (file, frame.f_lineno)
+        owner, is_own = messages.owner_of(frame), frame.f_globals.get("__package__") == __package__
+        if owner != "library" and not is_own:
+            return (frame.f_code.co_filename, frame.f_lineno) if owner == "user" else None
         frame = frame.f_back
     return None
 

@@ -33,7 +33,8 @@ class Net(nn.Module):
 def prepared(accelerator: Accelerator, seconds: float = PAUSE, count: int = 12) -> Any:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return accelerator.prepare(model, optimizer, DataLoader(Slow(count, seconds)), DataLoader(Slow(3, seconds)))
+    loaders = [DataLoader(Slow(length, seconds, time.sleep)) for length in (count, 3)]
+    return accelerator.prepare(model, optimizer, *loaders)
 
 
 def loop(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, evaluation: Any) -> None:

@@ -91,7 +91,7 @@ def test_what_is_tried_stands_before_and_after(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     rows = {row["what"]: row for row in data["trials"]}
-    assert rows["as it is"]["factor"] == 1.0
+    assert rows["unchanged"]["factor"] == 1.0
     more = next(row for what, row in rows.items() if what.startswith("num_workers="))
     assert more["samples_per_second"] > 0
     assert sum(row.get("best", False) for row in data["trials"]) == 1
@@ -141,7 +141,7 @@ def test_names_of_what_is_to_be_tried_are_checked_before_anything_runs(tmp_path:
     script.write_text("print('begun', flush=True)")
     done = doctor("--try", "--only", "wrokers", str(script))
     assert done.returncode == 2
-    assert "nothing to try named 'wrokers'" in done.stderr
+    assert "Nothing named 'wrokers' can be tried" in done.stderr
     assert "begun" not in done.stderr
 
 

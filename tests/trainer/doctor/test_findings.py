@@ -1,13 +1,13 @@
 """Each finding in a run with its fault planted, and silent where there is none.
 
-The faults dwarf everything else (a pause of 20 ms beside a step of 1 ms), so that a busy machine changes nothing. What
-needs a GPU, a second memory node or a full memory is examined from recorded facts: pageable copies, memory, fragments,
-memory nodes.
+The doctor reads a clock that goes on only where a fault is planted, so that a busy machine changes nothing. What needs
+a GPU, a second memory node, a full memory or a slow network is examined from recorded facts.
 """
 
 from __future__ import annotations
 
 import gc
+import io
 import os
 import threading
 import time
@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from patients import QUIET, Healthy, Slow, Small, batches, diagnose, keys, only
+from patients import CLOCK, QUIET, Healthy, Slow, Small, batches, diagnose, keys, only
 from processes import ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Callback, Trainer
-from paceline.callbacks import GarbageCollection, ModelCheckpoint
+from paceline.callbacks import GarbageCollection, ModelCheckpoint, RichProgressBar
 from paceline.strategies import DDPStrategy
 from paceline.trainer.doctor import findings
 from paceline.trainer.doctor.facts import WARM_UP, Facts, usable_cores
@@ -40,7 +40,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_healthy_run_gives_no_finding_at_all() -> None:
-    report = diagnose(Healthy(), [torch.randn(512, 128)] * 25, max_epochs=2)
+    report = diagnose(Healthy(), [torch.randn(512, 128)] * 8, max_epochs=2)
     assert report.findings == [], report.text()
     assert "Nothing stands out" in report.verdict()
 
@@ -77,7 +77,7 @@ def test_a_slow_iterable_is_named_as_what_loads_in_the_training_process() -> Non
     class Feed:
         def __iter__(self) -> Any:
             for _ in range(15):
-                time.sleep(0.02)
+                CLOCK.sleep(0.02)
                 yield torch.ones(4, 4)
 
     finding = only(diagnose(Small(), Feed()), "data_bound")
@@ -148,25 +148,32 @@ def test_logging_tensors_and_what_paceline_reads_itself_are_no_wait() -> None:
     assert "host_syncs" not in {finding.key for finding in report.findings}, report.text()
 
 
+def tiny_steps(**changed: Any) -> Facts:
+    """The facts of a run with a batch of two samples, whose operators took 5 us each."""
+    (facts,) = diagnose(Small(), batches(8, rows=2)).ranks
+    assert facts.operators is not None
+    step = 5e-6 * facts.operators
+    return replace(facts, step_seconds=[step] * 5, seconds={"forward": 2 * step, "backward": 3 * step}, **changed)
+
+
 def test_a_batch_that_is_too_small_for_the_device() -> None:
-    finding = only(diagnose(Small(), batches(200, rows=2)), "batch_too_small")
+    (finding,) = [found for found in findings.examine([tiny_steps()]) if found.key == "batch_too_small"]
     assert "on a batch of 2" in finding.what
+    assert "take 5 us each" in finding.what
     assert "try 8" in finding.change
     assert "Trainer(compile='step')" in finding.change
     assert "compile=True" not in finding.change, "slower on small networks"
 
 
 def test_a_large_batch_or_work_that_takes_its_time_is_no_small_batch() -> None:
-    facts = replace(diagnose(Small(), batches(200, rows=2)).ranks[0])
+    facts = tiny_steps()
     assert findings.batch_too_small([replace(facts, batch_size=4096)]) is None
-    module = Healthy()
-    module.layer = torch.nn.Linear(1024, 1024)
-    assert "batch_too_small" not in keys(diagnose(module, [torch.randn(48, 1024)] * 12))
+    assert findings.batch_too_small([replace(facts, step_seconds=[4 * facts.quick_step] * 5)]) is None
 
 
 def test_a_whole_step_is_compiled_on_one_device_only() -> None:
-    facts = replace(diagnose(Small(), batches(200, rows=2)).ranks[0], strategy="DDPStrategy", world_size=2)
-    (finding,) = [f for f in findings.examine([facts]) if f.key == "batch_too_small"]
+    finding = findings.batch_too_small([tiny_steps(strategy="DDPStrategy", world_size=2)])
+    assert finding is not None
     assert "compile='step'" not in finding.change
     assert "Trainer(compile=True)" in finding.change
     assert "can get slower" in finding.change
@@ -237,7 +244,7 @@ class Validates(Small):
     pause = 0.02
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(self.pause)
+        CLOCK.sleep(self.pause)
         self.log("val", self.layer(batch).mean())
 
 
@@ -256,14 +263,14 @@ class Keeps(Small):
     pause = 0.03
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        time.sleep(self.pause)
+        CLOCK.sleep(self.pause)
 
 
 class SlowStart(Callback):
     """What a short run consists of mostly: everything that happens before its first batch."""
 
     def on_train_start(self, *_: Any) -> None:
-        time.sleep(1.0)
+        CLOCK.sleep(1.0)
 
 
 def test_validation_and_checkpoints_are_a_share_of_the_loop_however_long_the_start_took() -> None:
@@ -301,14 +308,60 @@ class Ends(Callback):
         self.seconds = seconds
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.seconds:
-            time.sleep(self.seconds)
+        CLOCK.sleep(self.seconds)
 
 
-def test_callbacks_that_take_much_of_a_step() -> None:
-    finding = only(diagnose(Small(0.005), batches(), callbacks=[Ends(0.02)]), "logging_share")
-    assert "hooks" in finding.why
+def test_callbacks_that_take_much_of_a_step_are_named_with_their_hook_and_share() -> None:
+    class Looks(Callback):
+        def on_before_zero_grad(self, *_: Any) -> None:
+            CLOCK.sleep(0.005)
+
+    class Talks(Small):
+        def on_train_batch_end(self, *_: Any) -> None:
+            CLOCK.sleep(0.0025)
+
+    report = diagnose(Talks(0.0125), batches(), callbacks=[Ends(0.03), Looks()])
+    finding = only(report, "logging_share")
+    assert finding.what == "Callbacks and logging take 75 % of each step, most of it Ends.on_train_batch_end."
+    named = "Ends.on_train_batch_end (60 %), Looks.on_before_zero_grad (10 %), Talks.on_train_batch_end (5 %)"
+    assert finding.why == f"These hooks take the time: {named}."
+    assert "progress bar" not in finding.change
     assert "profiler='simple'" in finding.change
+
+
+def test_a_hook_is_charged_with_what_it_does_itself_and_not_with_a_checkpoint() -> None:
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            CLOCK.sleep(0.02)
+            trainer.save_checkpoint("saved.ckpt")
+
+    (facts,) = diagnose(Keeps(0.005), batches(8), callbacks=[Saves()]).ranks
+    assert facts.hooks["Saves.on_train_batch_end"] == pytest.approx(5 * 0.02, rel=0.01), "the steps that count"
+    assert facts.seconds["checkpoint"] == pytest.approx(5 * Keeps.pause, rel=0.01)
+
+
+def test_no_hook_is_called_most_of_it_where_several_share_the_time() -> None:
+    hooks = {"MyProgressBar.on_train_batch_end": 0.2, "Mine.on_train_batch_end": 0.15, "Its.on_train_batch_end": 0.15}
+    facts = replace(FINE, seconds={"forward": 0.5, "callbacks": 0.5}, hooks=hooks)
+    (finding,) = findings.examine([facts])
+    assert finding.what == "Callbacks and logging take 50 % of each step."
+    assert "MyProgressBar.on_train_batch_end (20 %), Mine.on_train_batch_end (15 %), Its" in finding.why
+    assert "progress bar" not in finding.change
+
+
+def test_the_progress_bar_is_named_where_it_takes_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MyProgressBar(RichProgressBar):
+        def get_metrics(self, trainer: Any, pl_module: Any) -> Any:
+            CLOCK.sleep(0.02)
+            return super().get_metrics(trainer, pl_module)
+
+    monkeypatch.setattr("paceline.callbacks.progress.perf_counter", CLOCK)
+    bar = MyProgressBar(console_kwargs={"file": io.StringIO()})
+    bar.plain_seconds = 0.0
+    report = diagnose(Small(0.005), batches(), callbacks=[bar], enable_progress_bar=True)
+    finding = only(report, "logging_share")
+    assert "most of it MyProgressBar." in finding.what
+    assert "raise refresh_rate of the progress bar" in finding.change
 
 
 def test_a_short_callback_is_no_finding() -> None:
@@ -320,7 +373,7 @@ def test_a_logger_that_is_slow() -> None:
 
     class Waits(CSVLogger):
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
-            time.sleep(0.02)
+            CLOCK.sleep(0.02)
 
     report = diagnose(Small(0.005), batches(), logger=Waits("logs"), log_every_n_steps=1)
     assert "loggers" in only(report, "logging_share").why
@@ -363,7 +416,7 @@ def test_collections_in_every_step() -> None:
 @pytest.mark.parametrize("callbacks", [[], [GarbageCollection(every_n_steps=2)]])
 def test_many_objects_that_are_hardly_looked_at_are_no_finding(callbacks: list[Callback]) -> None:
     many = [[i] for i in range(300_000)]
-    report = diagnose(Small(0.01), batches(24), callbacks=callbacks)
+    report = diagnose(Small(1.0), batches(24), callbacks=callbacks)
     assert "collection_pauses" not in keys(report), report.text()
     assert many
 
@@ -463,34 +516,32 @@ def test_a_loop_of_one_s_own_is_told_of_what_exists_there(key: str, planted: dic
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 
-def late(seconds: float) -> Any:
+def late(state: Any, bucket: Any) -> Any:
     """A way to reduce gradients that takes its time, as a slow network does."""
+    buffer, done = bucket.buffer().div_(dist.get_world_size()), torch.futures.Future()
+    work = dist.all_reduce(buffer, async_op=True)
 
-    def hook(_: Any, bucket: Any) -> Any:
-        buffer, done = bucket.buffer().div_(dist.get_world_size()), torch.futures.Future()
-        work = dist.all_reduce(buffer, async_op=True)
+    def finish() -> None:
+        work.wait()
+        time.sleep(NETWORK_SECONDS)
+        done.set_result(buffer)
 
-        def finish() -> None:
-            work.wait()
-            time.sleep(seconds)
-            done.set_result(buffer)
-
-        threading.Thread(target=finish).start()
-        return done
-
-    hook.__annotations__.clear()  # torch accepts none, or its own
-    return hook
+    threading.Thread(target=finish).start()
+    return done
 
 
-def two(module: Any, hook: Any = None, seconds: tuple[float, float] = (0.0, 0.0)) -> Report:
+late.__annotations__.clear()  # torch accepts none, or its own
+NETWORK_SECONDS = 0.005
+
+
+def two(hook: Any = None, seconds: tuple[float, float] = (0.0, 0.0)) -> Report:
     """The report on two processes whose steps take so long."""
 
     def run() -> Any:
-        own = module()
-        own.seconds = seconds[int(os.environ["RANK"])]
         doctor = Doctor(write=False)
         strategy = DDPStrategy(ddp_comm_hook=hook)
-        Trainer(**{**QUIET, "profiler": doctor, "strategy": strategy, "devices": 2}).fit(own, batches(40))
+        module = Small(seconds[int(os.environ["RANK"])])
+        Trainer(**{**QUIET, "profiler": doctor, "strategy": strategy, "devices": 2}).fit(module, batches(16))
         return None if doctor.report is None else doctor.report.as_dict()
 
     first, second = ranks(2, run)
@@ -498,33 +549,55 @@ def two(module: Any, hook: Any = None, seconds: tuple[float, float] = (0.0, 0.0)
     return Report.from_dict(first)
 
 
+def test_the_wait_for_gradients_is_measured_on_every_rank_by_the_clock_on_the_wall() -> None:
+    report = two(late)
+    assert [facts.rank for facts in report.ranks] == [0, 1]
+    assert all(facts.communication["exposed"] > 0.9 * NETWORK_SECONDS for facts in report.ranks)
+
+
+def both(exposed: float, computing: float) -> list[Facts]:
+    """Two ranks that wait and compute for so long in each step."""
+    facts = replace(OWN_LOOP, own_loop=False, batch_size=512)
+    facts.seconds = {"forward": computing * facts.steps, "backward": exposed * facts.steps}
+    facts.communication = {"all": exposed, "exposed": exposed}
+    return [facts, replace(facts, rank=1)]
+
+
 def test_two_processes_for_a_model_that_is_too_small() -> None:
-    report = two(Small, late(0.02))
-    finding = only(report, "model_too_small")
+    (finding,) = findings.examine(both(exposed=0.02, computing=0.001))
+    assert finding.key == "model_too_small"
     assert "2 processes are slower than one" in finding.what
-    assert "devices=1" in finding.change
-    assert "communication_bound" not in keys(report)
+    assert "Use Trainer(devices=1)" in finding.change
+    assert "at least 10.5 times as fast" in finding.gain
 
 
 def test_communication_that_backward_does_not_hide() -> None:
-    report = two(Small, late(0.02), seconds=(0.03, 0.03))
-    finding = only(report, "communication_bound")
-    assert 0.25 < finding.share < 0.6
-    assert "accumulate_grad_batches" in finding.change
-    assert "model_too_small" not in keys(report)
-    assert all(facts.communication["exposed"] > 0.015 for facts in report.ranks)
+    (finding,) = findings.examine(both(exposed=0.02, computing=0.03))
+    assert finding.key == "communication_bound"
+    assert finding.share == pytest.approx(0.4)
+    assert "accumulate_grad_batches=4" in finding.change
+    assert findings.examine(both(exposed=0.005, computing=0.03)) == [], "that much is no finding"
 
 
 def test_a_straggler_is_named_and_where_it_is_late() -> None:
-    report = two(Small, seconds=(0.002, 0.03))
+    report = two(seconds=(0.002, 0.03))
     finding = only(report, "stragglers")
-    assert finding.what.startswith("Rank 1 takes")
-    assert "later in forward" in finding.why
+    assert finding.what.startswith("Rank 1 takes 28 ms longer for a step than the others, and rank 0 waits 93 % of")
+    assert finding.why == "It spends 28 ms a step more on forward."
     assert not keys(report) & {"communication_bound", "model_too_small"}, report.text()
 
 
+def test_a_straggler_that_is_late_in_a_hook_has_it_named() -> None:
+    first, second = both(exposed=0.0, computing=0.03)
+    second.seconds = {**second.seconds, "callbacks": 1.0}
+    second.hooks = {"Mine.on_train_batch_end": 0.99}
+    finding = findings.stragglers([first, second])
+    assert finding is not None
+    assert finding.why == "It spends 10 ms a step more on callbacks and hooks: Mine.on_train_batch_end (25 %)."
+
+
 def test_two_healthy_processes_are_no_finding() -> None:
-    report = two(Small, seconds=(0.05, 0.05))
+    report = two(seconds=(0.05, 0.05))
     assert not keys(report) - {"oversubscribed_threads"}, report.text()
     assert [facts.rank for facts in report.ranks] == [0, 1]
     assert all(facts.communication for facts in report.ranks)

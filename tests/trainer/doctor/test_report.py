@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from terminals import seen
 
 from paceline.trainer.doctor.facts import Facts
 from paceline.trainer.doctor.finding import duration, percent
@@ -31,6 +32,7 @@ FACTS = Facts(
     loader={"kind": "DataLoader", "num_workers": 1, "pin_memory": False, "batch_size": 8},
     communication={"all": 0.002, "exposed": 0.001},
 )
+WITH_CALLBACKS = [replace(FACTS, seconds={**FACTS.seconds, "callbacks": 2.0}, rank=rank) for rank in (0, 1)]
 REPORT = Report.of([replace(FACTS, rank=1), FACTS])
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -46,10 +48,29 @@ def test_the_words_give_the_number_the_reason_the_change_and_the_gain() -> None:
     text = REPORT.text()
     assert "A step takes 20 ms, 800 samples a second." in text
     assert "Waiting for data takes 50 % of each step (10 ms) with num_workers=1." in text
-    assert "Why:" in text
-    assert "DataLoader(num_workers=3" in text
-    assert "2.0 times as fast" in text
+    assert "\n   Why: loading a batch takes about 20 ms and the rest of the step 10 ms.\n" in text
+    assert "\n   Change: set num_workers=3 and persistent_workers=True; each process has 4 cores.\n" in text
+    assert "\n   Gain: a step without the wait takes 50 % of the time: 2.0 times as fast." in text
     assert re.search(r"waiting for data +10 ms +50 % +10 ms +50 %", text)
+
+
+def test_a_note_is_a_sentence_of_its_own() -> None:
+    line = {"file": "train.py", "number": 3, "text": "loss.item()", "what": "reads", "times": 1}
+    lines = [line, {**line, "number": 4}]
+    text = Report.of([replace(FACTS, lines=lines), replace(FACTS, rank=1)]).text()
+    assert "\nNote: 2 lines of the step make the host wait for the device: train.py:3 'loss.item()'; " in text
+    assert "\n   Change: keep values as tensors: self.log(name, tensor) reads them later, all together." in text
+
+
+@pytest.mark.parametrize("columns", [80, None])
+def test_the_report_is_said_whole_in_a_terminal_and_in_a_pipe(columns: int | None) -> None:
+    report = Report.of([replace(facts, hooks={"AVeryLongName.on_train_batch_end": 1.0}) for facts in WITH_CALLBACKS])
+    found = seen(report.say, columns)
+    text = " ".join(re.sub("[\u2500-\u257f]", " ", found.text).split())
+    for finding in report.findings:
+        for words in (finding.what, finding.why[1:], finding.change[1:], finding.gain[1:]):
+            assert words in text, words
+    assert columns is None or max(map(len, found.lines)) <= columns
 
 
 def test_rich_shows_the_same() -> None:
@@ -87,7 +108,7 @@ def test_trying_compares_every_run_with_the_first_and_keeps_what_failed() -> Non
     assert rows["num_workers=2 (was 1)"]["best"]
     assert rows["compile=True"]["error"] == "no compiler"
     assert "one process (was 2)" in rows
-    assert "2 processes do 1.00 times the samples of one: a scaling efficiency of 50 %." in report.text()
+    assert "2 processes handle 1.00 times as many samples as one: a scaling efficiency of 50 %." in report.text()
     assert "num_workers=2 (was 1) is best: 4.00 times as fast" in report.verdict()
     with pytest.raises(ValueError, match="named 'wrokers'"):
         names("compile,wrokers")
