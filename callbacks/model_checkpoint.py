@@ -160,12 +160,8 @@ class ModelCheckpoint(CheckpointKeeper):
             None if interval is None else to_timedelta(interval, "ModelCheckpoint(train_time_interval=)")
         )
         self._by_epoch = not self._every_n_train_steps and self._train_time_interval is None
-        if (
-            self._by_epoch
-            and not self.async_save
-            and type(self).on_train_batch_end is ModelCheckpoint.on_train_batch_end
-        ):
-            self.on_train_batch_end = None  # type: ignore[method-assign,assignment]
+        if self._by_epoch and not self.async_save:
+            self._undefine(ModelCheckpoint, "on_train_batch_end")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         super().on_train_start(trainer, pl_module)

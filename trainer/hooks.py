@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.base import HOOKS, Callback
+from ..callbacks.base import HOOKS, Callback, overridden
 from .profilers.wiring import wrap_hooks
 
 if TYPE_CHECKING:
@@ -74,17 +74,6 @@ MOVED = {
     "test_epoch_end": "on_test_epoch_end",
     "configure_sharded_model": "configure_model",
 }
-
-
-def overridden(owner: Any, name: str, base: type) -> Bound | None:
-    """The bound method if ``owner``'s class defines ``name`` below ``base`` or the instance carries it, else None.
-
-    A value of None, on the class or on the instance, means "not overridden".
-    """
-    method = getattr(owner, name, None)
-    if method is None or name in vars(owner):
-        return method
-    return method if getattr(type(owner), name, None) is not getattr(base, name, None) else None
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:

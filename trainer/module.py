@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from ..callbacks.base import overridden
 from ..loggers import messages
 from ..strategies.transfer import move
 from .hparams import HyperparametersMixin
@@ -47,6 +48,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
     """
 
+    _defines_defaults: ClassVar[bool] = True
     _trainer: Trainer | None = None
     _metric_store: MetricStore | None = None
 
@@ -173,7 +175,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         items: Any = dictionary.items() if collection is None else collection.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
         for name, value in items:
             self.log(name, value, batch_size=batch_size, **kwargs)
-        own = type(self).log is not TrainingModule.log or "log" in vars(self)
+        own = overridden(self, "log", TrainingModule) is not None
         if table is not None and not own and all(name in table for name, _ in items):  # in a micro-batch none is
             table.group(key, Group([table[name] for name, _ in items], kwargs, collection))
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer
+from paceline.callbacks import (
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    RichProgressBar,
+    RunReport,
+    Timer,
+    TQDMProgressBar,
+)
 from paceline.callbacks.base import FIT_PSEUDO_CODE, HOOKS
+from paceline.loggers import CSVLogger
 
 
 def test_every_hook_takes_the_trainer_and_the_module_first() -> None:
@@ -51,6 +62,44 @@ def test_a_state_key_is_the_class_and_what_tells_instances_apart() -> None:
     assert Callback().state_key == "Callback"
     assert Keyed("a").state_key == f"{Keyed.__qualname__}{{'monitor': 'a'}}"
     assert Keyed("a").state_key != Keyed("b").state_key
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "idle"),
+    [
+        (LearningRateMonitor, {"logging_interval": "epoch"}, ("on_before_optimizer_step",)),
+        (LearningRateMonitor, {"logging_interval": "step"}, ()),
+        (ModelCheckpoint, {"save_last": True}, ("on_train_batch_end",)),
+        (ModelSummary, {"max_depth": 0}, ()),
+        (RichProgressBar, {"refresh_rate": 0}, ("on_train_batch_end", "on_validation_batch_end")),
+        (RunReport, {}, ()),
+        (Timer, {"duration": "00:01:00:00", "interval": "epoch"}, ("on_train_batch_end",)),
+        (Timer, {}, ("on_train_batch_end",)),
+        (TQDMProgressBar, {"refresh_rate": 0}, ("on_train_batch_end", "on_validation_batch_end")),
+    ],
+)
+def test_an_idle_hook_costs_nothing_until_a_subclass_defines_it(
+    kind: Any, arguments: dict[str, Any], idle: tuple[str, ...], quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    called: set[str] = set()
+
+    def noting(name: str) -> Any:
+        def hook(self: Any, *args: Any) -> Any:
+            called.add(name)
+            return getattr(super(mine, self), name)(*args)
+
+        return hook
+
+    bar = None if kind in (RichProgressBar, TQDMProgressBar) else False
+    mine = type("Mine", (kind,), {name: noting(name) for name in HOOKS})
+    plain, own = kind(**arguments), mine(**arguments)
+    settings = {name: value for name, value in quiet.items() if value is not False} | {"logger": CSVLogger(tmp_path)}
+    for callback in (plain, own):
+        trainer = Trainer(**settings, callbacks=[callback], fast_dev_run=True, enable_progress_bar=bar)
+        trainer.fit(TinyModule(), tiny_loader(1), tiny_loader(1))
+    assert {name for name in HOOKS if name.startswith(("on_train_", "on_validation_", "on_fit_"))} <= called
+    assert "on_before_optimizer_step" in called
+    assert [name for name in idle if getattr(plain, name) is not None] == []
 
 
 def test_two_callbacks_of_one_class_keep_their_states_under_their_keys(quiet: dict[str, Any], tmp_path: Any) -> None:
