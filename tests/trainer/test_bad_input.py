@@ -1280,27 +1280,24 @@ def test_an_empty_loader_of_an_evaluation_is_refused(entry: str, trainer: Traine
     )
 
 
-@pytest.mark.parametrize(("says", "gives", "word"), [(5, 3, "only 3"), (3, 5, "at least 4")])
-def test_a_training_loader_whose_length_lies_is_caught(says: int, gives: int, word: str, trainer: Trainer) -> None:
+def test_a_training_loader_that_ends_before_its_length_is_caught(trainer: Trainer) -> None:
     refused(
-        lambda: trainer.fit(OfTensor(), Says(says, gives)),
+        lambda: trainer.fit(OfTensor(), Says(5, 3)),
         RuntimeError,
-        f"train_dataloader has a length of {says} batches",
-        f"yielded {word}",
+        "train_dataloader has a length of 5 batches",
+        "yielded only 3",
         "planned from the length",
         "correct __len__, or remove it",
     )
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-@pytest.mark.parametrize(("says", "gives"), [(5, 3), (3, 5)])
-def test_an_evaluation_loader_whose_length_lies_is_caught(entry: str, says: int, gives: int, trainer: Trainer) -> None:
+def test_an_evaluation_loader_that_ends_before_its_length_is_caught(entry: str, trainer: Trainer) -> None:
     refused(
-        lambda: getattr(trainer, entry)(OfTensor(), Says(says, gives)),
+        lambda: getattr(trainer, entry)(OfTensor(), Says(5, 3)),
         RuntimeError,
-        "dataloader has a length of",
-        str(says),
-        "yielded",
+        "dataloader has a length of 5",
+        "yielded 3",
         "Correct __len__, or remove it",
     )
 
