@@ -109,7 +109,7 @@ class FitLoop:
         self.trainer._source.train()
         if self.resumed is not None:
             self.resumed.find_batch()
-        if self.trainer.enable_validation:
+        if self.validation.comes():
             self.trainer._source.load_evaluation("validate")
 
     def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go

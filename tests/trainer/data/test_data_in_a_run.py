@@ -443,3 +443,60 @@ def test_streams_that_processes_share_are_not_read_past_their_length(workers: in
             parts = [split(stream(count, num_workers=workers), rank, 2) for rank in range(2)]
             found = [int(batch) for part in parts for batch in Batches(part)]
             assert sorted({*found}) == list(range(count))
+
+
+class Asked(DataModule):
+    """Counts how often its loaders are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def train_dataloader(self) -> Any:
+        self.asked.append("train")
+        return numbers(4)
+
+    def val_dataloader(self) -> Any:
+        self.asked.append("val")
+        return numbers(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "validates"),
+    [
+        ({"check_val_every_n_epoch": 3, "max_epochs": 2}, False),
+        ({"check_val_every_n_epoch": 2, "max_epochs": 2}, True),
+        ({"check_val_every_n_epoch": 5, "max_epochs": -1, "max_steps": 22}, True),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 2}, True),
+        ({"limit_val_batches": 0}, False),
+        ({"limit_train_batches": 0}, False),
+    ],
+)
+def test_validation_loaders_are_asked_for_early_and_only_where_an_epoch_validates(
+    options: dict[str, Any], validates: bool, trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    class Starts(Callback):
+        seen: tuple[str, ...] = ()
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.seen = tuple(data.asked)
+
+    for steps in (0, 2):
+        data, module, starts = Asked(), SeenValidating(), Starts()
+        trainer(num_sanity_val_steps=steps, callbacks=[starts], **options).fit(module, datamodule=data)
+        assert data.asked.count("val") == validates
+        assert bool(module.validated) == validates
+        assert not validates or "val" in starts.seen
+
+
+def test_a_resumed_fit_asks_for_validation_loaders_where_its_remaining_epochs_validate(
+    trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    every_second: dict[str, Any] = {"check_val_every_n_epoch": 2}
+    for ended, epochs, expected in ((2, 3, False), (2, 4, True), (1, 2, True)):
+        first = trainer(max_epochs=ended, **every_second)
+        first.fit(SeenValidating(), datamodule=Asked())
+        first.save_checkpoint(tmp_path / "x.ckpt")
+        data = Asked()
+        trainer(max_epochs=epochs, **every_second).fit(SeenValidating(), datamodule=data, ckpt_path=tmp_path / "x.ckpt")
+        assert ("val" in data.asked) == expected
