@@ -257,7 +257,7 @@ class Trainer(TrainerStatus):
             ckpt_path: go on from this checkpoint. ``"last"``: the newest valid one where this run saves, also of
                 earlier starts of the same command; ``"auto"``: the same where there may be none yet, as in a job that
                 is requeued. ``"best"``: that of the run before.
-            weights_only: None or True, which is always so: a file never runs code.
+            weights_only: no effect, since a file never runs code; False together with a checkpoint is refused.
             restore: what of ``ckpt_path`` to take; by default all of it, which goes on to the bit as the run that
                 wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: what the
                 optimizers have gathered (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
@@ -291,7 +291,7 @@ class Trainer(TrainerStatus):
             ckpt_path: load these weights first; ``"best"`` and ``"last"`` find them.
             verbose: print a table.
             datamodule: instead of loaders.
-            weights_only: None or True, which is always so: a file never runs code.
+            weights_only: no effect, since a file never runs code; False together with a checkpoint is refused.
         """
         loaders = {"validate": dataloaders}
         results = self._start(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
@@ -333,7 +333,7 @@ class Trainer(TrainerStatus):
             datamodule: instead of loaders.
             return_predictions: False keeps nothing: callbacks see each batch as it comes (``BasePredictionWriter``).
             ckpt_path: load these weights first.
-            weights_only: None or True, which is always so: a file never runs code.
+            weights_only: no effect, since a file never runs code; False together with a checkpoint is refused.
             gather: with several processes, return the batches of all of them, in the data's order, on every one; else
                 each returns those it made.
 
@@ -442,7 +442,7 @@ class Trainer(TrainerStatus):
 
     def _run(self, request: Request) -> Any:
         """Run until the end; again from a checkpoint as often as a callback wants to go back to one."""
-        check.check_request(self.state.fn, request)
+        check.check_request(self.state.fn, request, self._ckpt_asked)
         given, at_start = request, self.state.state_dict()
         while True:
             self.state.begin(request.fn)

@@ -480,9 +480,9 @@ def test_an_entry_point_without_any_module_asks_for_one(entry: str, trainer: Tra
         ({"train_dataloaders": 5}, TypeError, ("5 (int)", "no batches to iterate over", "Give a DataLoader")),
         ({"train_dataloaders": tiny_loader(), "ckpt_path": 5}, TypeError, ("ckpt_path=5", "an int", "Pass the path")),
         (
-            {"train_dataloaders": tiny_loader(), "weights_only": False},
+            {"train_dataloaders": tiny_loader(), "ckpt_path": "x.ckpt", "weights_only": False},
             ValueError,
-            ("Trainer.fit(weights_only=False)", "run code", "Leave it out"),
+            ("Trainer.fit(weights_only=False)", "run code", "'x.ckpt'", "Leave it out"),
         ),
     ],
 )
@@ -492,15 +492,14 @@ def test_data_that_cannot_be_used_are_refused(
     refused(lambda: trainer.fit(TinyModule(), **arguments), error, *parts)
 
 
-@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_weights_only_false_is_refused_by_every_entry_point(entry: str, trainer: Trainer) -> None:
+@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+def test_weights_only_false_is_refused_where_a_checkpoint_is_loaded(entry: str, trainer: Trainer) -> None:
     run = getattr(trainer, entry)
-    refused(
-        lambda: run(TinyModule(), tiny_loader(), weights_only=False),
-        ValueError,
-        f"Trainer.{entry}(weights_only=False)",
-        "Leave it out",
-    )
+    run(TinyModule(), tiny_loader(), weights_only=False)
+    words = (ValueError, f"Trainer.{entry}(weights_only=False)", "x.ckpt", "Leave it out")
+    refused(lambda: run(TinyModule(), tiny_loader(), ckpt_path="x.ckpt", weights_only=False), *words)
+    trainer.ckpt_path = "x.ckpt"
+    refused(lambda: run(TinyModule(), tiny_loader(), weights_only=False), *words)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ class DataModule(HyperparametersMixin):
             checkpoint_path: the file.
             map_location: where its tensors go, as for ``torch.load``.
             hparams_file: a ``.yaml`` or ``.csv`` file whose hyperparameters replace those of the checkpoint.
-            weights_only: False unpickles whatever is in the file, which runs code that it names: for your own files.
+            weights_only: always True in effect: a file can hold data, not code. False is refused.
             **kwargs: arguments of ``__init__`` that win over those saved.
         """
         from ..checkpoint.load_module import load_from_checkpoint
