@@ -105,7 +105,7 @@ class StochasticWeightAveraging(Callback):
     @property
     def n_averaged(self) -> int:
         """How many epochs are in the average."""
-        return self._average.n_averaged if self._average else 0
+        return self._average.n_averaged if self._average else self._restored.get("n_averaged", 0)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         if stage == "fit":
@@ -228,7 +228,7 @@ class StochasticWeightAveraging(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        return self._restored or {
             "active": self._average is not None,
             "n_averaged": self.n_averaged,
             "latest_epoch": self._last_epoch,

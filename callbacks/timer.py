@@ -141,6 +141,8 @@ class Timer(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self._training:
+            self._start.pop("train", None)
+            self._end.pop("train", None)
             self._used_before = float(state_dict["time_elapsed"]["train"])
 
     @property
