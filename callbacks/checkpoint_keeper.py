@@ -501,18 +501,8 @@ class CheckpointKeeper(Checkpoint):
         self._leftovers = sorted({*left} - kept)
 
 
-_CHANGED_BY_SAVING = (
-    "best_k_models",
-    "best_model_path",
-    "best_model_score",
-    "kth_best_model_path",
-    "kth_value",
-    "last_model_path",
-    "_saved_step",
-    "_saved_path",
-    "_last_step",
-    "_leftovers",
-)
+_RANKING = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value")
+_CHANGED_BY_SAVING = (*_RANKING, "last_model_path", "_saved_step", "_saved_path", "_last_step", "_leftovers")
 
 
 def _check_top_k(save_top_k: int, monitor: str | None) -> None:

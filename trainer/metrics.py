@@ -206,21 +206,19 @@ class MetricStore:
     def _stage_records(self, stage: str | None) -> Iterator[tuple[int | None, Record]]:
         return ((place[2], record) for place, record in self._records_of(stage))
 
-    def _all_records(self) -> Iterator[tuple[bool, Record]]:
-        """Every record of the run, and whether its stage is the one under way."""
-        for (stage, _, _), table in self._tables.items():
-            for record in table.values():
-                yield stage == self.state.stage, record
+    def known(self) -> Iterator[tuple[str, Record]]:
+        """Every record of the run, with its stage."""
+        return ((stage, record) for (stage, _, _), table in self._tables.items() for record in table.values())
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Every value logged so far, by name: what callbacks monitor."""
         found = dict(self._finished)
-        for current, record in self._all_records():
+        for stage, record in self.known():
             if record.options.rank_zero_only or not record.seen:
                 continue
             if record.on_step and (value := record.step_value()) is not None:
                 found[record.step_key] = found[record.key] = as_tensor(value, record.dtype)
-            if record.on_epoch and current and self.epoch_ended:
+            if record.on_epoch and stage == self.state.stage and self.epoch_ended:
                 value = record.result(self.strategy)
                 found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
         return found

@@ -74,6 +74,11 @@ class Record:
         self.shared: Tensor | float | None = None
         self.alone = not self.is_shared
 
+    @property
+    def keys(self) -> tuple[str, str, str]:
+        """The names under which its values can be read."""
+        return self.key, self.step_key, self.epoch_key
+
     def update(self, value: Any, batch_size: int | None) -> None:
         """Take in one call of ``self.log``."""
         if self.graph:
