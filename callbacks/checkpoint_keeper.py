@@ -17,7 +17,7 @@ from torch import Tensor
 from ..loggers import messages
 from . import file_name, locations
 from .base import Callback
-from .early_stopping import check_mode
+from .early_stopping import check_direction, check_mode
 from .run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class CheckpointKeeper(Checkpoint):
     ) -> None:
         check_mode("ModelCheckpoint", mode)
         _check_top_k(save_top_k, monitor)
+        check_direction("ModelCheckpoint", monitor, mode)
         self.filename = None if filename is None else str(filename).removesuffix(self.FILE_EXTENSION)
         file_name.check(self.filename or "", "ModelCheckpoint(filename=)")
         self.monitor = monitor
