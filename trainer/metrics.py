@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..loggers import messages
 from .data.batches import batch_size_of, conflicting_sizes
 from .phases import EVAL_BATCH, SETUP, Moment
-from .records import REDUCTIONS, MetricRecord, Options, Record, Table, as_tensor, make_record
+from .records import MetricRecord, Options, Record, Table, as_tensor, make_record
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
@@ -82,6 +82,7 @@ class MetricStore:
         known = self.records.get(name)
         if known is not None and known.resumed and known.fits(options):
             known.options, known.resumed = options, False
+            known.reduce_steps(self.strategy)
             return known
         if known is not None:
             changed = ", ".join(
@@ -101,6 +102,7 @@ class MetricStore:
         weigh = self.weigher(self._moment)
         record = make_record(name, value, options, self._moment, self._hook(), self._dataloader_idx, weigh)
         self._refuse_overwriting(name, record)
+        record.reduce_steps(self.strategy)
         self.records[name] = record
         if self._moment is EVAL_BATCH and record.on_step:
             self.steps_in_evaluation = True
@@ -234,21 +236,12 @@ class MetricStore:
     def flush_step(self, stage_step: int, epoch: int) -> None:
         """Send the step values that are new since the last flush to the loggers."""
         fresh: dict[str, Any] = {}
-        shared: dict[tuple[Any, Any], list[str]] = {}
         for record in self.records.values():
             if record.fresh and record.on_step and record.logger:
                 record.fresh = False
                 value = record.step_value()
                 if value is not None:
                     fresh[record.step_key] = value
-                    if record.options.sync_dist and self.strategy.world_size > 1:
-                        op = record.reduction if record.reduction in REDUCTIONS else "mean"
-                        shared.setdefault((op, record.options.sync_dist_group), []).append(record.step_key)
-        for (op, group), keys in shared.items():
-            values = _stacked(torch.as_tensor(fresh[key], device=self.strategy.device) for key in keys)
-            if op == "sum":  # processes that see the same data count once
-                values = values * self.strategy.num_data_ranks / self.strategy.world_size
-            fresh.update(zip(keys, self.strategy.reduce(values, op, group).unbind(), strict=True))
         self.drain(wait=False)
         if fresh:
             self._copies.append(_HostCopy(fresh, stage_step, epoch))

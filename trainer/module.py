@@ -122,7 +122,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             enable_graph: keep the autograd graph of the last value.
             sync_dist: reduce over all processes. None: epoch values, which then are those of one process; True: step
-                values as well, which costs a collective each time they are logged; False: neither.
+                values as well, by ``reduce_fx``, which costs a collective at each call; False: neither.
             sync_dist_group: the process group to reduce over.
             add_dataloader_idx: with several loaders, add ``/dataloader_idx_N`` to the name.
             batch_size: weight of this value in an epoch mean. None: found in the batch.
@@ -177,7 +177,9 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             self.log(name, value, batch_size=batch_size, **kwargs)
         own = overridden(self, "log", TrainingModule) is not None
         if table is not None and not own and all(name in table for name, _ in items):  # in a micro-batch none is
-            table.group(key, Group([table[name] for name, _ in items], kwargs, collection))
+            records = [table[name] for name, _ in items]
+            if collection is None or not any(record.together for record in records):
+                table.group(key, Group(records, kwargs, collection))
 
     def _log_in_vain(self, name: str) -> None:
         trainer = self._trainer

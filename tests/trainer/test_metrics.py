@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import ranks
 from torch import nn
 
 from paceline import Callback, Trainer, TrainingModule
@@ -953,3 +954,69 @@ def test_on_a_gpu_values_are_kept_as_they_were_and_lose_no_digits() -> None:
     assert memory.of("v_epoch")[0][1] == pytest.approx(sum(want) / 3, rel=1e-12)
     assert trainer.callback_metrics["peak"].item() == max(want)
     assert memory.of("third_step")[0] == (2**24 + 1, 1 / 3)
+
+
+# ---- step values of several processes --------------------------------------------------------------------------------
+
+
+class Together(Values):
+    """Logs step values that processes share, and looks at them before anybody flushes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        mine = float(self.global_rank + 4 * batch_idx)
+        self.log("each", mine, sync_dist=True)
+        self.log("sum", torch.tensor(mine), reduce_fx="sum", sync_dist=True)
+        self.log("most", mine, reduce_fx="max", sync_dist=True)
+        self.log("both", torch.tensor([mine]), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+        self.metrics(batch[0] * 0 + mine)
+        self.log_dict(self.metrics, sync_dist=True)
+        self.log("own", mine)
+        self.log("epoch_value", mine, on_step=False, on_epoch=True, batch_size=1)
+        return self.layer(batch).sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = self.trainer.callback_metrics
+        self.seen.append({name: float(metrics[name]) for name in ("each", "sum", "most", "both", "low", "own")})
+
+
+def logged_together(log_every: int) -> Any:
+    import torchmetrics
+
+    module = Together()
+    module.metrics = torchmetrics.MetricCollection({"low": torchmetrics.MeanMetric()})
+    module.seen = []
+    logger = Memory()
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        logger=logger,
+        log_every_n_steps=log_every,
+        max_epochs=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    reduced: list[str] = []
+    reduce = trainer.strategy.reduce
+    trainer.strategy.reduce = lambda tensor, op="mean", group=None: reduced.append(op) or reduce(tensor, op, group)
+    trainer.fit(module, [torch.ones(1, 1)] * 4)
+    kinds = {value.dtype for value in trainer.callback_metrics.values()}
+    return module.seen, dict(trainer.logged_metrics), reduced, kinds
+
+
+@pytest.mark.parametrize("log_every", [1, 50])
+def test_step_values_that_processes_share_are_reduced_wherever_they_are_read(log_every: int) -> None:
+    pytest.importorskip("torchmetrics")
+    expected = [
+        {"each": 0.5 + 4 * n, "sum": 1.0 + 8 * n, "most": 1.0 + 4 * n, "both": 0.5 + 4 * n, "low": 0.5 + 4 * n}
+        for n in range(2)
+    ]
+    for rank, (seen, logged, reduced, kinds) in enumerate(ranks(2, logged_together, log_every)):
+        assert seen == [{**values, "own": float(rank + 4 * n)} for n, values in enumerate(expected)]
+        last = {**expected[-1], "both_step": expected[-1]["both"]} if log_every == 1 else {}
+        assert {name: logged[name] for name in last if name != "both"} == {n: v for n, v in last.items() if n != "both"}
+        assert logged["both_epoch"] == logged["epoch_value"] == 2.5
+        assert kinds == {torch.float32}
+        assert reduced.count("mean") == 2 * 3  # three names a step
+        assert reduced.count("max") == 2
