@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,6 +76,9 @@ MOVED = {
     "test_epoch_end": "on_test_epoch_end",
     "configure_sharded_model": "configure_model",
 }
+
+_CALLED = frozenset((*HOOKS, *MODULE_METHODS, *STATE))
+_TRAINER = os.path.join(os.path.dirname(__file__), "")
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
@@ -190,6 +195,18 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
             f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(wanted)}): {error}. "
             f"Write it as {write}."
         ) from None
+
+
+def calling_hook() -> str:
+    """The hook or step of the user's that is running, as the call stack shows it; empty if it shows none."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_TRAINER):  # self.log and what it calls
+        frame = frame.f_back
+    while frame is not None and not frame.f_code.co_filename.startswith(_TRAINER):
+        if frame.f_code.co_name in _CALLED:
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return ""
 
 
 def wanted_arguments(owner: Any, name: str) -> list[str]:

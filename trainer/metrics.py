@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..loggers import messages
 from .data.batches import batch_size_of, conflicting_sizes
+from .hooks import calling_hook
 from .phases import EVAL_BATCH, SETUP, Moment
 from .records import MetricRecord, Options, Record, Table, as_tensor, make_record
 
@@ -90,17 +91,19 @@ class MetricStore:
                 for f in Options._fields
                 if getattr(known.options, f) != getattr(options, f)
             )
+            hooks = " and ".join(dict.fromkeys(hook for hook in (known.hook, self._hook()) if hook))
             raise ValueError(
-                f"self.log({name!r}) was called twice in {self._hook()} with different arguments ({changed}), so it is "
-                "not clear how to reduce it. Use one set of arguments, or two names."
+                f"self.log({name!r}) was called in {hooks} with different arguments ({changed}), so it is not clear "
+                "how to reduce it. Use one set of arguments, or two names."
             )
         if self._moment.instead:
             raise RuntimeError(
                 f"self.log({name!r}) was called in {self._hook()}, where no metrics are kept. "
                 f"Log it in {self._moment.instead.format(stage=self._stage_word())} instead."
             )
-        weigh = self.weigher(self._moment)
-        record = make_record(name, value, options, self._moment, self._hook(), self._dataloader_idx, weigh)
+        weigh, hook = self.weigher(self._moment), self._hook()
+        record = make_record(name, value, options, self._moment, hook, self._dataloader_idx, weigh)
+        record.hook = hook
         self._refuse_overwriting(name, record)
         record.reduce_steps(self.strategy)
         self.records[name] = record
@@ -185,7 +188,8 @@ class MetricStore:
         return forget
 
     def _hook(self) -> str:
-        return self._moment.name.format(stage=self._stage_word())
+        """The hook that logs, or a description of it where the stack does not show its name."""
+        return calling_hook() or self._moment.name.format(stage=self._stage_word())
 
     def _stage_word(self) -> str:
         return {"sanity_check": "validation", "validate": "validation"}.get(

@@ -53,6 +53,7 @@ class Record:
         alone: this process has the name and others have not, or it is not meant to be shared.
         dtype: of the tensors that numbers become for whoever monitors them.
         resumed: out of a checkpoint, and not logged since.
+        hook: where it was logged first; empty where that was another process.
         together: the last value is that of all processes, reduced as it is logged.
     """
 
@@ -68,7 +69,7 @@ class Record:
         self.step_key = f"{name}_step{suffix}" if on_step and on_epoch else key
         self.epoch_key = f"{name}_epoch{suffix}" if on_step and on_epoch else key
         self.graph = options.enable_graph
-        self.together = False
+        self.together, self.hook = False, ""
         self.weigh = weigh
         self.dtype = torch.get_default_dtype()
         self.fresh = self.seen = self.resumed = False
@@ -471,9 +472,9 @@ def check_value(name: str, value: Any) -> None:
         number(name, value)
         integral = isinstance(value, (int, bool))
     if integral:
+        to_float = "value.float()" if isinstance(value, Tensor) else "float(value)"  # which would wait for a device
         messages.warn_once(
-            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass float(value) to say "
-            "so."
+            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass {to_float} to say so."
         )
 
 

@@ -846,7 +846,7 @@ def test_the_batch_size_of_a_dict_may_change_and_its_other_arguments_may_not(qui
     )
     assert [value for _, value in memory.of("a")] == [pytest.approx((1 + 4 + 9) / 6)]
     changing = Values(training_step=lambda m, b: m.log_dict({"a": 1.0}, prog_bar=bool(b.mean() > 1)))
-    with pytest.raises(ValueError, match=r"self.log\('a'\) was called twice .* \(prog_bar=False then True\)"):
+    with pytest.raises(ValueError, match=r"self.log\('a'\) was called .* \(prog_bar=False then True\)"):
         fit(changing, [torch.full((2,), 1.0), torch.full((2,), 2.0)], quiet=quiet)
 
 
@@ -1020,3 +1020,101 @@ def test_step_values_that_processes_share_are_reduced_wherever_they_are_read(log
         assert kinds == {torch.float32}
         assert reduced.count("mean") == 2 * 3  # three names a step
         assert reduced.count("max") == 2
+
+
+# ---- the hooks that errors name --------------------------------------------------------------------------------------
+
+
+class LogsIn(Values):
+    """Logs ``a`` through a helper in the hooks it is told."""
+
+    def __init__(self, **logged: dict[str, Any]) -> None:
+        super().__init__(validation_step=lambda *args: None)
+        self.logged = logged
+
+    def note(self, hook: str) -> None:
+        if hook in self.logged:
+            self.log("a", 1.0, **self.logged[hook])
+
+    def setup(self, stage: str) -> None:
+        self.note("setup")
+
+    def configure_optimizers(self) -> Any:
+        self.note("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_fit_start(self) -> None:
+        self.note("on_fit_start")
+
+    def on_sanity_check_start(self) -> None:
+        self.note("on_sanity_check_start")
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.note("on_before_batch_transfer")
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.note("on_train_end")
+
+    def on_fit_end(self) -> None:
+        self.note("on_fit_end")
+
+    def teardown(self, stage: str) -> None:
+        self.note("teardown")
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "setup",
+        "configure_optimizers",
+        "on_fit_start",
+        "on_sanity_check_start",
+        "on_before_batch_transfer",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ],
+)
+def test_a_call_where_no_metrics_are_kept_names_the_hook_that_made_it(hook: str, quiet: dict[str, Any]) -> None:
+    trainer = Trainer(**quiet, max_epochs=1)
+    with pytest.raises(RuntimeError, match=rf"^self\.log\('a'\) was called in {hook}, where no metrics are kept\. Log"):
+        trainer.fit(LogsIn(**{hook: {}}), [torch.ones(1, 1)], [torch.ones(1, 1)])
+
+
+def test_a_name_with_different_arguments_names_the_hooks_that_log_it(quiet: dict[str, Any]) -> None:
+    class Logs(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            pl_module.log("a", 1.0, prog_bar=True)
+
+    def fit_with(module: Any, *callbacks: Callback) -> None:
+        Trainer(**quiet, max_epochs=1, callbacks=list(callbacks)).fit(module, [torch.ones(1, 1)] * 2)
+
+    different = r"with different arguments \(prog_bar=False then True\), so it is not clear how to reduce it"
+    with pytest.raises(ValueError, match=rf"'a'\) was called in on_train_batch_start and training_step {different}"):
+        fit_with(LogsIn(on_train_batch_start={}, training_step={"prog_bar": True}))
+    with pytest.raises(ValueError, match=rf"'a'\) was called in training_step and on_train_batch_end {different}"):
+        fit_with(LogsIn(training_step={}), Logs())
+    changing = Values(training_step=lambda m, b: m.log("a", 1.0, prog_bar=m.trainer.global_step > 0))
+    with pytest.raises(ValueError, match=rf"'a'\) was called in training_step {different}"):
+        fit_with(changing)
+
+
+def test_an_integer_says_how_to_make_it_a_float(quiet: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
+    def log(module: Any, batch: Any) -> None:
+        module.log("tensor", torch.tensor(3))
+        module.log("number", 3)
+
+    fit(Values(training_step=log), batches(1), quiet=quiet)
+    said = [str(one.message) for one in recwarn.list if "integer" in str(one.message)]
+    assert said == [
+        "self.log('tensor') got an integer; it is kept as torch.float32. Pass value.float() to say so.",
+        "self.log('number') got an integer; it is kept as torch.float32. Pass float(value) to say so.",
+    ]
