@@ -214,9 +214,11 @@ def _past_length(loader: Any, iterator: Iterator[Any], length: int) -> Iterator[
     try:
         batch = next(iterator, _REACHED)
     except Exception as error:
+        words = str(error).strip().splitlines()
+        raised = words[-1] if len(words) > 1 else f"{type(error).__name__}: {error}"  # a worker's ends with its error
         messages.warn_once(
-            f"A {type(loader).__name__} has a length of {length} batches and raised {type(error).__name__}: {error} "
-            "when asked whether that was its end, which counts as its end. Let it end by itself, or correct __len__."
+            f"A {type(loader).__name__} has a length of {length} batches and raised {raised} when asked whether that "
+            "was its end, which counts as its end. Let it end by itself, or correct __len__."
         )
         return
     if batch is not _REACHED:
