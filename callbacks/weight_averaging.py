@@ -298,7 +298,9 @@ class WeightAveraging(Callback):
     @property
     def n_averaged(self) -> int:
         """How many times the weights have been taken into the average of the present or last fit."""
-        return self._average.n_averaged if self._average else 0
+        if self._average is None:
+            return 0 if self._loaded is None else self._restored["n_averaged"]
+        return self._average.n_averaged
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         if stage != "fit":

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import locations
-from ..callbacks.base import Callback
+from ..callbacks.base import Callback, overridden
 from ..loggers import messages
 from ..loggers.base import DummyLogger, Logger
 
@@ -164,4 +164,4 @@ def check_state_keys(callbacks: list[Callback]) -> None:
 
 
 def _keeps_state(callback: Callback) -> bool:
-    return type(callback).state_dict is not Callback.state_dict or "state_dict" in vars(callback)
+    return overridden(callback, "state_dict", Callback) is not None

@@ -109,7 +109,7 @@ class FitLoop:
         self.trainer._source.train()
         if self.resumed is not None:
             self.resumed.find_batch()
-        if self.trainer.enable_validation:
+        if self.validation.comes():
             self.trainer._source.load_evaluation("validate")
 
     def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go
@@ -131,7 +131,7 @@ class FitLoop:
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
                 metrics.batch = batch
                 if starts and -1 in [hook(batch, batch_idx) for hook in starts]:
-                    step.finish_window()
+                    self.skip_rest(step, schedules)
                     complete = True
                     break
                 outputs = step(batch, batch_idx)
@@ -247,6 +247,17 @@ class FitLoop:
             schedules.advance(schedules.step_plateaus, state.updates)
         state.pending = ""
 
+    def skip_rest(self, step: ManualStep, schedules: Schedules) -> None:
+        """End an epoch whose remaining batches a hook skips: complete the window, then do what follows an epoch."""
+        state = self.state
+        step.finish_window()
+        state.is_last_batch = True
+        schedules.after_batch()
+        if state.stepped and state.updates % self.trainer.log_every_n_steps == 0:
+            self.metrics.flush_step(state.updates, state.epoch)
+        if state.stepped:
+            schedules.advance(schedules.step_plateaus, state.updates)
+
     def finish_epoch(self) -> None:
         """Do what was still to be done after ``on_train_epoch_end``, in which a checkpoint was written."""
         self.resumed = None
@@ -268,7 +279,7 @@ class FitLoop:
         """What follows ``on_train_epoch_end``."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         results = metrics.finish_epoch()
-        if schedules.epoch_plateaus:
+        if complete and schedules.epoch_plateaus:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
         state.pending = "end"

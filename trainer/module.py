@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 from typing_extensions import Self, Unpack
 
+from ..callbacks.base import overridden
 from ..loggers import messages
 from ..strategies.transfer import move
 from .hparams import HyperparametersMixin
@@ -67,6 +68,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
     """
 
+    _defines_defaults: ClassVar[bool] = True
     _trainer: Trainer | None = None
     _metric_store: MetricStore | None = None
 
@@ -140,7 +142,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             enable_graph: keep the autograd graph of the last value.
             sync_dist: reduce over all processes. None: epoch values, which then are those of one process; True: step
-                values as well, which costs a collective each time they are logged; False: neither.
+                values as well, by ``reduce_fx``, which costs a collective at each call; False: neither.
             sync_dist_group: the process group to reduce over.
             add_dataloader_idx: with several loaders, add ``/dataloader_idx_N`` to the name.
             batch_size: weight of this value in an epoch mean. None: found in the batch.
@@ -195,9 +197,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         items: Any = dictionary.items() if collection is None else collection.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
         for name, value in items:
             self.log(name, value, batch_size=batch_size, **kwargs)
-        own = type(self).log is not TrainingModule.log or "log" in vars(self)
+        own = overridden(self, "log", TrainingModule) is not None
         if table is not None and not own and all(name in table for name, _ in items):  # in a micro-batch none is
-            table.group(key, Group([table[name] for name, _ in items], kwargs, collection))
+            records = [table[name] for name, _ in items]
+            if collection is None or not any(record.together for record in records):
+                table.group(key, Group(records, kwargs, collection))
 
     def _log_in_vain(self, name: str) -> None:
         trainer = self._trainer

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
+from ..callbacks.early_stopping import check_direction
 from ..loggers import messages
 
 if TYPE_CHECKING:
@@ -236,4 +237,6 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
             f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to look at. Return "
             "{'scheduler': ..., 'monitor': 'val_loss'} with a name that you log."
         )
+    if config.reduce_on_plateau:
+        check_direction(type(scheduler).__name__, config.monitor, getattr(scheduler, "mode", ""))
     return config

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..callbacks.base import Callback
 from ..loggers import messages
 from ..loggers.base import Logger
+from .logged_values import bar_values, callback_values, sent_values
 from .state import RunState
 
 if TYPE_CHECKING:
@@ -386,17 +387,17 @@ class TrainerStatus:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Every value logged so far, by name: scalar tensors. What callbacks monitor."""
-        return self._metrics.callback_metrics()
+        return callback_values(self._metrics)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values for the progress bar. On an accelerator they may be one refresh old: nothing waits for it."""
-        return self._metrics.progress_bar_metrics()
+        return bar_values(self._metrics)
 
     @property
     def logged_metrics(self) -> dict[str, float]:
         """The values last sent to the loggers."""
-        return dict(self._metrics.sent)
+        return sent_values(self._metrics)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Send numbers to all loggers, with the epoch; does nothing on other ranks than 0.

@@ -286,7 +286,7 @@ class Trainer(TrainerStatus):
                 folders of this run and of earlier starts of the same command; if there is none, warn and start fresh.
                 ``"auto"``: the same without the warning, for a command that may be its first start. ``"best"``: from
                 the best one of the previous run. None: start fresh (in a job that SLURM requeued: ``"auto"``).
-            weights_only: None or True, which mean the same: loading a file never runs code.
+            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
             restore: which parts of ``ckpt_path`` to take. All of them, the default, continue to the bit as the run
                 that wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: the
                 optimizers' state (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
@@ -320,7 +320,7 @@ class Trainer(TrainerStatus):
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
             verbose: print the values as a table.
             datamodule: a DataModule, instead of loaders.
-            weights_only: None or True, which mean the same: loading a file never runs code.
+            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
         """
         loaders = {"validate": dataloaders}
         results = self._start(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
@@ -396,7 +396,7 @@ class Trainer(TrainerStatus):
             return_predictions: False: keep nothing; callbacks get each batch as it comes (``BasePredictionWriter``).
                 None means True.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
-            weights_only: None or True, which mean the same: loading a file never runs code.
+            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
             gather: with several processes, return the batches of all of them, in the order of the data, on each one.
                 False: each process returns those it made.
 
@@ -506,7 +506,7 @@ class Trainer(TrainerStatus):
 
     def _run(self, request: Request) -> Any:
         """Run until the end; again from a checkpoint as often as a callback wants to go back to one."""
-        check.check_request(self.state.fn, request)
+        check.check_request(self.state.fn, request, self._ckpt_asked)
         given, at_start = request, self.state.state_dict()
         while True:
             self.state.begin(request.fn)

@@ -752,3 +752,38 @@ def test_tensor_data_sets_are_read_as_they_are() -> None:
     x = torch.arange(6.0)
     (found,) = prepared(DataLoader(TensorDataset(x, x + 1), 6))
     assert torch.equal(found[0], x)
+
+
+class Sized(Stream):
+    """Raises when it is read past its length."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from map(torch.tensor, range(self.count))
+        raise ValueError("past the end")
+
+
+class Own(DataLoader):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+        raise ValueError("past the end")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Sized(4), batch_size=2),
+        lambda: DataLoader(Sized(4), batch_size=2, num_workers=1),
+        lambda: Own(Numbers(4), batch_size=2),
+    ],
+    ids=["stream", "worker", "own"],
+)
+def test_a_loader_is_not_read_past_its_length(make: Any) -> None:
+    loader = prepared(make())
+    for _ in range(2):
+        passed = [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+        assert passed == [([0, 1], False), ([2, 3], True)]
+    if not isinstance(loader.base, Own):
+        assert [[batch.tolist() for batch in prepared(make(), rank, 2)] for rank in range(2)] == [[[0, 1]], [[2, 3]]]
