@@ -201,9 +201,7 @@ class TensorBoardLogger(FolderLogger):
     def finalize(self, status: str) -> None:
         if self._hparams_due:
             self._start_session()
-        if self._experiment is None:
-            return
-        if self._session_open:
+        if self._session_open:  # also where a resume has cut the end off and nothing was recorded after it
             self._record([_session_end(succeeded=status == "success")], 0, time.time())
             self._session_open = False
         self._close()

@@ -261,6 +261,16 @@ def test_curves_of_a_plot_and_the_session_are_resumed_too(tmp_path: Path, read_e
         assert len(tensors.Tensors(tag)) == 1 if tag in tensors.Tags()["tensors"] else tag in tensors.summary_metadata
 
 
+def test_a_finished_run_that_is_started_again_stays_marked_as_ended(tmp_path: Path, read_events: Read) -> None:
+    for _ in range(2):
+        module = TinyModule()
+        module.save_hyperparameters({"width": 4})
+        trainer = Trainer(logger=TensorBoardLogger(tmp_path, name="tb"), max_epochs=1, **QUIET)
+        trainer.fit(module, tiny_loader(), ckpt_path="auto")
+        assert "_hparams_/session_end_info" in read_events(str(trainer.log_dir)).summary_metadata
+    assert os.listdir(tmp_path / "tb") == ["version_0"]
+
+
 def test_wandb_goes_on_with_the_run_of_the_checkpoint(offline_wandb: Path, wandb_history: Read) -> None:
     def run(kill: int | None) -> Trainer:
         logger = WandbLogger(save_dir=offline_wandb, offline=True, settings={"x_transaction_log_flush_interval": 0.05})
