@@ -22,6 +22,7 @@ from .records import REDUCTIONS, MetricRecord, Options, Record, Table, as_tensor
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
+    from .loss import LossWatch
     from .state import RunState
 
 Place = tuple[Moment, Table, int | None]
@@ -40,6 +41,7 @@ class MetricStore:
         steps_in_evaluation: an evaluation step logs with ``on_step=True``, so each of its batches is flushed.
         sent: the values last sent to the loggers.
         listener: while a step runs on a micro-batch, who gets what it logs.
+        losses: looks at losses that have reached the host; None: nobody does.
     """
 
     def __init__(self, state: RunState, strategy: Strategy, send: Send | None) -> None:
@@ -52,6 +54,7 @@ class MetricStore:
         self.sent: dict[str, float] = {}
         self.steps_in_evaluation = False
         self.listener: Callable[[str, Any, Options], Any] | None = None
+        self.losses: LossWatch | None = None
         self._moment: Moment = SETUP
         self._dataloader_idx: int | None = None
         self._tables: dict[tuple[str, str, int | None], Table] = {}
@@ -233,8 +236,14 @@ class MetricStore:
                 found[record.step_key] = value
         return self._bar.read(found)
 
-    def flush_step(self, stage_step: int, epoch: int) -> None:
-        """Send the step values that are new since the last flush to the loggers."""
+    def flush_step(self, stage_step: int, epoch: int, output: Any = None) -> None:
+        """Send the step values that are new since the last flush to the loggers.
+
+        Args:
+            stage_step: place on the x axis.
+            epoch: the one under way.
+            output: what ``training_step`` returned last, whose loss is looked at if none was logged.
+        """
         fresh: dict[str, Any] = {}
         shared: dict[tuple[Any, Any], list[str]] = {}
         for record in self.records.values():
@@ -251,6 +260,8 @@ class MetricStore:
             if op == "sum":  # processes that see the same data count once
                 values = values * self.strategy.num_data_ranks / self.strategy.world_size
             fresh.update(zip(keys, self.strategy.reduce(values, op, group).unbind(), strict=True))
+        if self.losses is not None:
+            fresh |= self.losses.unlogged(fresh, output)
         self.drain(wait=False)
         if fresh:
             self._copies.append(_HostCopy(fresh, stage_step, epoch))
@@ -272,13 +283,19 @@ class MetricStore:
             self._write(copy.values(), copy.step, copy.epoch)
 
     def _write(self, values: dict[str, float], step: int, epoch: int) -> None:
-        if self.send is None:
+        self._look(values, step, epoch)
+        if self.send is None or not values:
             return
         if "step" in values:
             step = int(values.pop("step"))
         values.setdefault("epoch", epoch)
         self.sent.update(values)
         self.send(values, step)
+
+    def _look(self, values: dict[str, float], step: int, epoch: int) -> None:
+        if self.losses is not None:
+            at = step if self.state.stage == "train" else self.state.updates
+            self.losses.look(values, at, epoch)
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
@@ -345,6 +362,16 @@ class MetricStore:
         if logged:
             self._write(logged, step, epoch)
         return numbers
+
+    def look_at_losses(self, output: Any) -> None:
+        """Look at the last losses of an epoch, those too that no flush brought to the host (this waits for the device).
+
+        Args:
+            output: what ``training_step`` returned last.
+        """
+        if self.losses is not None and not self.losses.warned:
+            values = self.losses.among(self._finished)
+            self._look(to_host(values | self.losses.unlogged(values, output)), self.state.updates, self.state.epoch)
 
     def discard(self) -> None:
         """Forget what the stage has logged (the sanity check's values are no result)."""
