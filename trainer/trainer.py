@@ -69,7 +69,8 @@ class Trainer(TrainerStatus):
     """Runs a :class:`TrainingModule`: ``fit``, ``validate``, ``test``, ``predict``.
 
     Where ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile`` is left out, the
-    settings of ``paceline launch``, of the environment or of the file that ``paceline config`` writes count.
+    settings of ``paceline launch``, of the environment or of the file that ``paceline config`` writes count. Any
+    argument that is left out is also read from the variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
 
     Args:
         accelerator: ``"auto"`` (CUDA, then MPS, then CPU), ``"cpu"``, ``"gpu"``, ``"cuda"`` or ``"mps"``.
@@ -124,7 +125,10 @@ class Trainer(TrainerStatus):
             stop, SLURM's SIGUSR1 requeues, unless said otherwise.
     """
 
+    _from_variables: Mapping[str, str]
+
     @check.named
+    @check.with_variables
     def __init__(
         self,
         *,
@@ -172,7 +176,8 @@ class Trainer(TrainerStatus):
         compile: bool | str | Mapping[str, Any] | None = None,
         signals: Mapping[str | int, str | None] | None = None,
     ) -> None:
-        given, self.settings_in_force = with_origins(dict(locals()), check.defaults(Trainer.__init__))
+        defaults = check.defaults(Trainer.__init__)
+        given, self.settings_in_force = with_origins(dict(locals()), defaults, self._from_variables)
         given = overruled(given)
         self.state = RunState()
         self._check_limits(given)
