@@ -156,10 +156,9 @@ class FolderLogger(Logger):
             yield
         except OSError as error:
             text = (
-                f"{error.strerror or error}: {type(self).__name__} cannot write to its folder. Make it writable, free "
-            )
-            text += (
-                "free space there, or choose another (save_dir of the logger, default_root_dir of the Trainer). Folder"
+                f"{error.strerror or error}: {type(self).__name__} cannot write to its folder. Make the folder "
+                "writable, free space on the disk, or choose another folder (save_dir of the logger, default_root_dir "
+                "of the Trainer). Folder"
             )
             raise OSError(error.errno, text, self.root_dir) from error
 

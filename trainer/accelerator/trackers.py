@@ -517,7 +517,7 @@ class Trackers(list[GeneralTracker]):
         going = {name: one for name, one in self._loggers().items() if name in states and one.go_on(states[name])}
         folders = [one.logger.log_dir for one in going.values() if one.logger.log_dir]
         if folders:
-            messages.info(f"The run is logged on where it was: {messages.names(folders, last='and')}.")
+            messages.info(f"Logging continues in {messages.names(folders, last='and')}.")
 
     def _loggers(self) -> dict[str, LoggerTracker]:
         mine = {id(one._logger): one for one in self if isinstance(one, LoggerTracker)}

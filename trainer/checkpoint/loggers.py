@@ -54,7 +54,7 @@ def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
             logger.take_over(found[name])
     folders = [logger.log_dir for name, logger in named(trainer.loggers) if name in found and logger.log_dir]
     if folders:
-        messages.info(f"The run is logged on where it was: {messages.names(folders, last='and')}.")
+        messages.info(f"Logging continues in {messages.names(folders, last='and')}.")
 
 
 def restore(trainer: Trainer, section: Mapping[str, Any]) -> None:

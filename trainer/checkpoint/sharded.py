@@ -140,7 +140,7 @@ def _write_parts(parts: dict[str, Any], folder: Path, strategy: Strategy) -> Non
         rank, failure = next(iter(error.failures.items()))
         raise OSError(
             f"The checkpoint was not saved: rank {rank} could not write its part to {str(folder.parent)!r} "
-            f"({failure[0]!r}). Make the folder writable from every process, free space there, or save elsewhere."
+            f"({failure[0]!r}). Make the folder writable from every process, free space on the disk, or save elsewhere."
         ) from error
 
 
