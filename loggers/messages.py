@@ -134,6 +134,12 @@ def names(values: Iterable[Any], last: str = "or") -> str:
     return f"{', '.join(quoted[:-1])} {last} {quoted[-1]}"
 
 
+def path(value: Any) -> str:
+    """A path as it is shortest: relative if it lies below the working directory."""
+    text, below = str(value), os.path.join(os.getcwd(), "")
+    return text.removeprefix(below) if text != below else text
+
+
 def a(value: Any) -> str:
     """A value's type with its article, such as ``"an int"``."""
     name = type(value).__name__

@@ -130,6 +130,10 @@ class WandbLogger(Logger):
         return os.path.join(self.root_dir, self.version)
 
     @property
+    def records_dir(self) -> None:
+        """None: wandb itself says where its files are."""
+
+    @property
     def experiment(self) -> Run:
         """The run, for everything this class has no method for."""
         if not messages.is_rank_zero():

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from ...loggers import messages
 from ...loggers.base import Logger, Nothing
-from ..checkpoint.loggers import named
+from ..checkpoint.loggers import named, say_where
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -515,9 +515,7 @@ class Trackers(list[GeneralTracker]):
             return
         self._resumed = {}
         going = {name: one for name, one in self._loggers().items() if name in states and one.go_on(states[name])}
-        folders = [one.logger.log_dir for one in going.values() if one.logger.log_dir]
-        if folders:
-            messages.info(f"Logging continues in {messages.names(folders, last='and')}.")
+        say_where("Logging continues in", (one.logger for one in going.values()))
 
     def _loggers(self) -> dict[str, LoggerTracker]:
         mine = {id(one._logger): one for one in self if isinstance(one, LoggerTracker)}

@@ -52,9 +52,15 @@ def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
     for name, logger in named(trainer.loggers):
         if name in found:
             logger.take_over(found[name])
-    folders = [logger.log_dir for name, logger in named(trainer.loggers) if name in found and logger.log_dir]
+    say_where("Logging continues in", (logger for name, logger in named(trainer.loggers) if name in found))
+
+
+def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
+    """Name the folders of the records, once in a process."""
+    folders = dict.fromkeys(messages.path(folder) for logger in loggers if (folder := logger.records_dir))
     if folders:
-        messages.info(f"Logging continues in {messages.names(folders, last='and')}.")
+        text = ", ".join(folders)
+        messages.info_once(f"{beginning} {text}", key=f"records in {text}")
 
 
 def restore(trainer: Trainer, section: Mapping[str, Any]) -> None:
