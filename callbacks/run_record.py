@@ -162,7 +162,7 @@ class RunRecord(DummyLogger):
             self.folder.mkdir(parents=True, exist_ok=True)
             found = None if self._after is None else _record_of(self.run, self.folder)
             self.path = found or _claim(self.folder)
-            self._file = open(self.path, "ab")  # noqa: SIM115 - open as long as the run lasts
+            self._file = open(self.path, "a+b")  # noqa: SIM115 - open as long as the run lasts
             if found is None:
                 header = (
                     {"run": uuid.uuid4().hex} if self._after is None else {"run": uuid.uuid4().hex, "from": self.run}
@@ -208,10 +208,25 @@ class RunRecord(DummyLogger):
         if self._file is None:
             return
         try:
+            if not os.path.exists(self.path):
+                self._write_again()
             self._file.write(json.dumps(line, default=str).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             self._give_up(error)
+
+    def _write_again(self) -> None:
+        """Somebody deleted the file, which this process still has open: write all of it once more."""
+        messages.warn(
+            f"{messages.path(self.path)}, the record of the run report, was deleted while the run was writing to it. "
+            "It is written again as a whole."
+        )
+        self._file.seek(0)
+        content = self._file.read()
+        self._file.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "a+b")  # noqa: SIM115 - open as long as the run lasts
+        self._file.write(content)
 
     def _give_up(self, error: OSError) -> None:
         messages.warn(
@@ -231,7 +246,7 @@ class RunRecord(DummyLogger):
         """A further run of the same trainer: it goes on in the file."""
         self._now, self._clock = now, clock
         if self.path is not None and self.folder is not None:
-            self._file = open(self.path, "ab")  # noqa: SIM115 - open as long as the run lasts
+            self._file = open(self.path, "a+b")  # noqa: SIM115 - open as long as the run lasts
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_file": None, "_now": dict, "_waiting": []}
