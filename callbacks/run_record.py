@@ -230,8 +230,8 @@ class RunRecord(DummyLogger):
 
     def _give_up(self, error: OSError) -> None:
         messages.warn(
-            f"The run goes on without a report: its record in {str(self.folder)!r} cannot be written "
-            f"({error.strerror or error}). Make room there, or choose another folder: RunReport(dirpath=...)."
+            f"The run continues without a report: its record in {str(self.folder)!r} cannot be written "
+            f"({error.strerror or error}). Free space on the disk, or choose another folder: RunReport(dirpath=...)."
         )
         self.folder = None
         self.close()

@@ -210,8 +210,8 @@ class Table:
         lost = rows - len(kept) - bool(last)
         if lost > 0:
             messages.warn(
-                f"{self.path} has {len(found)} rows where the run that is resumed had written {rows}: {lost} of them "
-                "are gone and do not come back. Keep the file with the checkpoints when you move them."
+                f"{self.path} has {len(found)} rows, but the resumed run had written {rows}: {lost} of them are "
+                "lost. Keep the file with the checkpoints when you move them."
             )
         columns = list(dict.fromkeys([*self.columns, *last]))
         if last:

@@ -188,8 +188,8 @@ class TensorBoardLogger(FolderLogger):
                 os.truncate(path, size)
         if sizes:
             messages.warn(
-                f"Event files of the run that is resumed are no longer in {self.log_dir!r}: "
-                f"{messages.names(sizes, last='and')}. Its curves begin where it goes on."
+                f"Event files of the resumed run are missing in {self.log_dir!r}: {messages.names(sizes, last='and')}. "
+                "Its curves begin where it continues."
             )
         _pass_second([path.name for path in self._files()])
         self._session_open = state["session"]

@@ -300,8 +300,8 @@ class WandbLogger(Logger):
             self._is_own = False
             if self._id not in (None, wandb.run.id):
                 messages.warn(
-                    f"WandbLogger(version={self._id!r}) adds to the run {wandb.run.id!r}, because that one is going in "
-                    "this process. Call wandb.finish() before to get a run of its own."
+                    f"WandbLogger(version={self._id!r}) adds to the run {wandb.run.id!r}, because that run is open in "
+                    "this process. Call wandb.finish() first to get a run of its own."
                 )
             return wandb.run
         self._is_own = True
@@ -407,7 +407,7 @@ def _checkpoints(callback: Any) -> dict[str, float | None]:
     away = [path for path in scores if "://" in path]
     if away:
         messages.warn_once(
-            f"WandbLogger(log_model=...) uploads checkpoints from this machine; {away[0]} is elsewhere already and "
+            f"WandbLogger(log_model=...) uploads checkpoints from this machine; {away[0]} is not on it and "
             "is not uploaded. Leave log_model out, or save to a local dirpath.",
             key="WandbLogger log_model",
         )

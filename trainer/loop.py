@@ -349,7 +349,7 @@ class FitLoop:
         epochs = state.epoch + state.epoch_done
         made = {"max_epochs": epochs, "max_steps": state.global_step}
         reached = [name for name, number in made.items() if number >= limit(getattr(trainer, name))]
-        advice = f" Raise {' and '.join(reached)} to train on." if reached else ""
+        advice = f" Raise {' and '.join(reached)} to continue." if reached else ""
         messages.info_once(
             f"Nothing to train: the run has made {epochs} epoch{'s' * (epochs != 1)} and {state.global_step} steps, "
             f"the limits are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}.{advice}",

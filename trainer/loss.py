@@ -73,9 +73,8 @@ class LossReader:
                 "for its gradients. Return a loss multiplied by zero instead."
             )
         messages.warn_once(
-            f"{self.owner} returned None, so this batch is skipped and nothing is learned from it. If that is not "
-            "meant, return "
-            "the loss.",
+            f"{self.owner} returned None, so this batch is skipped and nothing is learned from it. If you did not mean "
+            "that, return the loss.",
             key=f"{self.owner} skips",
         )
 

@@ -443,8 +443,8 @@ def check_value(name: str, value: Any) -> None:
         integral = isinstance(value, (int, bool))
     if integral:
         messages.warn_once(
-            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass float(value) to say "
-            "so."
+            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass "
+            f"{'value.float()' if isinstance(value, Tensor) else 'float(value)'} to avoid this warning."
         )
 
 

@@ -451,7 +451,7 @@ def test_a_full_disk_ends_the_record_not_the_run(monkeypatch: pytest.MonkeyPatch
 
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    with pytest.warns(UserWarning, match="goes on without a report"):
+    with pytest.warns(UserWarning, match="continues without a report"):
         trainer = fit(report, Fills(), max_epochs=1)
     assert trainer.global_step == 6
 

@@ -387,9 +387,9 @@ class PreparedLoader(DataLoader[Any]):
         place = self._place
         if place.resume is not None and place.resume["epoch"] != epoch:
             messages.warn(
-                f"set_epoch({epoch}) leaves the place that was loaded, batch {place.resume['batches']} of epoch "
-                f"{place.resume['epoch']}: the next pass is epoch {epoch} from its beginning. Begin your epochs at "
-                f"{place.resume['epoch']} to go on there."
+                f"set_epoch({epoch}) leaves the position that was loaded, batch {place.resume['batches']} of epoch "
+                f"{place.resume['epoch']}: the next pass is epoch {epoch} from its beginning. Start your epochs at "
+                f"{place.resume['epoch']} to continue there."
             )
             place.resume = None
         place.epoch = epoch
@@ -432,7 +432,9 @@ class PreparedLoader(DataLoader[Any]):
         if saved != now and done:
             done, left = divmod(done * saved, now)
             again = "; what does not fill one of its batches is read again" if left else ""
-            own["derived"] = f"the position, batch {done} of the epoch, which was batch {state['batches']} there{again}"
+            own["derived"] = (
+                f"the position, batch {done} of the epoch (batch {state['batches']} in the saved run){again}"
+            )
         if self.seed is not None and state["seed"] is not None:
             own["seed"] = state["seed"]
         place.current, place.epoch, place.resume = None, state["epoch"], None

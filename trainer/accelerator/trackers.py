@@ -506,8 +506,8 @@ class Trackers(list[GeneralTracker]):
             return
         if newer is not None:
             messages.info(
-                f"The state that was loaded is not the newest of its run, {newer} is: what follows is logged as "
-                "another run, so that nothing of that one is lost."
+                f"The state that was loaded is not the newest of its run ({newer} is newer), so what follows is logged "
+                "as a new run and the logs of the other one stay whole."
             )
             return
         if not self._started:

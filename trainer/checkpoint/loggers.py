@@ -40,8 +40,8 @@ def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
         newer = newer_of_its_run(location(path)) if found else None
         if newer is not None:
             messages.info(
-                f"{path} is not the newest checkpoint of its run, {newer.name} is: what follows is logged as another "
-                "run, so that nothing of that one is lost."
+                f"{path} is not the newest checkpoint of its run ({newer.name} is newer), so this fit is logged as a "
+                "new run and the logs of the other one stay whole."
             )
             return {}
         if found and not is_remote(path):

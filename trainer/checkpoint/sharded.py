@@ -191,7 +191,7 @@ def _upload_manifest(temporary: Path, target: Remote) -> None:
         if target.is_file():  # behind an address a file can be there too, under the same name
             target.unlink()
     except OSError as error:
-        messages.warn(f"The checkpoint {str(target)!r} is saved; what it replaces could not be deleted: {error}")
+        messages.warn(f"The checkpoint {str(target)!r} is saved, but the one it replaces could not be deleted: {error}")
 
 
 def _clear(temporary: Path, target: Location) -> None:

@@ -11,8 +11,8 @@ from ...callbacks.run_history import History
 from ...loggers import messages
 
 _EPILOG = """\
-A run has a record if it is made with Trainer(callbacks=[RunReport()]). The page is made anew of it: also while the run
-goes on, and of a run whose process was killed.
+A run has a record if it is made with Trainer(callbacks=[RunReport()]). The page is made from it, also while
+the run is still going, and for a run whose process was killed.
 """
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "runs",
         metavar="RUN",
         nargs="+",
-        help="the folder of a run, or its record; of several in a folder the newest. Two are held side by side",
+        help="the folder of a run (its newest record), or a record; two are shown side by side",
     )
     parser.add_argument(
         "--output",
