@@ -205,27 +205,27 @@ class RunRecord(DummyLogger):
             self._put(line)
 
     def _put(self, line: Mapping[str, Any]) -> None:
-        if self._file is None:
+        if self._file is None or self.path is None:
             return
         try:
-            if not os.path.exists(self.path):
-                self._write_again()
+            if not self.path.exists():
+                self._write_again(self.path)
             self._file.write(json.dumps(line, default=str).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             self._give_up(error)
 
-    def _write_again(self) -> None:
+    def _write_again(self, path: Path) -> None:
         """Somebody deleted the file, which this process still has open: write all of it once more."""
         messages.warn(
-            f"{messages.path(self.path)}, the record of the run report, was deleted while the run was writing to it. "
+            f"{messages.path(path)}, the record of the run report, was deleted while the run was writing to it. "
             "It is written again as a whole."
         )
         self._file.seek(0)
         content = self._file.read()
         self._file.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+b")  # noqa: SIM115 - open as long as the run lasts
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+b")  # noqa: SIM115 - open as long as the run lasts
         self._file.write(content)
 
     def _give_up(self, error: OSError) -> None:

@@ -136,8 +136,12 @@ def names(values: Iterable[Any], last: str = "or") -> str:
 
 def path(value: Any) -> str:
     """A path as it is shortest: relative if it lies below the working directory."""
-    text, below = str(value), os.path.join(os.getcwd(), "")
-    return text.removeprefix(below) if text != below else text
+    text = str(value)
+    try:
+        below = os.path.join(os.getcwd(), "")
+    except FileNotFoundError:  # somebody deleted the working directory
+        return text
+    return text if text == below else text.removeprefix(below)
 
 
 def a(value: Any) -> str:
