@@ -118,8 +118,8 @@ class EarlyStopping(Callback):
             self._stopped_before = False
             trainer.should_stop = True
             messages.info(
-                f"Early stopping had ended the run that is resumed, so it stays ended ({self.stopping_reason_message}) "
-                "To train on, raise the patience of EarlyStopping, or leave 'callbacks' out of fit(restore=)."
+                f"Early stopping ended the resumed run, so there is nothing to train ({self.stopping_reason_message}) "
+                "To continue, raise the patience of EarlyStopping, or leave 'callbacks' out of fit(restore=)."
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:

@@ -77,7 +77,7 @@ class HangDetector(Callback):
     def _report(self, trainer: Trainer) -> None:
         reports = trainer.strategy.reports()
         if reports is not None:
-            what = f"The run ends with status {HANG_STATUS}." if self.abort else "It goes on waiting."
+            what = f"The run ends with status {HANG_STATUS}." if self.abort else "It keeps waiting."
             messages.error(
                 f"Rank {trainer.global_rank} has made no progress for {self.timeout_seconds:g} s "
                 f"(HangDetector). {what} Where the ranks are:\n" + "\n".join(map(_told, reports, reports.values()))

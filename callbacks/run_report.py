@@ -223,7 +223,7 @@ class RunReport(Callback):
                 f"try `paceline report {record}`."
             )
             return
-        messages.info(f"Report of the run: {path}")
+        messages.info_once(f"Report of the run: {messages.path(path)}")
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_record": None, "_of": None, "_error": None}

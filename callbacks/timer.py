@@ -194,7 +194,7 @@ def to_timedelta(value: str | timedelta | Mapping[str, float], what: str) -> tim
             "Pass a timedelta(seconds=...), a text 'DD:HH:MM:SS' or a dict such as {'minutes': 30}."
         )
     if value < timedelta(0):
-        raise ValueError(f"{what} got {value!r}, a time before it begins. Pass a duration of zero or more.")
+        raise ValueError(f"{what} got {value!r}, which is negative. Pass a duration of zero or more.")
     return value
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import inspect
 import os
@@ -39,6 +41,10 @@ MOVED = {
     "multiple_trainloader_mode": "Trainer.fit(model, CombinedLoader(loaders, mode=...))",
     "model_registry": "a path in ckpt_path=, where the file lies",
 }
+#: The variables of Lightning that give arguments which code leaves out: PL_TRAINER_MAX_EPOCHS=3.
+VARIABLE_PREFIX = "PL_TRAINER_"
+#: Arguments that settings stand for; None and "auto" count as left out.
+SETTLED = ("accelerator", "strategy", "precision", "accumulate_grad_batches", "compile")
 SWITCHES = (
     "inference_mode",
     "use_distributed_sampler",
@@ -71,6 +77,42 @@ def named(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any
         init(self, *args, **kwargs)
 
     return checked
+
+
+def with_variables(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """Have a constructor take arguments that its caller leaves out from variables ``PL_TRAINER_<ARGUMENT>``.
+
+    The object's ``_from_variables`` has the variable of each argument that came from one when the constructor runs.
+    """
+    known = tuple(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def filled(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+        found = _from_variables(known, kwargs)
+        self._from_variables = {name: VARIABLE_PREFIX + name.upper() for name in found}
+        init(self, *args, **{**kwargs, **found})  # type: ignore[arg-type]
+
+    return filled
+
+
+def _from_variables(known: tuple[str, ...], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that variables give and code does not; a variable of none of the ``known`` names is warned of."""
+    left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
+    found = {}
+    for variable, text in os.environ.items():
+        if not variable.startswith(VARIABLE_PREFIX) or not text:
+            continue
+        name = variable.removeprefix(VARIABLE_PREFIX).lower()
+        if name not in known:
+            meant = f" Use {MOVED[name]}." if name in MOVED else messages.did_you_mean(name, known)
+            messages.warn_once(
+                f"The environment variable {variable} has no effect: Trainer has no argument {name!r}.{meant}"
+            )
+        elif name not in passed or name in left_open:
+            found[name] = text
+            with contextlib.suppress(Exception):  # it is a word, no number: taken as it is
+                found[name] = ast.literal_eval(text)
+    return found
 
 
 # ---- single values ---------------------------------------------------------------------------------------------------

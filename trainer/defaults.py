@@ -158,7 +158,8 @@ def check_state_keys(callbacks: list[Callback]) -> None:
         if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):
             raise ValueError(
                 f"Two callbacks save their state under one key {key!r} ({type(seen[key]).__name__} and {name}), so one "
-                "would overwrite the other. Give one another state_key, or remove it."
+                "would overwrite the other. Remove one, or make one of a class with a key of its own: "
+                f"class Second{name}({name}): state_key = 'Second{name}'"
             )
         seen[key] = callback
 

@@ -178,8 +178,8 @@ class _Search:
         if wrong:
             rank, text = next(iter(wrong.items()))
             raise RuntimeError(
-                f"{self.function.__qualname__}() ended on {messages.ranks(wrong)} with an error, so that rank "
-                f"{self.together.rank} cannot go on alone. The first: rank {rank}, {text}"
+                f"{self.function.__qualname__}() ended on {messages.ranks(wrong)} with an error, so rank "
+                f"{self.together.rank} cannot continue alone. The first: rank {rank}, {text}"
             )
 
     def about(self, size: int, found: list[Outcome], out: list[int]) -> str:

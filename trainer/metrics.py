@@ -23,6 +23,7 @@ from .records import MetricRecord, Options, Record, Table, as_tensor, make_recor
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
+    from .loss import LossWatch
     from .state import RunState
 
 Place = tuple[Moment, Table, int | None]
@@ -41,6 +42,7 @@ class MetricStore:
         steps_in_evaluation: an evaluation step logs with ``on_step=True``, so each of its batches is flushed.
         sent: the values last sent to the loggers.
         listener: while a step runs on a micro-batch, who gets what it logs.
+        losses: looks at losses that have reached the host; None: nobody does.
     """
 
     def __init__(self, state: RunState, strategy: Strategy, send: Send | None) -> None:
@@ -53,6 +55,7 @@ class MetricStore:
         self.sent: dict[str, float] = {}
         self.steps_in_evaluation = False
         self.listener: Callable[[str, Any, Options], Any] | None = None
+        self.losses: LossWatch | None = None
         self._moment: Moment = SETUP
         self._dataloader_idx: int | None = None
         self._tables: dict[tuple[str, str, int | None], Table] = {}
@@ -237,8 +240,14 @@ class MetricStore:
                 found[record.step_key] = value
         return self._bar.read(found)
 
-    def flush_step(self, stage_step: int, epoch: int) -> None:
-        """Send the step values that are new since the last flush to the loggers."""
+    def flush_step(self, stage_step: int, epoch: int, output: Any = None) -> None:
+        """Send the step values that are new since the last flush to the loggers.
+
+        Args:
+            stage_step: place on the x axis.
+            epoch: the one under way.
+            output: what ``training_step`` returned last, whose loss is looked at if none was logged.
+        """
         fresh: dict[str, Any] = {}
         for record in self.records.values():
             if record.fresh and record.on_step and record.logger:
@@ -246,6 +255,8 @@ class MetricStore:
                 value = record.step_value()
                 if value is not None:
                     fresh[record.step_key] = value
+        if self.losses is not None:
+            fresh |= self.losses.unlogged(fresh, output)
         self.drain(wait=False)
         if fresh:
             self._copies.append(_HostCopy(fresh, stage_step, epoch))
@@ -267,13 +278,19 @@ class MetricStore:
             self._write(copy.values(), copy.step, copy.epoch)
 
     def _write(self, values: dict[str, float], step: int, epoch: int) -> None:
-        if self.send is None:
+        self._look(values, step, epoch)
+        if self.send is None or not values:
             return
         if "step" in values:
             step = int(values.pop("step"))
         values.setdefault("epoch", epoch)
         self.sent.update(values)
         self.send(values, step)
+
+    def _look(self, values: dict[str, float], step: int, epoch: int) -> None:
+        if self.losses is not None:
+            at = step if self.state.stage == "train" else self.state.updates
+            self.losses.look(values, at, epoch)
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
@@ -340,6 +357,16 @@ class MetricStore:
         if logged:
             self._write(logged, step, epoch)
         return numbers
+
+    def look_at_losses(self, output: Any) -> None:
+        """Look at the last losses of an epoch, those too that no flush brought to the host (this waits for the device).
+
+        Args:
+            output: what ``training_step`` returned last.
+        """
+        if self.losses is not None and not self.losses.warned:
+            values = self.losses.among(self._finished)
+            self._look(to_host(values | self.losses.unlogged(values, output)), self.state.updates, self.state.epoch)
 
     def discard(self) -> None:
         """Forget what the stage has logged (the sanity check's values are no result)."""

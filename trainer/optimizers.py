@@ -145,7 +145,8 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
     if not optimizers:
         shown = given if given is None else repr(given)
         messages.warn_once(
-            f"{owner} returned {shown}: fit runs without an optimizer and no weight is changed by the trainer."
+            f"{owner} returned {shown}: fit runs without an optimizer and no weight is changed by the trainer. Return "
+            "the optimizer if weights should change."
         )
     if module.automatic_optimization and len(optimizers) > 1:
         raise RuntimeError(

@@ -136,7 +136,7 @@ def explained(error: BaseException, now: Situation) -> BaseException:
     found = kind(
         f"The {device.type} of rank {strategy.global_rank} is out of memory ({place}; precision "
         f"{strategy.precision.name!r}, {type(strategy).__name__} on {strategy.world_size} processes): "
-        f"{str(error).splitlines()[0]} In it are weights of {messages.size(sizes.weights)}, gradients of "
+        f"{str(error).splitlines()[0]} It holds weights of {messages.size(sizes.weights)}, gradients of "
         f"{messages.size(sizes.gradients)} and optimizer state of {messages.size(sizes.optimizer)}; the most {of_whom} "
         f"in use was {messages.size(sizes.highest)}. Try, in this order: {advice}."
     )

@@ -99,7 +99,8 @@ class TrainerStatus:
         if self.state.epoch >= (self.min_epochs or 0) and self.state.global_step >= (self.min_steps or 0):
             return True
         messages.info_once(
-            f"Asked to stop, but goes on until min_epochs={self.min_epochs or 0} and min_steps={self.min_steps or 0}."
+            f"Asked to stop, but training continues until min_epochs={self.min_epochs or 0} and "
+            f"min_steps={self.min_steps or 0}."
         )
         return False
 

@@ -72,7 +72,8 @@ class Trainer(TrainerStatus):
     """Runs a :class:`TrainingModule`: ``fit``, ``validate``, ``test``, ``predict``.
 
     Where ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile`` is left out, the
-    settings of ``paceline launch``, of the environment or of the file that ``paceline config`` writes count.
+    settings of ``paceline launch``, of the environment or of the file that ``paceline config`` writes count. Any
+    argument that is left out is also read from the variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
 
     Args:
         accelerator: kind of device: ``"auto"`` (CUDA, then MPS, then CPU), ``"gpu"`` (CUDA, then MPS), ``"cuda"``,
@@ -151,7 +152,10 @@ class Trainer(TrainerStatus):
             Unless said otherwise SIGTERM and SIGINT stop, and SIGUSR1 in a SLURM job requeues.
     """
 
+    _from_variables: Mapping[str, str]
+
     @check.named
+    @check.with_variables
     def __init__(
         self,
         *,
@@ -199,7 +203,8 @@ class Trainer(TrainerStatus):
         compile: bool | Scope | Mapping[str, Any] | None = None,
         signals: Mapping[str | int, Action | None] | None = None,
     ) -> None:
-        given, self.settings_in_force = with_origins(dict(locals()), check.defaults(Trainer.__init__))
+        defaults = check.defaults(Trainer.__init__)
+        given, self.settings_in_force = with_origins(dict(locals()), defaults, self._from_variables)
         given = overruled(given)
         self.state = RunState()
         self._check_limits(given)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from ...loggers import messages
 from ...loggers.base import Logger, Nothing
-from ..checkpoint.loggers import named
+from ..checkpoint.loggers import named, say_where
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -508,8 +508,8 @@ class Trackers(list[GeneralTracker]):
             return
         if newer is not None:
             messages.info(
-                f"The state that was loaded is not the newest of its run, {newer} is: what follows is logged as "
-                "another run, so that nothing of that one is lost."
+                f"The state that was loaded is not the newest of its run ({newer} is newer), so what follows is logged "
+                "as a new run and the logs of the other one stay whole."
             )
             return
         if not self._started:
@@ -517,9 +517,7 @@ class Trackers(list[GeneralTracker]):
             return
         self._resumed = {}
         going = {name: one for name, one in self._loggers().items() if name in states and one.go_on(states[name])}
-        folders = [one.logger.log_dir for one in going.values() if one.logger.log_dir]
-        if folders:
-            messages.info(f"The run is logged on where it was: {messages.names(folders, last='and')}.")
+        say_where("Logging continues in", (one.logger for one in going.values()))
 
     def _loggers(self) -> dict[str, LoggerTracker]:
         mine = {id(one._logger): one for one in self if isinstance(one, LoggerTracker)}

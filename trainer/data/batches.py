@@ -154,9 +154,9 @@ class Batches:
         begun = perf_counter()
         next(islice(source, count, count), None)
         messages.info_once(
-            f"Going on at batch {count} of the epoch: {count} batches were loaded and thrown away to get there, which "
-            f"took {perf_counter() - begun:.1f} s, because a {type(self._loader).__name__} of this kind cannot be "
-            "entered in the middle. A map-style data set can, and so can a loader (or, without workers, an iterable "
+            f"Continuing at batch {count} of the epoch: {count} batches were loaded and thrown away to get there, "
+            f"which took {perf_counter() - begun:.1f} s, because a {type(self._loader).__name__} of this kind cannot "
+            "start in the middle. A map-style data set can, and so can a loader (or, without workers, an iterable "
             "data set) that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
             key="batches thrown away",
         )

@@ -607,7 +607,7 @@ def test_u6_two_ranks_go_on_as_one_at_the_same_sample() -> None:
     iterators = [iter(loader) for loader in two]
     seen = [i for _ in range(3) for iterator in iterators for i in next(iterator).tolist()]
     alone = one_rank(two[0].state_dict())
-    assert alone.derived == "the position, batch 6 of the epoch, which was batch 3 there"
+    assert alone.derived == "the position, batch 6 of the epoch (batch 3 in the saved run)"
     rest = [i for batch in alone for i in batch.tolist()]
     assert seen + rest == [i for batch in prepared(DataLoader(Numbers(22), 2, shuffle=True)) for i in batch.tolist()]
 
@@ -724,7 +724,7 @@ def test_set_epoch_to_another_one_leaves_the_loaded_place_and_says_so() -> None:
     fresh.load_state_dict(loader.state_dict())
     fresh.set_epoch(1)
     with pytest.warns(
-        messages.PacelineWarning, match=r"set_epoch\(0\) leaves the place that was loaded, batch 1 of epoch 1"
+        messages.PacelineWarning, match=r"set_epoch\(0\) leaves the position that was loaded, batch 1 of epoch 1"
     ):
         fresh.set_epoch(0)
     assert len(list(fresh)) == 4

@@ -201,7 +201,7 @@ def test_a_read_only_folder_leaves_the_old_file_and_says_what_to_do(small_disk: 
     with pytest.raises(OSError, match=r"Read-only file system: the checkpoint was not saved.*Make its folder writable"):
         file.write(checkpoint(2.0), path)
     logger = CSVLogger(small_disk / "logs")
-    with pytest.raises(OSError, match=r"CSVLogger cannot write to its folder.*save_dir.*Folder: '.*logs"):
+    with pytest.raises(OSError, match=r"CSVLogger cannot .*Make the folder writable, .*save_dir.*Folder: '.*logs"):
         logger.log_metrics({"loss": 1.0}, step=0)
     assert value_in(path) == 1.0
     assert os.listdir(small_disk) == ["x.ckpt"]
