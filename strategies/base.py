@@ -109,6 +109,11 @@ class Strategy:
         return 1
 
     @property
+    def device_ids(self) -> list[int]:
+        """Indices of the devices of this node's processes, one each; on the CPU 0, 1, ..."""
+        return [self.device.index or 0]
+
+    @property
     def data_rank(self) -> int:
         """Which share of the data this process sees, 0-based; processes that hold parts of one model see the same."""
         return self.global_rank

@@ -169,6 +169,10 @@ class DistributedStrategy(Strategy):
     def num_nodes(self) -> int:
         return self._cluster.num_nodes if self._cluster else self._nodes
 
+    @property
+    def device_ids(self) -> list[int]:
+        return [idx if device.index is None else device.index for idx, device in enumerate(self.devices)]
+
     # ---- module ----------------------------------------------------------------------------------------------------
 
     def for_another_module(self) -> Self:

@@ -37,7 +37,7 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
 
     The order is drawn in ``callbacks/base.py``.
     """
-    trainer._hooks = None
+    trainer._hooks = trainer._left = None
     module, reused = find_module(trainer, request)
     path = asked_path(trainer, request, reused)
     trainer.strategy.progress = trainer.state.where
@@ -158,6 +158,19 @@ def _unwrapped(module: Any) -> Any:
 
 def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
     """Tie trainer, module, data and callbacks together; check what can be checked before any of it runs."""
+    loaders = tie(trainer, request, module)
+    check_state_keys(trainer.callbacks)
+    check_steps(trainer, request.fn)
+    bind_hooks(trainer)
+    if request.fn == "fit" and trainer.reload_dataloaders_every_n_epochs and loaders["train"] is not None:
+        messages.warn_once(
+            f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) has no effect on "
+            "loaders that were given to fit. Define train_dataloader() on the module or a DataModule instead."
+        )
+
+
+def tie(trainer: Trainer, request: Request, module: TrainingModule) -> dict[str, Any]:
+    """Make a module, its data and its callbacks the trainer's; returns the loaders, without a DataModule in them."""
     loaders = dict(request.loaders)
     datamodule = request.datamodule
     for stage, given in loaders.items():
@@ -180,14 +193,7 @@ def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
     if datamodule is not None:
         datamodule.trainer = trainer
     take_module_callbacks(trainer, module)
-    check_state_keys(trainer.callbacks)
-    check_steps(trainer, request.fn)
-    bind_hooks(trainer)
-    if request.fn == "fit" and trainer.reload_dataloaders_every_n_epochs and loaders["train"] is not None:
-        messages.warn_once(
-            f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) has no effect on "
-            "loaders that were given to fit. Define train_dataloader() on the module or a DataModule instead."
-        )
+    return loaders
 
 
 def _send(trainer: Trainer, values: dict[str, float], step: int) -> None:

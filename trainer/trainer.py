@@ -425,6 +425,7 @@ class Trainer(TrainerStatus):
         self._resumes = False
         self._saves = 0
         self._fit: FitLoop | None = None
+        self._left = None
         self._brought = None
         self._log_dir = None
 
@@ -432,13 +433,16 @@ class Trainer(TrainerStatus):
     def _start(self) -> Callable[[Request], Any]:
         """What runs a request: this process, or the strategy's launcher in all of them."""
         launcher = self.strategy.launcher
-        return self._run if launcher is None else partial(self._run_elsewhere, launcher)
+        if launcher is None:
+            return self._run
+        from .elsewhere import run_elsewhere
 
-    def _run_elsewhere(self, launcher: Callable[..., Any], request: Request) -> Any:
-        from .elsewhere import run_and_report, take_over
-        from .seed import random_states
+        return partial(run_elsewhere, self, launcher)
 
-        return take_over(self, request, launcher(run_and_report, self, request, random_states()))
+    @property
+    def _holder(self) -> Strategy:
+        """What brings the states of a checkpoint together; after a run in other processes they are whole in this one."""
+        return self.strategy if self._left is None else Strategy()
 
     def _run(self, request: Request) -> Any:
         """Run until the end; again from a checkpoint as often as a callback wants to go back to one."""
