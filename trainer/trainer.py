@@ -441,7 +441,7 @@ class Trainer(TrainerStatus):
 
     @property
     def _holder(self) -> Strategy:
-        """What brings the states of a checkpoint together; after a run in other processes they are whole in this one."""
+        """What brings the states of a checkpoint together; after a run in other processes this one has them whole."""
         return self.strategy if self._left is None else Strategy()
 
     def _run(self, request: Request) -> Any:
