@@ -29,6 +29,7 @@ from .elastic import SIGNALS, Options, Place, StartMethod, environment, is_ignor
 from .failure import LAUNCHED, end_with, failures, note_crash, write_failure
 from .failure import note_failure as note_failure
 from .failure import register_failure_hook as register_failure_hook
+from .main_guard import require_main_guard
 
 #: Where this process was started: a relative path on the command line is meant from here.
 _DIRECTORY = os.getcwd()
@@ -137,13 +138,16 @@ def start(
         port: where they meet; 0: a free one.
 
     Raises:
-        RuntimeError: a process failed, with the traceback of the first; or CUDA was used before a fork.
+        RuntimeError: a process failed, with the traceback of the first; CUDA was used before a fork; or fresh processes
+            would start processes again, since the program has no main guard.
         TypeError: the function or an argument cannot be pickled.
         KeyboardInterrupt: on Ctrl-C, after the processes ended.
     """
     if start_method == "fork":
         _refuse_used_cuda(devices_kind)
         leave_garbage_alone_in_forks()
+    else:
+        require_main_guard(f"start_method={start_method!r}")
     with TemporaryDirectory(prefix="paceline_") as folder:
         threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(num_processes)
         work = _Work(function, args)

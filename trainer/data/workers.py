@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ...strategies.main_guard import require_main_guard
+
 #: Whoever sends SIGTERM can be told apart on Linux; where it cannot, workers must go on obeying it.
 _KNOWS_SENDER = hasattr(signal, "sigwaitinfo")
 _NAMES = ("SIGINT", "SIGUSR1", "SIGUSR2", *(["SIGTERM", "SIGHUP"] if _KNOWS_SENDER else []))
@@ -66,9 +68,11 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
     """``iter(loader)``; worker processes that this starts do not die of a signal that their whole group gets."""
     if not isinstance(loader, DataLoader) or not loader.num_workers or not hasattr(signal, "pthread_sigmask"):
         return iter(loader)
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if method != "fork":
+        require_main_guard(f"DataLoader(num_workers={loader.num_workers}) with {method!r}")
     users, numbers = loader.worker_init_fn, {getattr(signal, name) for name in _NAMES}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
     loader.worker_init_fn = _Start(users, served=method == "forkserver")
     try:
         return iter(loader)
