@@ -56,8 +56,11 @@ def _unguarded() -> tuple[str, int, str] | None:
 
 def _top_level(main: Any, only_without_condition: bool = False) -> tuple[str, int, str] | None:
     """File, line and first line of text of the statement of ``main`` that led here."""
-    file, frame, line = getattr(main, "__file__", None), sys._getframe(1), 0
-    while file is not None and frame is not None:
+    file = getattr(main, "__file__", None)
+    if file is None:
+        return None
+    frame, line = sys._getframe(1), 0
+    while frame is not None:
         code = frame.f_code
         if code.co_name == "<module>" and frame.f_globals is vars(main) and _same(code.co_filename, file):
             line = frame.f_lineno

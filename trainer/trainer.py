@@ -21,6 +21,7 @@ from ..strategies.precision.base import Precision
 from . import arguments as check
 from .attach import attach
 from .checkpoint.parts import PARTS, check_parts
+from .data.lost_worker import explain_lost_worker
 from .defaults import choose_callbacks, choose_loggers
 from .doctor.overruling import overruled
 from .environment import numerics
@@ -468,7 +469,8 @@ class Trainer(TrainerStatus):
                     self.saver.wait()
                     back, failed = rollback.with_traceback(None), False
                 except BaseException as error:
-                    better = self.strategy.explain(error) or out_of_memory(self, error)
+                    better = explain_lost_worker(error, self.state.where(), self._source.name_of)
+                    better = better or self.strategy.explain(error) or out_of_memory(self, error)
                     self._fail(better or error)
                     if better is not None:
                         raise better from error

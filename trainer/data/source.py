@@ -14,6 +14,7 @@ from .loaders import (
     advise,
     count_batches,
     eval_loaders,
+    leaves_of,
     release_shuffling,
     seed_shuffling,
     train_loader,
@@ -246,6 +247,16 @@ class DataSource:
         if counts["made"] and self.given.get("train") is not None:
             self.train_loader = train_loader(self.given["train"])
         self.eval = {kind: (eval_loaders(self.given.get(kind)), limits) for kind, limits in counts["eval"].items()}
+
+    def name_of(self, leaf: Any) -> str | None:
+        """What the person calls a loader of this run, which may be one of several; None if it is another's."""
+        if any(one is leaf for one in leaves_of(self.train_loader)):
+            return HOOK["train"]
+        for kind, (loaders, _) in self.eval.items():
+            for idx, loader in enumerate(loaders):
+                if any(one is leaf for one in leaves_of(loader)):
+                    return f"{HOOK[kind]}{f' {idx}' if len(loaders) > 1 else ''}"
+        return None
 
     # ---- lengths ---------------------------------------------------------------------------------------------------
 
