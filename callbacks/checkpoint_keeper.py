@@ -184,7 +184,11 @@ class CheckpointKeeper(Checkpoint):
 
     def has_saved(self, step: int) -> bool:
         """Whether there is a file of this step that can be resumed from."""
-        return step in (self._saved_step, self._last_step) and not self.save_weights_only
+        return self.has_file_of(step) and not self.save_weights_only
+
+    def has_file_of(self, step: int) -> bool:
+        """Whether there is a file of this step, be it of its weights alone."""
+        return step in (self._saved_step, self._last_step)
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
         """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.

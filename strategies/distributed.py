@@ -123,9 +123,10 @@ class DistributedStrategy(Strategy):
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
         """Start the processes: the command runs again and comes here again in each, or they call the function."""
         kind, count = self.device.type, len(self.devices)
-        if self.start_method == "popen":
-            launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
-        return launch.start(function, args, count, self.start_method, kind, self.numa)
+        with launch.told_if_stopped_early(count):
+            if self.start_method == "popen":
+                launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
+            return launch.start(function, args, count, self.start_method, kind, self.numa)
 
     @timed("joining the group")
     def setup_environment(self) -> None:
@@ -428,6 +429,7 @@ def join(
         )
         rank, world_size = cluster.rank, cluster.world_size
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **where, **with_device)
+        launch.note_joined()
     atexit.register(leave)
 
 
