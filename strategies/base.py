@@ -83,6 +83,10 @@ class Strategy:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
+    def told_at_start(self) -> str:
+        """How many processes run what, in words; empty for one, and where the person was told already."""
+        return ""
+
     @property
     def world_size(self) -> int:
         """Number of processes."""

@@ -143,6 +143,17 @@ class DistributedStrategy(Strategy):
         self._watch.progress = lambda: self.progress()
         self._abandoned = False
 
+    def told_at_start(self) -> str:
+        if self.world_size == 1 or (launch.LAUNCHED in os.environ and launch.JOINED not in os.environ):
+            return ""  # `paceline launch` has told
+        name = (*self.names, type(self).__name__)[0]
+        machines = f" of {self.num_nodes} machines" if self.num_nodes > 1 else ""
+        backend = self.backend.rpartition(":")[2]
+        text = f"on {self.world_size} processes{machines} ({name}, {backend}, {self.device.type})"
+        if self.start_method == "popen" and launch.JOINED in os.environ:
+            text += "; the script is started once for each, so what stands above this call runs in all of them"
+        return text
+
     @property
     def backend(self) -> str:
         """The process group's backend."""

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from .checkpoint.place import Resumed
     from .trainer import Request, Trainer
 
+_DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predict": "Predicting"}
+
 
 def attach(trainer: Trainer, request: Request) -> Resumed | None:
     """Prepare a run. Returns what a fit goes on from, or None.
@@ -45,6 +47,9 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
     trainer.strategy.begin_run(trainer.state)
     messages.set_rank(trainer.global_rank)
     trainer._log_dir = None
+    told = trainer.strategy.told_at_start()
+    if told and not request.again and not request.trial:
+        messages.info_once(f"{_DOING[request.fn]} {told}.")
     connect(trainer, request, module)
     path = settle_folders(trainer, request, path)
     wiring.setup(trainer, request.fn)

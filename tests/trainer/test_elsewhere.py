@@ -373,7 +373,7 @@ def test_fresh_processes_shuffle_as_the_one_that_started_them(tmp_path: Path) ->
         done = subprocess.run(
             [sys.executable, script, *options], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300
         )
-        return json.loads(done.stdout.splitlines()[-1])
+        return *json.loads(done.stdout.splitlines()[-1]), done.stderr
 
     torch.manual_seed(7)
     module = TinyModule()
@@ -383,6 +383,9 @@ def test_fresh_processes_shuffle_as_the_one_that_started_them(tmp_path: Path) ->
     for strategy in ("ddp_spawn", "ddp"):
         found = run(strategy, "2", "2")
         assert found[0] == steps
+        again = "; the script is started once for each, so what stands above this call runs in all of them"
+        line = f"Training on 2 processes (ddp, gloo, cpu){again if strategy == 'ddp' else ''}."
+        assert [said for said in found[2].splitlines() if " processes (" in said] == [line]
         saved = file.read(tmp_path / "after.ckpt")
         assert saved["state_dict"]["layer.weight"].flatten().tolist() == found[1]
         assert len(saved["paceline"]["ranks"]) == 2
