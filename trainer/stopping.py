@@ -101,7 +101,7 @@ class Stops:
             for callback in trainer.callbacks if state.fn == "fit" else []:
                 if isinstance(callback, CheckpointKeeper):
                     callback.save_on_signal(trainer, name)
-                    saved |= callback.has_file_of(state.global_step)
+                    saved |= callback.has_saved(state.global_step, weights=True)
                     if callback.has_saved(state.global_step):
                         break  # one file to go on from is enough, and time may be short
         finally:
