@@ -188,9 +188,9 @@ class CheckpointKeeper(Checkpoint):
         except Exception as error:
             messages.warn(f"The state could not be saved after the {what}: {error}")
 
-    def has_saved(self, step: int) -> bool:
-        """Whether there is a file of this step that can be resumed from."""
-        return step in (self._saved_step, self._last_step) and not self.save_weights_only
+    def has_saved(self, step: int, weights: bool = False) -> bool:
+        """Whether there is a file of this step to resume from, or (``weights``) at least one of its weights."""
+        return step in (self._saved_step, self._last_step) and (weights or not self.save_weights_only)
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
         """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.

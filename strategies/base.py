@@ -83,6 +83,10 @@ class Strategy:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
+    def told_at_start(self) -> str:
+        """How many processes run what, in words; empty for one, and where the person was told already."""
+        return ""
+
     @property
     def world_size(self) -> int:
         """Number of processes."""
@@ -107,6 +111,11 @@ class Strategy:
     def num_nodes(self) -> int:
         """Number of machines."""
         return 1
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Indices of the devices of this node's processes, one each; on the CPU 0, 1, ..."""
+        return [self.device.index or 0]
 
     @property
     def data_rank(self) -> int:

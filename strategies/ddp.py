@@ -266,7 +266,8 @@ class DDPStrategy(DistributedStrategy):
     def explain(self, error: BaseException) -> BaseException | None:
         text = str(error)
         if self._wrapped is not None and "Expected to have finished reduction in the prior iteration" in text:
-            names = [name for name, p in self._wrapped.module.module.named_parameters() if p.requires_grad]
+            reduced = set(map(id, self._reduced))  # also those that were frozen since
+            names = [name for name, p in self._wrapped.module.module.named_parameters() if id(p) in reduced]
             found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
             unused = [names[int(i)] for i in re.findall(r"\d+", found.group(1))] if found else []
             listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""

@@ -125,9 +125,10 @@ class DistributedStrategy(Strategy):
         """Start the processes: the command runs again and comes here again in each, or they call the function."""
         kind, count = self.device.type, len(self.devices)
         method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
-        if method == "popen":
-            launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
-        return launch.start(function, args, count, method, kind, self.numa)
+        with launch.told_if_stopped_early(count):
+            if method == "popen":
+                launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
+            return launch.start(function, args, count, method, kind, self.numa)
 
     @timed("joining the group")
     def setup_environment(self) -> None:
@@ -143,6 +144,17 @@ class DistributedStrategy(Strategy):
         self._host, self._watch = host_room(self.timeout)
         self._watch.progress = lambda: self.progress()
         self._abandoned = False
+
+    def told_at_start(self) -> str:
+        if self.world_size == 1 or (launch.LAUNCHED in os.environ and launch.JOINED not in os.environ):
+            return ""  # `paceline launch` has told
+        name = (*self.names, type(self).__name__)[0]
+        machines = f" of {self.num_nodes} machines" if self.num_nodes > 1 else ""
+        backend = self.backend.rpartition(":")[2]
+        text = f"on {self.world_size} processes{machines} ({name}, {backend}, {self.device.type})"
+        if launch.LAUNCHED in os.environ:  # the strategy ran the command again
+            text += "; the script is started once for each, so what stands above this call runs in all of them"
+        return text
 
     @property
     def backend(self) -> str:
@@ -170,6 +182,10 @@ class DistributedStrategy(Strategy):
     @property
     def num_nodes(self) -> int:
         return self._cluster.num_nodes if self._cluster else self._nodes
+
+    @property
+    def device_ids(self) -> list[int]:
+        return [idx if device.index is None else device.index for idx, device in enumerate(self.devices)]
 
     # ---- module ----------------------------------------------------------------------------------------------------
 
@@ -426,6 +442,7 @@ def join(
         )
         rank, world_size = cluster.rank, cluster.world_size
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **where, **with_device)
+        launch.note_joined()
     atexit.register(leave)
 
 

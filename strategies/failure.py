@@ -239,7 +239,7 @@ class Failure:
             return f"{who} failed (exit status {self.status}):\n{self.text.rstrip()}"
         if self.exit_code is None or self.exit_code >= 0:
             return f"{who} failed (exit status {self.status}) without an exception; what it printed is above."
-        killed = f"{who} was killed by signal {-self.exit_code} ({_signal_name(-self.exit_code)})"
+        killed = f"{who} was killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
         if self.text:
             return f"{killed}, a crash in compiled code, which was called here:\n{self.text.rstrip()}"
         return f"{killed}{_why(-self.exit_code)}."
@@ -292,7 +292,8 @@ def _stack(text: str) -> str:
     return "\n\n".join(_BELOW_THE_WORK.sub("", one) for one in threads if " in _watch\n" not in one)
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """A signal's name, such as ``"SIGKILL"``."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import re
 import shlex
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,14 +28,17 @@ from typing import Any, NoReturn
 from ..loggers import messages
 from . import hydra_program
 from .elastic import SIGNALS, Options, Place, StartMethod, environment, is_ignored, launch, numa_of
-from .failure import LAUNCHED, end_with, failures, note_crash, write_failure
+from .failure import LAUNCHED, end_with, failures, note_crash, signal_name, write_failure
 from .failure import note_failure as note_failure
 from .failure import register_failure_hook as register_failure_hook
 from .host import find_host, fork_obstacle, has_file, refusal_to_fork
+from .main_guard import require_main_guard
 from .relay import Relay
 
 #: Where this process was started: a relative path on the command line is meant from here.
 _DIRECTORY = os.getcwd()
+#: Set in the processes that a strategy starts: the file by which they say that they have joined one another.
+JOINED = "PACELINE_JOINED"
 _PICKLE_FIX = (
     "Define it at the top level of a file rather than inside a function or as a lambda, or create it in a hook; or use "
     "strategy='ddp_fork', which copies this process, or 'ddp', which runs the script again."
@@ -140,7 +144,8 @@ def start(
         port: where they meet; 0: a free one.
 
     Raises:
-        RuntimeError: a process failed, with the traceback of the first; or this process cannot be forked.
+        RuntimeError: a process failed, with the traceback of the first; this process cannot be forked; or fresh
+            processes would start processes again, since the program has no main guard.
         TypeError: the function or an argument cannot be pickled.
         KeyboardInterrupt: on Ctrl-C, after the processes ended.
     """
@@ -149,6 +154,8 @@ def start(
         if obstacle:
             raise RuntimeError(refusal_to_fork(find_host(), obstacle))
         leave_garbage_alone_in_forks()
+    else:
+        require_main_guard(f"start_method={start_method!r}")
     with TemporaryDirectory(prefix="paceline_") as folder, ExitStack() as stack:
         threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(num_processes)
         work = _Work(function, args)
@@ -168,6 +175,41 @@ def start(
             raise RuntimeError(failed[0].describe(num_processes))
         result = Path(folder) / "result.pt"
         return _load(result, "cpu") if result.exists() else None
+
+
+@contextmanager
+def told_if_stopped_early(num_processes: int) -> Iterator[None]:
+    """Say that nothing was trained yet if a signal ends processes, started within, before they have joined a group."""
+    with TemporaryDirectory(prefix="paceline_") as folder:
+        joined = Path(folder) / "joined"
+        try:
+            with environment(None, **{JOINED: str(joined)}):
+                yield
+        except BaseException as error:
+            number = _ended_by(error)
+            if number is not None and not joined.exists():
+                messages.error(
+                    f"{signal_name(number)} stopped {num_processes} processes while they started: nothing was trained "
+                    "or saved yet."
+                )
+            raise
+
+
+def _ended_by(error: BaseException) -> int | None:
+    """The signal that ended the processes; None if it was none of those by which a person or a scheduler ends them."""
+    if isinstance(error, KeyboardInterrupt):
+        return int(signal.SIGINT)
+    killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
+    code = error.code if isinstance(error, SystemExit) else 128 + int(killed[1]) if killed else None
+    asks = {128 + getattr(signal, name) for name in SIGNALS if hasattr(signal, name)}
+    return code - 128 if isinstance(code, int) and code in asks else None
+
+
+def note_joined() -> None:
+    """This process has joined the others."""
+    if JOINED in os.environ:
+        with suppress(OSError):
+            Path(os.environ[JOINED]).touch()
 
 
 def threads_of(num_processes: int) -> int:

@@ -31,13 +31,15 @@ if TYPE_CHECKING:
     from .checkpoint.place import Resumed
     from .trainer import Request, Trainer
 
+_DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predict": "Predicting"}
+
 
 def attach(trainer: Trainer, request: Request) -> Resumed | None:
     """Prepare a run. Returns what a fit goes on from, or None.
 
     The order is drawn in ``callbacks/base.py``.
     """
-    trainer._hooks = None
+    trainer._hooks = trainer._left = None
     module, reused = find_module(trainer, request)
     path = asked_path(trainer, request, reused)
     trainer.strategy.progress = trainer.state.where
@@ -45,6 +47,9 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
     trainer.strategy.begin_run(trainer.state)
     messages.set_rank(trainer.global_rank)
     trainer._log_dir = None
+    told = trainer.strategy.told_at_start()
+    if told and not request.again and not request.trial:
+        messages.info_once(f"{_DOING[request.fn]} {told}.")
     connect(trainer, request, module)
     path = settle_folders(trainer, request, path)
     wiring.setup(trainer, request.fn)
@@ -174,6 +179,19 @@ def _unwrapped(module: Any) -> Any:
 
 def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
     """Tie trainer, module, data and callbacks together; check what can be checked before any of it runs."""
+    loaders = tie(trainer, request, module)
+    check_state_keys(trainer.callbacks)
+    check_steps(trainer, request.fn)
+    bind_hooks(trainer)
+    if request.fn == "fit" and trainer.reload_dataloaders_every_n_epochs and loaders["train"] is not None:
+        messages.warn_once(
+            f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) has no effect on "
+            "loaders that were given to fit. Define train_dataloader() on the module or a DataModule instead."
+        )
+
+
+def tie(trainer: Trainer, request: Request, module: TrainingModule) -> dict[str, Any]:
+    """Make a module, its data and its callbacks the trainer's; returns the loaders, without a DataModule in them."""
     loaders = dict(request.loaders)
     datamodule = request.datamodule
     for stage, given in loaders.items():
@@ -196,14 +214,7 @@ def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
     if datamodule is not None:
         datamodule.trainer = trainer
     take_module_callbacks(trainer, module)
-    check_state_keys(trainer.callbacks)
-    check_steps(trainer, request.fn)
-    bind_hooks(trainer)
-    if request.fn == "fit" and trainer.reload_dataloaders_every_n_epochs and loaders["train"] is not None:
-        messages.warn_once(
-            f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) has no effect on "
-            "loaders that were given to fit. Define train_dataloader() on the module or a DataModule instead."
-        )
+    return loaders
 
 
 def _send(trainer: Trainer, values: dict[str, float], step: int) -> None:

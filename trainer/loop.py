@@ -9,6 +9,7 @@ from ..callbacks.loss_guard import LossGuard
 from ..loggers import messages
 from . import phases
 from .binding import bind_mover, bind_step, takes_iterator
+from .by_hand import HandSteps
 from .data.batches import Batches
 from .data.handover import HandOver
 from .data.loaders import seed_shuffling, what_fetching_changes
@@ -48,6 +49,7 @@ class FitLoop:
         self.losses = LossReader(trainer.training_module, trainer.strategy, together=self.guarded)
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
+        self.hand_steps = HandSteps(trainer, self)
         trainer._fit = self
         wiring.wrap_fit(trainer, self)
 
@@ -182,6 +184,8 @@ class FitLoop:
         else:
             step = choose_step(self.trainer, self.forward, self.losses)
         wiring.wrap_parts(self.trainer, step)
+        if self.whole is None:
+            self.hand_steps.watch(step)
         if self.trainer._source.last_share == 0.0:
             step = EmptyLastStep(step)
         return wiring.wrap_step(self.trainer, IteratorStep(step) if self.takes_iterator else step)

@@ -399,6 +399,15 @@ class MetricStore:
         """Finished values and counts of evaluation steps; the epoch under way is in :mod:`.running`."""
         return {"finished": {k: v.cpu() for k, v in self._finished.items()}, "eval": self._eval_steps}
 
+    def finished(self) -> dict[str, Any]:
+        """What can be read after a run, for :meth:`take_over` in another process."""
+        return self.state_dict() | {"sent": self.sent, "bar": self.progress_bar_metrics()}
+
+    def take_over(self, found: dict[str, Any]) -> None:
+        """Show what a run in another process logged; the values stay on the CPU."""
+        self._finished, self._eval_steps, self.sent = found["finished"], found["eval"], found["sent"]
+        self._bar.keep(found["bar"])
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back :meth:`state_dict`."""
         self._finished = {k: v.to(self.strategy.device) for k, v in state["finished"].items()}

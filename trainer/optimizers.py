@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from ..callbacks.early_stopping import check_direction
 from ..loggers import messages
+from .by_hand import stepped as stepped_by_hand
 
 if TYPE_CHECKING:
     from .module import TrainingModule
@@ -72,17 +73,25 @@ class ManagedOptimizer:
 
     Attributes:
         stepped_at: ``trainer.state.batches`` when it stepped last: gradients before that are used up.
+        expected: in automatic optimization, whether the module's ``optimizer_step`` runs, which steps it.
     """
 
     def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
         self.optimizer = optimizer
         self._trainer = trainer
         self.stepped_at = -1
+        self.expected = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
-        """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were."""
+        """One optimizer step. Returns False when fp16 found an overflow and left the weights as they were.
+
+        Raises:
+            RuntimeError: automatic optimization steps it already.
+        """
         trainer, state = self._trainer, self._trainer.state
         by_hand = not trainer.training_module.automatic_optimization
+        if not (by_hand or self.expected):
+            raise stepped_by_hand(trainer.training_module)
         if by_hand and closure is not None:
             closure = self._then_show(closure)
         elif by_hand:

@@ -474,8 +474,8 @@ def check_value(name: str, value: Any) -> None:
     if integral:
         to_float = "value.float()" if isinstance(value, Tensor) else "float(value)"  # which would wait for a device
         messages.warn_once(
-            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass {to_float} to avoid this "
-            "warning."
+            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass {to_float} to "
+            "avoid this warning."
         )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..callbacks.progress import ProgressBar
     from ..strategies.base import Strategy
     from ..strategies.precision.base import Precision
+    from .checkpoint.contents import Left
     from .data.datamodule import DataModule
     from .data.source import DataSource
     from .hooks import HookTable
@@ -62,6 +63,8 @@ class TrainerStatus:
     _newest: Any
     #: The number of the newest save, of this run or found in its folders.
     _saves: int
+    #: What the ranks of a run in other processes left in this one for a checkpoint; None after a run in this process.
+    _left: Left | None
     #: The run's folder as rank 0 has it; None outside of a run of several processes.
     _log_dir: str | None
     #: The module that brought callbacks, the trainer's own that they replaced, and the ones it brought.
@@ -211,8 +214,8 @@ class TrainerStatus:
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of the devices of this node's processes."""
-        return [self.strategy.device.index or 0]
+        """Indices of the devices of this node's processes, one each; on the CPU 0, 1, ..."""
+        return self.strategy.device_ids
 
     @property
     def num_devices(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from .by_hand import second_backward
 from .hooks import method_of, overridden
 from .loss import LossReader
 
@@ -58,6 +59,9 @@ class TrainStep(ManualStep):
     the micro-batches really in it or, where ``training_step`` returns ``{"loss": mean, "num_items": n}``, the mean over
     all items of the window on all ranks.
     """
+
+    #: The method that makes an update.
+    UPDATE = "update"
 
     def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> None:
         super().__init__(trainer, forward)
@@ -125,10 +129,13 @@ class TrainStep(ManualStep):
             hook(loss)
         try:
             self.backward(loss)
-        except RuntimeError:
+        except RuntimeError as error:
             problem = self.losses.problem(loss)
             if problem is not None:
                 raise problem from None
+            better = second_backward(self.trainer.training_module, error, first_batch=self.state.batches == 0)
+            if better is not None:
+                raise better from error
             raise
         for hook in self.after_backward:
             hook()
@@ -175,6 +182,8 @@ class ClosureStep(TrainStep):
     micro-batches of the window, a further one (LBFGS) starts from cleared gradients.
     """
 
+    UPDATE = "step_through_module"
+
     def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> None:
         super().__init__(trainer, forward, losses)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
@@ -201,8 +210,10 @@ class ClosureStep(TrainStep):
             if evaluated:
                 self.clear(self.optimizer)
                 state.window, self.losses.window.items = earlier
+            self.managed.expected = False  # nobody steps while training_step runs
             with torch.enable_grad():
                 output = first.pop() if first else self.forward(batch, batch_idx)
+            self.managed.expected = True
             evaluated[:] = [output]
             loss = self.losses.read(output)
             if loss is not None:
@@ -223,8 +234,10 @@ class ClosureStep(TrainStep):
 
     def step_through_module(self, closure: Callable[[], Any]) -> None:
         """The module's ``optimizer_step``; then clear, unless every batch of the window was skipped."""
-        state = self.state
-        self.trainer.training_module.optimizer_step(state.epoch, state.batch_idx, self.managed, closure)
+        state, managed = self.state, self.managed
+        managed.expected = True
+        self.trainer.training_module.optimizer_step(state.epoch, state.batch_idx, managed, closure)
+        managed.expected = False
         if state.window:
             for hook in self.before_zero:
                 hook(self.optimizer)

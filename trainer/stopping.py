@@ -95,16 +95,26 @@ class Stops:
     def by_signal(self) -> BaseException:
         """Save once, on all ranks together, and return what ends the run."""
         trainer, state = self.trainer, self.state
+        name, saved = signal.Signals(self.signum).name, False
         state.saving = True
         try:
             for callback in trainer.callbacks if state.fn == "fit" else []:
                 if isinstance(callback, CheckpointKeeper):
-                    callback.save_on_signal(trainer, signal.Signals(self.signum).name)
+                    callback.save_on_signal(trainer, name)
+                    saved |= callback.has_saved(state.global_step, weights=True)
                     if callback.has_saved(state.global_step):
                         break  # one file to go on from is enough, and time may be short
         finally:
             state.saving = False
+        if state.fn == "fit" and not saved:
+            messages.info(f"{name} ends the fit {self._unsaved()}")
         return interruption(self.signum)
+
+    def _unsaved(self) -> str:
+        if self.state.global_step == 0:
+            return "before its first step: nothing was trained or saved."
+        fix = "" if self.trainer.checkpoint_callbacks else " A ModelCheckpoint would have saved its state."
+        return f"after step {self.state.global_step}; nothing new is saved.{fix}"
 
     def __enter__(self) -> Self:
         return self

@@ -24,6 +24,7 @@ from . import arguments as check
 from .attach import attach
 from .checkpoint.parts import PARTS, Part, check_parts
 from .compiling import Scope
+from .data.lost_worker import explain_lost_worker
 from .defaults import choose_callbacks, choose_loggers
 from .doctor.overruling import overruled
 from .environment import numerics
@@ -494,6 +495,7 @@ class Trainer(TrainerStatus):
         self._resumes = False
         self._saves = 0
         self._fit: FitLoop | None = None
+        self._left = None
         self._brought = None
         self._log_dir = None
 
@@ -501,13 +503,16 @@ class Trainer(TrainerStatus):
     def _start(self) -> Callable[[Request], Any]:
         """What runs a request: this process, or the strategy's launcher in all of them."""
         launcher = self.strategy.launcher
-        return self._run if launcher is None else partial(self._run_elsewhere, launcher)
+        if launcher is None:
+            return self._run
+        from .elsewhere import run_elsewhere
 
-    def _run_elsewhere(self, launcher: Callable[..., Any], request: Request) -> Any:
-        from .elsewhere import run_and_report, take_over
-        from .seed import random_states
+        return partial(run_elsewhere, self, launcher)
 
-        return take_over(self, request, launcher(run_and_report, self, request, random_states()))
+    @property
+    def _holder(self) -> Strategy:
+        """What brings the states of a checkpoint together; after a run in other processes this one has them whole."""
+        return self.strategy if self._left is None else Strategy()
 
     def _run(self, request: Request) -> Any:
         """Run until the end; again from a checkpoint as often as a callback wants to go back to one."""
@@ -533,7 +538,8 @@ class Trainer(TrainerStatus):
                     self.saver.wait()
                     back, failed = rollback.with_traceback(None), False
                 except BaseException as error:
-                    better = self.strategy.explain(error) or out_of_memory(self, error)
+                    better = explain_lost_worker(error, self.state.where(), self._source.name_of)
+                    better = better or self.strategy.explain(error) or out_of_memory(self, error)
                     self._fail(better or error)
                     if better is not None:
                         raise better from error

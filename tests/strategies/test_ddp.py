@@ -395,6 +395,20 @@ def test_parameters_without_a_gradient_are_named() -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
 
 
+class FrozenLate(Net):
+    """Freezes its last parameter after one batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        *_, (_, last) = self.named_parameters()
+        last.requires_grad_(batch_idx == 0)
+
+
+def test_a_parameter_that_was_frozen_in_the_fit_is_named_when_its_gradient_does_not_come() -> None:
+    last = list(dict(FrozenLate().named_parameters()))[-1]
+    with pytest.raises(RanksError, match=f"their gradients never came: {last}\\. "):
+        ranks(2, fit, "ddp", 16, 2, 1, FrozenLate)
+
+
 def test_models_that_differ_between_ranks_are_named() -> None:
     def differ() -> None:
         class Other(Net):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from datetime import timedelta
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import RanksError, ranks
+from tiny import TinyModule, tiny_loader
 from torch import Tensor
 
+from paceline import Trainer
 from paceline.strategies import DDPStrategy, DistributedStrategy
 
 CPU = torch.device("cpu")
@@ -178,3 +182,44 @@ def test_a_group_of_another_size_is_refused() -> None:
 def test_an_unknown_start_method_is_refused() -> None:
     with pytest.raises(ValueError, match=r"start_method for DDPStrategy 'spwan'\. Did you mean 'spawn'"):
         DDPStrategy(start_method="spwan")
+
+
+class Dies(DDPStrategy):
+    """A signal comes to the process that waits, or to one of those that start, before they have joined one another."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(start_method="fork")
+        self.where = where
+        self.ready = os.pipe()
+
+    def setup_environment(self) -> None:
+        if self.where == "late":
+            super().setup_environment()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.environ["RANK"] == "1":
+            os.write(self.ready[1], b"1")
+        else:
+            os.read(self.ready[0], 1)
+            os.kill(os.getpid() if self.where == "rank" else os.getppid(), signal.SIGTERM)
+        signal.pause()
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "told"),
+    [
+        ("parent", SystemExit, "SIGTERM stopped 2 processes while they started: nothing was trained or saved yet.\n"),
+        ("rank", RuntimeError, "SIGTERM stopped 2 processes while they started: nothing was trained or saved yet.\n"),
+        ("late", SystemExit, ""),
+    ],
+)
+def test_a_signal_that_ends_processes_while_they_start_is_told(
+    where: str, kind: type[BaseException], told: str, quiet: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(**quiet, strategy=Dies(where), devices=2, max_epochs=1)
+    with pytest.raises(kind):
+        trainer.fit(TinyModule(), tiny_loader())
+    assert isinstance(trainer.strategy, Dies)
+    for end in trainer.strategy.ready:
+        os.close(end)
+    err = capfd.readouterr().err
+    assert [line + "\n" for line in err.splitlines() if "nothing was trained" in line] == ([told] if told else [])

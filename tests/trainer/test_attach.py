@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import ranks
 from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer
@@ -228,3 +229,19 @@ def test_a_person_is_told_once_where_a_run_logs_and_where_each_step_begins(
     second.validate(TinyModule(), tiny_loader(1), ckpt_path=best, verbose=False)
     assert f"Starting at epoch 0, step 0 with 'model' from {best}" in caplog.messages
     assert caplog.messages[-1] == f"validate() uses the checkpoint {best}"
+
+
+def test_a_run_on_several_processes_says_so_once_and_one_alone_says_nothing(
+    quiet: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fit_and_test(devices: int) -> None:
+        trainer = Trainer(**quiet, strategy="ddp", devices=devices, max_steps=1)
+        for _ in range(2):
+            trainer.fit(TinyModule(), tiny_loader())
+        trainer.test(dataloaders=tiny_loader(), verbose=False)
+
+    ranks(2, fit_and_test, 2)
+    said = [line for line in capfd.readouterr().err.splitlines() if " processes " in line]
+    assert said == ["Training on 2 processes (ddp, gloo, cpu).", "Testing on 2 processes (ddp, gloo, cpu)."]
+    ranks(1, fit_and_test, 1)
+    assert "process" not in capfd.readouterr().err

@@ -34,12 +34,12 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Sends(Callback):
     """Sends this process a signal after training batch 2."""
 
-    def __init__(self, *signums: int, hook: str = "on_train_batch_end") -> None:
-        self.signums, self.sent = signums, False
+    def __init__(self, *signums: int, hook: str = "on_train_batch_end", at: int = 2) -> None:
+        self.signums, self.sent, self.at = signums, False, at
         setattr(self, hook, self.send)
 
     def send(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step >= 2 and not self.sent:
+        if trainer.global_step >= self.at and not self.sent:
             self.sent = True
             for signum in self.signums:
                 os.kill(os.getpid(), signum)
@@ -72,6 +72,25 @@ def test_a_signal_ends_the_fit_at_the_step_with_one_save(signum: int, tmp_path: 
     assert [file.name for file in tmp_path.iterdir()] == ["epoch=0-step=2.ckpt"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("hook", "told"),
+    [
+        ("on_sanity_check_start", "SIGTERM ends the fit before its first step: nothing was trained or saved."),
+        (
+            "on_train_batch_end",
+            "SIGTERM ends the fit after step 1; nothing new is saved. A ModelCheckpoint would have saved its state.",
+        ),
+    ],
+)
+def test_a_signal_that_nothing_is_saved_for_says_so(
+    hook: str, told: str, quiet: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "paceline")
+    _, error = fit(quiet, Sends(signal.SIGTERM, hook=hook, at=0), loaders=(tiny_loader(), tiny_loader()))
+    assert isinstance(error, SystemExit)
+    assert caplog.messages == [told]
 
 
 def test_a_monitored_ranking_is_left_alone_and_last_is_rewritten(tmp_path: Path, quiet: dict[str, Any]) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from processes import ranks
 from torch import nn
+from torch.utils.data import DataLoader
 
 from paceline import Callback, DataModule, Trainer, TrainingModule
 from paceline.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint, RichProgressBar
@@ -265,3 +267,43 @@ def test_a_path_set_on_the_trainer_holds_for_all_entry_points(quiet: dict[str, A
     trainer.ckpt_path = tmp_path / "a.ckpt"
     trainer.validate(module, DATA, verbose=False)
     assert torch.equal(module.layer.weight, saved)
+
+
+def ranks_told(trainer: Trainer) -> dict[str, Any]:
+    names = ("device_ids", "num_devices", "num_nodes", "node_rank", "local_rank", "global_rank", "world_size")
+    return {name: getattr(trainer, name) for name in (*names, "is_global_zero")}
+
+
+def ranks_told_by(strategy: str) -> list[dict[str, Any]]:
+    class Asks(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            found.append(ranks_told(trainer))
+
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Asks()],
+    )
+    found = [ranks_told(trainer)]
+    trainer.fit(Net(), DataLoader(torch.ones(4, 1)))
+    return [*found, ranks_told(trainer)]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp"])
+def test_each_rank_knows_its_place_and_the_devices_of_its_machine_before_during_and_after_a_run(strategy: str) -> None:
+    alike = {"device_ids": [0, 1], "num_devices": 2, "num_nodes": 1, "node_rank": 0, "world_size": 2}
+    for rank, told in enumerate(ranks(2, ranks_told_by, strategy)):
+        own = {"local_rank": rank, "global_rank": rank, "is_global_zero": rank == 0}
+        assert told == [alike | own] * 3
+
+
+@pytest.mark.gpu
+def test_the_devices_of_a_machine_are_told_by_their_own_indices(quiet: dict[str, Any]) -> None:
+    last = torch.cuda.device_count() - 1
+    for strategy in ("ddp", "auto"):
+        assert Trainer(**(quiet | {"accelerator": "gpu"}), devices=[last], strategy=strategy).device_ids == [last]

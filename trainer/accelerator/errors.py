@@ -8,6 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..data.lost_worker import explain_lost_worker
 from ..out_of_memory import ACCELERATOR, Situation, explained, needs_words
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ def answer(
         model: whose forward, backward or step it was; None: not known.
         error: what was raised.
     """
+    lost = explain_lost_worker(error, "")
+    if lost is not None:
+        return lost
     accelerator = reference()
     strategy = model.strategy if model is not None else None if accelerator is None else accelerator._strategy
     better = None if strategy is None else strategy.explain(error)

@@ -24,6 +24,7 @@ from ..data.loaders import (
     users_generators,
     what_fetching_changes,
 )
+from ..data.lost_worker import explain_lost_worker
 from ..data.order import cuts, takes_indices
 from ..data.rounds import Division
 from ..data.sharding import is_split, last_share, repeats, shard
@@ -231,6 +232,11 @@ class PreparedLoader(DataLoader[Any]):
                     f"Rank {self.strategy.global_rank} had batches left when another rank's loader ended after {done} "
                     f"in epoch {one.epoch}: they are left out, so that no rank waits."
                 )
+        except RuntimeError as error:
+            better = explain_lost_worker(error, f"batch {done} of pass {one.epoch} over the data")
+            if better is None:
+                raise
+            raise better from error
         finally:
             own["_batch"] = None
             batches.close()

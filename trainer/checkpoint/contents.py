@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,27 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
+class Left(NamedTuple):
+    """What the ranks of a run in other processes left for the checkpoints of the one that asked for it.
+
+    Attributes:
+        ranks: what each rank keeps (see :mod:`.place`).
+        batch_samples: samples in a full batch of all ranks.
+        data_ranks: into how many shares the data were split.
+        lacks: why the optimizers could not be brought here; empty if they were.
+    """
+
+    ranks: list[dict[str, Any]]
+    batch_samples: int | None
+    data_ranks: int
+    lacks: str = ""
+
+
+def left_for_checkpoints(trainer: Trainer) -> Left:
+    """What this run leaves, for another process; every rank must call."""
+    return Left(gather_ranks(trainer), _batch_samples(trainer), trainer.strategy.num_data_ranks)
+
+
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
 
@@ -36,13 +57,20 @@ def gather(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             hooks ``on_save_checkpoint`` run all the same, so that averaged weights, for one, are what is saved.
     """
     module = trainer.training_module
-    ranks = [] if weights_only else gather_ranks(trainer)
+    left, holder = trainer._left, trainer._holder
+    if not weights_only and left is not None and left.lacks:
+        raise RuntimeError(
+            "The optimizers and schedulers are in the processes that trained, since they cannot be pickled "
+            f"({left.lacks}), so no checkpoint to resume from can be saved here. Save in the run, with a "
+            "ModelCheckpoint, or save the weights: save_checkpoint(path, weights_only=True)."
+        )
+    ranks = [] if weights_only else gather_ranks(trainer) if left is None else left.ranks
     counters = progress(trainer, ranks)
     checkpoint: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": lightning.LAYOUT_VERSION,
-        "state_dict": trainer.strategy.model_state(module),
+        "state_dict": holder.model_state(module),
         "loops": lightning.loops(counters),
         "paceline": _section(trainer, counters),
     }
@@ -58,14 +86,15 @@ def gather(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
 
 
 def _section(trainer: Trainer, counters: dict[str, Any]) -> dict[str, Any]:
+    left = trainer._left
     return {
         "format": FORMAT,
         "versions": versions(),
         "fn": trainer.state.fn,
         "stage": trainer.state.stage,
         "world_size": trainer.world_size,
-        "data_ranks": trainer.strategy.num_data_ranks,
-        "batch_samples": _batch_samples(trainer),
+        "data_ranks": trainer.strategy.num_data_ranks if left is None else left.data_ranks,
+        "batch_samples": _batch_samples(trainer) if left is None else left.batch_samples,
         "progress": counters,
         "manifest": {"sequence": trainer._count_save()},
     }
@@ -89,10 +118,10 @@ def _batch_samples(trainer: Trainer) -> int | None:
 
 
 def _add_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    strategy = trainer.strategy
+    strategy, holder = trainer.strategy, trainer._holder
     states = ((callback.state_key, callback.state_dict()) for callback in trainer.callbacks)
     checkpoint["callbacks"] = {key: state for key, state in states if state}
-    checkpoint["optimizer_states"] = [strategy.optimizer_state(trainer.model, o) for o in trainer.optimizers]
+    checkpoint["optimizer_states"] = [holder.optimizer_state(trainer.model, o) for o in trainer.optimizers]
     checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     checkpoint["paceline"] |= {
         "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],

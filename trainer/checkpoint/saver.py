@@ -104,7 +104,7 @@ class Saver:
         self.wait()
         self._claim(paths)
         checkpoint, in_parts = self._gathered(weights_only)
-        strategy = self._trainer.strategy
+        strategy = self._trainer._holder
         if background is None:
             slow = any(locations.is_remote(path) for path in paths)
             background = strategy.broadcast(slow or size_bytes(checkpoint) >= WORTH_BYTES)
@@ -142,7 +142,7 @@ class Saver:
             logger.save()
         place = trainer._metrics.enter(phases.SAVE)
         try:
-            with trainer.strategy.states_in_parts() as in_parts:
+            with trainer._holder.states_in_parts() as in_parts:
                 return gather(trainer, weights_only), in_parts
         finally:
             trainer._metrics.back(place)
@@ -166,7 +166,7 @@ class Saver:
         self.failed, error = False, write.error
         try:
             if together:
-                sharded.together(self._trainer.strategy, "saved", partial(_raise, error))
+                sharded.together(self._trainer._holder, "saved", partial(_raise, error))
             else:
                 _raise(error)
         except BaseException as known:

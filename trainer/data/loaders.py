@@ -104,7 +104,7 @@ def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
     wherever the loader, its samplers or its data set have one. What a process's part of a loader is cut out of is drawn
     alike on all processes, the seeds of workers that augment samples differ.
     """
-    for index, leaf in enumerate(_leaves(loader)):
+    for index, leaf in enumerate(leaves_of(loader)):
         for generator in _generators(leaf):
             _note_epoch_start(generator, generator.get_state())
         samplers, shard = samplers_of(leaf), shard_of(leaf)
@@ -132,7 +132,7 @@ def _note_epoch_start(generator: torch.Generator, state: Tensor) -> None:
 
 def release_shuffling(loader: Any) -> None:
     """Take back the generators that :func:`seed_shuffling` gave, so that the loader is as the user made it."""
-    for leaf in _leaves(loader):
+    for leaf in leaves_of(loader):
         for owner in (leaf, *samplers_of(leaf)):
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
                 owner.generator = None
@@ -143,7 +143,7 @@ def loader_state(loader: Any) -> dict[str, Any] | None:
 
     Of a generator both the present state and the one before the epoch under way. None if the loader has neither.
     """
-    states = [_leaf_state(leaf) for leaf in _leaves(loader)]
+    states = [_leaf_state(leaf) for leaf in leaves_of(loader)]
     return {"loaders": states} if any(state is not None for state in states) else None
 
 
@@ -163,7 +163,7 @@ def load_loader_state(
     """
     if not state:
         return False
-    leaves, states = list(_leaves(loader)), state["loaders"]
+    leaves, states = list(leaves_of(loader)), state["loaders"]
     if len(leaves) != len(states):
         messages.warn(
             f"The checkpoint holds the states of {len(states)} loaders, but this run trains from {len(leaves)}, so "
@@ -183,7 +183,7 @@ def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
 
     In this process samples are drawn from its random states, and a loader with a place of its own moves on.
     """
-    leaves = list(_leaves(loader))
+    leaves = list(leaves_of(loader))
     draws = any(not isinstance(leaf, (list, tuple)) and not getattr(leaf, "num_workers", 0) for leaf in leaves)
     moves = _knows_place(loader)
     if not draws and not moves:
@@ -226,7 +226,7 @@ def advise(loader: Any, what: str) -> None:
     """Say once what about a loader works but is probably not meant: shuffling where nothing is trained."""
     if what.startswith("train"):
         return
-    if any(isinstance(sampler, RandomSampler) for leaf in _leaves(loader) for sampler in samplers_of(leaf)):
+    if any(isinstance(sampler, RandomSampler) for leaf in leaves_of(loader) for sampler in samplers_of(leaf)):
         messages.warn_once(
             f"{what} shuffles (shuffle=True or a RandomSampler). The order does not change the metrics, but outputs "
             "come in another order every time. Use shuffle=False."
@@ -252,7 +252,7 @@ def users_generators(loader: Any) -> list[torch.Generator]:
     Each process made its own: give all of them the states of one process's before the first epoch of a fit, and they
     agree on the order even if a generator was seeded differently on each.
     """
-    return [generator for leaf in _leaves(loader) for generator in _generators(leaf)]
+    return [generator for leaf in leaves_of(loader) for generator in _generators(leaf)]
 
 
 def whole_of(loader: Any) -> Any:
@@ -353,11 +353,11 @@ def _is_empty(loader: Any, what: str, argument: str) -> str:
     )
 
 
-def _leaves(loader: Any) -> Iterator[Any]:
+def leaves_of(loader: Any) -> Iterator[Any]:
     """The loader itself, or those that a CombinedLoader combines."""
     if isinstance(loader, CombinedLoader):
         for leaf in loader.flattened:
-            yield from _leaves(leaf)
+            yield from leaves_of(leaf)
     else:
         yield loader
 
@@ -378,7 +378,7 @@ def _positioned(loader: Any) -> Any:
 def _knows_place(loader: Any) -> bool:
     """Whether a loader, or all of those that are combined in step, can be entered where it was by its own state."""
     in_step = getattr(loader, "mode", "") != "max_size_cycle"
-    return in_step and all(_positioned(leaf) is not None for leaf in _leaves(loader))
+    return in_step and all(_positioned(leaf) is not None for leaf in leaves_of(loader))
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

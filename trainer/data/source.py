@@ -14,6 +14,7 @@ from .loaders import (
     advise,
     count_batches,
     eval_loaders,
+    leaves_of,
     release_shuffling,
     seed_shuffling,
     train_loader,
@@ -53,6 +54,7 @@ class DataSource:
         self.eval: dict[str, tuple[list[Any], list[int | float]]] = {}
         self._loaded_at = 0
         self._agreed_on: Any = None
+        self._is_elsewhere = False  # the run that this is of was made by other processes
         self._is_mine = False  # the training loader was split here, so that all ranks have to draw one order
         #: What the last training batch's loss counts for on this rank, where ranks have different numbers of samples.
         self.last_share = 1.0
@@ -101,7 +103,7 @@ class DataSource:
 
     def train(self) -> Any:
         """Make the training loader, once."""
-        if self.train_loader is None:
+        if self.train_loader is None and not self._is_elsewhere:
             loader = train_loader(self._load("train"))
             if self.trainer.overfit_batches:
                 loader = without_shuffling(loader)
@@ -232,6 +234,29 @@ class DataSource:
         """Leave the loaders as they were given; once a run has ended."""
         for loader in (self.train_loader, *(one for loaders, _ in self.eval.values() for one in loaders)):
             release_shuffling(loader)
+
+    def counts(self) -> dict[str, Any]:
+        """How many batches there are, for :meth:`take_over` in another process."""
+        evaluated = {kind: limits for kind, (_, limits) in self.eval.items()}
+        return {"train": self.num_training_batches, "made": self.train_loader is not None, "eval": evaluated}
+
+    def take_over(self, counts: dict[str, Any]) -> None:
+        """Tell what a run in other processes had: the loaders, if they were given, and each process's batches."""
+        self._is_elsewhere = True
+        self.num_training_batches = counts["train"]
+        if counts["made"] and self.given.get("train") is not None:
+            self.train_loader = train_loader(self.given["train"])
+        self.eval = {kind: (eval_loaders(self.given.get(kind)), limits) for kind, limits in counts["eval"].items()}
+
+    def name_of(self, leaf: Any) -> str | None:
+        """What the person calls a loader of this run, which may be one of several; None if it is another's."""
+        if any(one is leaf for one in leaves_of(self.train_loader)):
+            return HOOK["train"]
+        for kind, (loaders, _) in self.eval.items():
+            for idx, loader in enumerate(loaders):
+                if any(one is leaf for one in leaves_of(loader)):
+                    return f"{HOOK[kind]}{f' {idx}' if len(loaders) > 1 else ''}"
+        return None
 
     # ---- lengths ---------------------------------------------------------------------------------------------------
 

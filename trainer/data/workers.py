@@ -13,8 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
+
+from ...strategies.main_guard import require_main_guard
 
 #: Whoever sends SIGTERM can be told apart on Linux; where it cannot, workers must go on obeying it.
 _KNOWS_SENDER = hasattr(signal, "sigwaitinfo")
@@ -22,6 +25,8 @@ _NAMES = ("SIGINT", "SIGUSR1", "SIGUSR2", *(["SIGTERM", "SIGHUP"] if _KNOWS_SEND
 #: Seconds between two looks at the run, and those that torch has for ending a worker whose run is gone: it looks every
 #: 5 s.
 _LOOK, _GRACE = 1.0, 10.0
+#: The worker processes of each loader, those started last; empty while they start.
+STARTED: WeakKeyDictionary[DataLoader[Any], list[Any]] = WeakKeyDictionary()
 
 
 class _Start:
@@ -66,12 +71,17 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
     """``iter(loader)``; worker processes that this starts do not die of a signal that their whole group gets."""
     if not isinstance(loader, DataLoader) or not loader.num_workers or not hasattr(signal, "pthread_sigmask"):
         return iter(loader)
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if method != "fork":
+        require_main_guard(f"DataLoader(num_workers={loader.num_workers}) with {method!r}")
     users, numbers = loader.worker_init_fn, {getattr(signal, name) for name in _NAMES}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    STARTED[loader] = []
     loader.worker_init_fn = _Start(users, served=method == "forkserver")
     try:
-        return iter(loader)
+        iterator = iter(loader)
     finally:
         loader.worker_init_fn = users
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    STARTED[loader] = getattr(iterator, "_workers", [])
+    return iterator

@@ -1,0 +1,86 @@
+"""Fresh processes import the program that starts them: it has to say what only the first one does."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+#: What may keep a line from being run again in a process that imports the file.
+_CONDITIONS = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While)
+
+
+def require_main_guard(who: str) -> None:
+    """Raise if the processes that are about to be started would start processes themselves, as they import the program.
+
+    Found are statements at the top level of the program under no condition at all. What else lacks a guard is noticed
+    where it happens, in the new process.
+
+    Args:
+        who: starts processes, and how, such as ``"strategy='ddp_spawn'"``.
+
+    Raises:
+        RuntimeError: there is no main guard, with the lines to write.
+    """
+    found = _in_new_process() or _unguarded()
+    if found is None:
+        return
+    file, number, statement = found
+    raise RuntimeError(
+        f"{who} starts fresh processes, and each runs {file} again from the top: in line {number} each would start "
+        "processes of its own. Put what only the first process is to do under a main guard:\n\n"
+        f'    if __name__ == "__main__":\n        {statement}\n'
+    )
+
+
+def _in_new_process() -> tuple[str, int, str] | None:
+    """What this process came to while it still imports the program of the one that started it."""
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return None
+    main = sys.modules.get("__mp_main__")
+    found = None if main is None else _top_level(main)
+    return found or ("the program", 0, "...")
+
+
+def _unguarded() -> tuple[str, int, str] | None:
+    """The statement of the program that is under way, if a process that imports the program would come to it too."""
+    main: Any = sys.modules.get("__main__")
+    name = getattr(getattr(main, "__spec__", None), "name", "")
+    if name.rpartition(".")[2] == "__main__" or Path(getattr(main, "__file__", None) or "").stem == "ipython":
+        return None  # multiprocessing does not import these
+    return _top_level(main, only_without_condition=True)
+
+
+def _top_level(main: Any, only_without_condition: bool = False) -> tuple[str, int, str] | None:
+    """File, line and first line of text of the statement of ``main`` that led here."""
+    file = getattr(main, "__file__", None)
+    if file is None:
+        return None
+    frame, line = sys._getframe(1), 0
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "<module>" and frame.f_globals is vars(main) and _same(code.co_filename, file):
+            line = frame.f_lineno
+        frame = frame.f_back
+    if not line:
+        return None
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+        nodes = [node for node in ast.walk(ast.parse(source)) if _spans(node, line)]
+    except (OSError, ValueError, SyntaxError):
+        return None
+    if only_without_condition and any(isinstance(node, _CONDITIONS) for node in nodes):
+        return None
+    start = min((node.lineno for node in nodes if isinstance(node, ast.Expr | ast.Assign)), default=line)
+    return Path(file).name, start, source.splitlines()[start - 1].strip()
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.abspath(one) == os.path.abspath(other)
+
+
+def _spans(node: Any, line: int) -> bool:
+    return getattr(node, "lineno", line + 1) <= line <= (getattr(node, "end_lineno", 0) or 0)

@@ -1,0 +1,96 @@
+"""Automatic optimization while the person's own code steps or runs backward too: noticed, and told in one error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from .loop import FitLoop
+    from .trainer import Trainer
+
+#: Updates of a fit after which its optimizers are no longer watched.
+UPDATES = 2
+_SECOND_BACKWARD = "backward through the graph a second time"
+
+
+def stepped(module: Any) -> RuntimeError:
+    """The error for an optimizer that was stepped by hand."""
+    owner = type(module).__name__
+    return RuntimeError(
+        f"{owner} stepped its optimizer by hand, but the trainer steps it too, so each batch would count twice. To do "
+        f"it by hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
+        "self.manual_backward(loss). Or only return the loss, and leave backward(), step() and zero_grad() to the "
+        "trainer."
+    )
+
+
+def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> RuntimeError | None:
+    """The error for a loss whose graph is gone when the trainer runs backward; None if it is something else.
+
+    Args:
+        module: the person's.
+        error: what backward raised.
+        first_batch: nothing can come from an earlier batch.
+    """
+    if _SECOND_BACKWARD not in str(error):
+        return None
+    owner = type(module).__name__
+    by_hand = (
+        f"{owner}.training_step ran backward itself, but the trainer runs it too, on the loss that is returned. To do "
+        f"it by hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
+        "self.manual_backward(loss) and self.optimizers().step(). Or leave loss.backward() out."
+    )
+    if first_batch:
+        return RuntimeError(by_hand)
+    return RuntimeError(
+        f"The loss of {owner}.training_step comes of a tensor of an earlier batch, whose graph is gone: detach what is "
+        f"kept from batch to batch (self.hidden = hidden.detach()). Or else {by_hand}"
+    )
+
+
+class HandSteps:
+    """Refuses, until the first updates of a fit are made, an optimizer of its that the person's code steps itself.
+
+    What ``self.optimizers()`` gives refuses always; the optimizer is asked no more after :data:`UPDATES`.
+
+    Args:
+        trainer: whose optimizers.
+        loop: the fit.
+    """
+
+    def __init__(self, trainer: Trainer, loop: FitLoop) -> None:
+        self.trainer, self.loop = trainer, loop
+        self.left = UPDATES
+        self._hooks: list[Any] = []
+
+    def watch(self, step: Any) -> None:
+        """Look at the updates of an epoch, if more of the first ones are to come."""
+        self._let_go()
+        if not self.left or not hasattr(step, "UPDATE"):
+            return
+        managed, update = self.trainer._managed[0], getattr(step, step.UPDATE)
+
+        def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            # A fit that an error ends before its first updates leaves this on the optimizer.
+            if self.loop is self.trainer._fit and self.trainer.training and not managed.expected:
+                raise stepped(self.trainer.training_module)
+
+        def counted(*args: Any) -> None:
+            managed.expected = True
+            update(*args)
+            managed.expected = False
+            self.left -= 1
+            if not self.left:
+                self._let_go()
+                setattr(step, step.UPDATE, update)
+
+        watched = [optimizer for optimizer in self.trainer.optimizers if "_optimizer_step_pre_hooks" in vars(optimizer)]
+        self._hooks = [optimizer.register_step_pre_hook(refuse) for optimizer in watched]
+        setattr(step, step.UPDATE, counted)
+
+    def _let_go(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
