@@ -91,7 +91,7 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         ModuleNotFoundError: the package safetensors is not installed.
     """
     if file.suffix == ".safetensors":
-        yield from _of_safetensors(file)
+        yield from tensors_of_safetensors(file)
         return
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -109,7 +109,8 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def _of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def tensors_of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file, whatever it is called; see :func:`mapped_tensors`."""
     if not messages.is_installed("safetensors"):
         raise ModuleNotFoundError(messages.missing(f"Reading {file.name!r}", "safetensors"), name="safetensors")
     from safetensors import SafetensorError, safe_open

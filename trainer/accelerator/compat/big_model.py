@@ -95,7 +95,9 @@ def get_max_layer_size(
     """
     found: list[tuple[int, str]] = []
     for prefix, module in modules:
-        parts = smallest_parts(module, no_split_module_classes) if isinstance(module, nn.Module) else [("", module)]
+        inside = {type(part).__name__ for part in module.modules()} if isinstance(module, nn.Module) else set()
+        whole = [name for name in no_split_module_classes if name in inside]
+        parts = smallest_parts(module, whole) if isinstance(module, nn.Module) else [("", module)]
         names = [".".join(filter(None, (prefix, name))) for name, _ in parts]
         found += [(module_sizes[name], name) for name in names]
     largest = max((size for size, _ in found), default=0)
