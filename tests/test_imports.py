@@ -17,6 +17,7 @@ HEAVY = [
     "onnxscript",
     "pandas",
     "rich",
+    "safetensors",
     "sklearn",
     "tensorboard",
     "torch._dynamo",

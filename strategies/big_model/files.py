@@ -88,7 +88,6 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
     Raises:
         ValueError: the file is damaged.
-        ModuleNotFoundError: the package safetensors is not installed.
     """
     if file.suffix == ".safetensors":
         yield from tensors_of_safetensors(file)
@@ -111,8 +110,6 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def tensors_of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a safetensors file, whatever it is called; see :func:`mapped_tensors`."""
-    if not messages.is_installed("safetensors"):
-        raise ModuleNotFoundError(messages.missing(f"Reading {file.name!r}", "safetensors"), name="safetensors")
     from safetensors import SafetensorError, safe_open
 
     try:
