@@ -18,6 +18,7 @@ from ...strategies.precision.base import Precision
 from ..arguments import named
 from .accumulation import GradientState, Window
 from .arguments import read_arguments
+from .copies import connect, put_back, state_of
 from .errors import answer, answer_uncaught
 from .examined import examine_if_planned
 from .facts import Facts
@@ -150,9 +151,6 @@ class Accelerator(Facts):
         )
         self.gradient_state = GradientState(**arguments.accumulation)
         self.gradient_state.window = Window(self.gradient_state, self._strategy)
-        self.gradient_state.on_pass = partial(_settle_buffers, weakref.ref(self))
-        self.gradient_state.explain = partial(answer, weakref.ref(self), None)
-        answer_uncaught(weakref.ref(self))
         self._windows: dict[tuple[int, ...], Window] = {}
         self._models: list[nn.Module] = []
         self._placements: dict[int, PreparedModel] = {}
@@ -167,8 +165,16 @@ class Accelerator(Facts):
         self._backward: Callable[..., None] | None = None
         self._replicas: list[Strategy] = []
         self._norm: Tensor | None = None
-        examine_if_planned(self)
         self._trigger = False
+        connect(self)
+        answer_uncaught(weakref.ref(self))
+        examine_if_planned(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        put_back(self, state)
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
@@ -649,16 +655,3 @@ class Accelerator(Facts):
         """Print every setting in force, and where it comes from."""
         if self.is_main_process:
             self.settings.print()
-
-
-def _settle_buffers(accelerator: Callable[[], Accelerator | None], loader: Any) -> None:
-    """A pass begins: models that are evaluated get rank 0's buffers, which are those that a checkpoint holds.
-
-    The Accelerator is referred to weakly, so that a loader, and its workers, end when nobody has them any more.
-    """
-    found = accelerator()
-    for model in found._placements.values() if found is not None else ():
-        if not model.frozen:
-            model.strategy.find_latecomers(model.module)
-            if not model.module.training:
-                model.strategy.before_evaluation(model.module)

@@ -104,7 +104,14 @@ class Place:
         self.resume: Mapping[str, Any] | None = None
 
     def __reduce__(self) -> Any:
-        return type(self), ()
+        """A copy begins the pass under way anew."""
+        return _place_at, ((self.epoch, self.resume) if self.current is None else (self.current.epoch, None))
+
+
+def _place_at(epoch: int, resume: Mapping[str, Any] | None) -> Place:
+    made = Place()
+    made.epoch, made.resume = epoch, resume
+    return made
 
 
 class PreparedLoader(DataLoader[Any]):

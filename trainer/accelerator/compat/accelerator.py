@@ -39,6 +39,11 @@ class Accelerator(accelerator.Accelerator):
         super().__init__(*args, **kwargs)
         _OfTheLast.last = weakref.ref(self.gradient_state)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if _OfTheLast.last is None or _OfTheLast.last() is None:
+            _OfTheLast.last = weakref.ref(self.gradient_state)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As ``paceline.Accelerator.gather_for_metrics``.
 
