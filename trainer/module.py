@@ -57,6 +57,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         self.example_input_array: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
+        if any(hasattr(parameter, "_local_tensor") for parameter in self.parameters()):
+            raise TypeError(
+                f"{type(self).__name__} cannot be copied or pickled: the strategy has split its weights in parts. Save "
+                "it with trainer.save_checkpoint(path) and read it with load_from_checkpoint(path)."
+            )
         return {k: v for k, v in self.__dict__.items() if k not in ("_trainer", "_metric_store", "_compiled_call_impl")}
 
     # ---- steps -----------------------------------------------------------------------------------------------------

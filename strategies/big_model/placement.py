@@ -186,8 +186,8 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
         raise TypeError(f"max_memory={max_memory!r} is no dict. Pass bytes by device, such as {{'cpu': '2GB'}}.")
     limits = {_key(device): _limit(device, size) for device, size in max_memory.items()}
     if isinstance(max_memory, MutableMapping):
-        texts = [device for device, size in max_memory.items() if isinstance(size, str)]
-        max_memory.update((device, limits[_key(device)]) for device in texts)
+        texts: list[Any] = [device for device, size in max_memory.items() if isinstance(size, str)]
+        max_memory.update({device: int(limits[_key(device)]) for device in texts})
     numbered = sorted((device for device in limits if isinstance(device, int)), key=int)
     others = [device for device in limits if not isinstance(device, int) and device not in ("cpu", "disk")]
     order: list[Device] = [*numbered, *others, *(["cpu"] if "cpu" in limits else []), "disk"]
