@@ -221,7 +221,7 @@ class StochasticWeightAveraging(Callback):
             return
         if self._finished is not None:  # a run that was saved after its end, and had nothing left to train
             self._show(pl_module)
-            trainer.strategy.load_model_state(pl_module, self._finished, strict=pl_module.strict_loading)
+            trainer.strategy.load_model_state(pl_module, self._finished, strict=pl_module.strict_loading is not False)
         else:
             messages.warn(
                 f"The resumed run had nothing left to train, so {type(pl_module).__name__} keeps the checkpoint's "

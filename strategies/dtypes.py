@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
@@ -17,6 +21,6 @@ def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     return torch.complex128 if kind.is_complex and wanted == torch.float64 else kind
 
 
-def convert(module: nn.Module, wanted: torch.dtype, non_blocking: bool = False) -> nn.Module:
+def convert(module: M, wanted: torch.dtype, non_blocking: bool = False) -> M:
     """Convert a module's parameters and buffers, where ``module.to(wanted)`` would cut off what is imaginary."""
     return module._apply(lambda tensor: tensor.to(in_dtype(tensor.dtype, wanted), non_blocking=non_blocking))
