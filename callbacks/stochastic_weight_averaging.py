@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -172,7 +173,7 @@ class StochasticWeightAveraging(Callback):
         self._take_in(epoch - 1)  # if the checkpoint was written by a callback that comes before this one
 
     def _begin(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        average = one_by_one(self._avg_fn) if self._avg_fn is not None else equal_weights()
+        average = partial(one_by_one, self._avg_fn) if self._avg_fn is not None else equal_weights
         self._average = WeightAverage(pl_module, average, self._device, use_buffers=False)
         optimizer = trainer.optimizers[0]
         rates, groups = self._swa_lrs, len(optimizer.param_groups)
@@ -220,7 +221,7 @@ class StochasticWeightAveraging(Callback):
             return
         if self._finished is not None:  # a run that was saved after its end, and had nothing left to train
             self._show(pl_module)
-            trainer.strategy.load_model_state(pl_module, self._finished, strict=pl_module.strict_loading)
+            trainer.strategy.load_model_state(pl_module, self._finished, strict=pl_module.strict_loading is not False)
         else:
             messages.warn(
                 f"The resumed run had nothing left to train, so {type(pl_module).__name__} keeps the checkpoint's "

@@ -39,6 +39,7 @@ LAZY = {
     "onnxscript",
     "pandas",
     "rich",
+    "safetensors",
     "sklearn",
     "tensorboard",
     "torchmetrics",

@@ -71,14 +71,19 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     _defines_defaults: ClassVar[bool] = True
     _trainer: Trainer | None = None
     _metric_store: MetricStore | None = None
+    _strict_loading: bool | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.automatic_optimization: bool = True
-        self.strict_loading: bool = True
         self.example_input_array: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
+        if any(hasattr(parameter, "_local_tensor") for parameter in self.parameters()):
+            raise TypeError(
+                f"{type(self).__name__} cannot be copied or pickled: the strategy has split its weights in parts. Save "
+                "it with trainer.save_checkpoint(path) and read it with load_from_checkpoint(path)."
+            )
         return {k: v for k, v in self.__dict__.items() if k not in ("_trainer", "_metric_store", "_compiled_call_impl")}
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -465,6 +470,15 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
         return self.trainer.strategy.all_gather(data, group, sync_grads)
+
+    @property
+    def strict_loading(self) -> bool:
+        """Whether the names in a checkpoint must be those of the module; None, when set, means yes."""
+        return self._strict_loading is not False
+
+    @strict_loading.setter
+    def strict_loading(self, strict: bool | None) -> None:
+        self._strict_loading = None if strict is None else bool(strict)
 
     # ---- files -----------------------------------------------------------------------------------------------------
 

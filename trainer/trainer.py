@@ -457,6 +457,16 @@ class Trainer(TrainerStatus):
 
         return Trials(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        from .copies import state_of
+
+        return state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from .copies import put_back
+
+        put_back(self, state)
+
     def _count_save(self) -> int:
         """The number of the save that begins: one more than the highest of this run and of those in its folders."""
         self._saves += 1

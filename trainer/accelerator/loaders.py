@@ -371,9 +371,9 @@ class PreparedLoader(DataLoader[Any]):
         if loaded is not None and epoch not in (loaded.position["epoch"], loaded.next_epoch):
             if not loaded.by_script:
                 messages.warn(
-                    f"set_epoch({epoch}) leaves the position that was loaded, batch {loaded.position['batches']} of epoch "
-                    f"{loaded.position['epoch']}: the next pass is epoch {epoch} from its beginning. Start your epochs "
-                    f"at {loaded.next_epoch} to continue there."
+                    f"set_epoch({epoch}) leaves the position that was loaded, batch {loaded.position['batches']} of "
+                    f"epoch {loaded.position['epoch']}: the next pass is epoch {epoch} from its beginning. Start your "
+                    f"epochs at {loaded.next_epoch} to continue there."
                 )
             place.resume = None
         place.epoch = epoch

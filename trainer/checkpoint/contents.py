@@ -182,7 +182,7 @@ def restore_model(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str
     call(module, "on_load_checkpoint", checkpoint)
     datamodule = trainer.datamodule
     if "model" in parts:
-        load_weights(module, checkpoint["state_dict"], module.strict_loading, trainer.strategy.load_model_state)
+        load_weights(module, checkpoint["state_dict"], is_strict(module), trainer.strategy.load_model_state)
         state = checkpoint.get(type(datamodule).__qualname__)
         if datamodule is not None and state is not None:
             datamodule.load_state_dict(state)
@@ -211,6 +211,11 @@ def _restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             f"{messages.names(states, last='and')}. Their state is dropped. To restore it, pass these "
             "callbacks to Trainer(callbacks=[...]) with the arguments they had."
         )
+
+
+def is_strict(module: Any) -> bool:
+    """Whether names have to match; a class may have ``strict_loading = None`` as an attribute, which means yes."""
+    return module.strict_loading is not False
 
 
 def load_weights(

@@ -72,7 +72,7 @@ def load_from_checkpoint(
 def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -> None:
     contents.call(module, "on_load_checkpoint", checkpoint)
     state = checkpoint["state_dict"]
-    wanted: bool = module.strict_loading if strict is None else strict
+    wanted = contents.is_strict(module) if strict is None else strict
     contents.load_weights(module, state, wanted, lambda module, *args: module.load_state_dict(*args))
     device = next((value.device for value in state.values() if isinstance(value, Tensor)), None)
     if device is not None:

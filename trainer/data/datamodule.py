@@ -49,6 +49,9 @@ class DataModule(HyperparametersMixin):
     prepare_data_per_node: bool = True
     allow_zero_length_dataloader_with_multiple_devices: bool = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "trainer"}
+
     def prepare_data(self) -> None:
         """Before :meth:`setup`, in one process a node (or one at all). Download and unpack here; keep no state."""
 

@@ -242,7 +242,6 @@ def test_the_weights_of_a_state_are_of_use_to_a_trainer_and_those_of_a_trainer_h
 def test_g1_g4_one_call_saves_it_all_and_the_commands_understand_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("safetensors")
     loop = Loop()
     loop.run(4, tmp_path / "s")
     assert os.listdir(tmp_path / "s") == ["state.ckpt"]

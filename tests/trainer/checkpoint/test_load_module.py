@@ -278,3 +278,23 @@ def test_a_file_with_no_data_module_state_still_makes_one(tmp_path: Path):
     content = {"state_dict": {}, "datamodule_hparams_name": "kwargs", "datamodule_hyper_parameters": {"batch_size": 6}}
     file.write(content, tmp_path / "x.ckpt")
     assert Data.load_from_checkpoint(tmp_path / "x.ckpt").batch_size == 6
+
+
+@pytest.mark.parametrize("own", [None, True, False])
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_names_must_match_unless_the_argument_or_else_the_module_says_otherwise(
+    strict: bool | None, own: bool | None, tmp_path: Path
+):
+    class Larger(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strict_loading = own
+            self.extra = nn.Linear(1, 1)
+
+    file.write({"epoch": 0, "global_step": 0, "state_dict": TinyModule().state_dict()}, tmp_path / "x.ckpt")
+    if strict is False or (strict is None and own is False):
+        with pytest.warns(UserWarning, match="in part"):
+            assert Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict).extra is not None
+    else:
+        with pytest.raises(RuntimeError, match="2 missing in it"):
+            Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict)
