@@ -1,8 +1,9 @@
 # From a bare machine with python3 (3.11 or newer, with venv):
 #   make demo    train the handwritten-digits example in an environment of its own (.demo)
 #   make test    lint, types and tests in an environment of its own (.venv)
+#   make test-all        the same with every cell of the large matrices; make test takes a share that changes by commit
+#   make tests-shuffled  the tests in random order; SEED=7 picks one
 #   make faults  the long form of the fault suite: 200 kills (see tests/faults/strikes.py), half an hour
-#   make test-all  make test with every cell of the large matrices, of which it takes a share that moves on by commit
 # PYTHON=python3.12 picks another interpreter; pip's own settings (PIP_EXTRA_INDEX_URL, ...) are respected.
 
 SHELL := bash
@@ -11,13 +12,15 @@ BIN := .venv/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and f"Python {sys.version.split()[0]} is too old for the pinned tools, which need 3.11. Install a newer one and name it: make PYTHON=python3.12 ...")
 
+# When make began: the tests report the time since then.
+export PACELINE_MAKE_BEGAN := $(shell date +%s)
 # Two workers share the cores, so each computes on one thread.
 export OMP_NUM_THREADS := 1
 # Tests start some thousand processes; compiling the package anew in each costs more than the bytecode takes. Most
 # modules of the pinned packages are never imported: Python compiles those that are, instead of pip all of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint types tests faults format demo clean
+.PHONY: test test-all lint types tests tests-shuffled faults format demo clean
 
 test: lint types tests
 
@@ -33,6 +36,10 @@ tests: .venv/installed
 
 faults: .venv/installed
 	$(BIN)/python tests/faults/strikes.py --kills 200
+
+SEED ?= $(shell date +%j)
+tests-shuffled: .venv/installed
+	$(BIN)/python -m pytest tests -n 2 --dist worksteal --random-order-bucket=global --random-order-seed=$(SEED)
 
 test-all: lint types .venv/installed
 	$(BIN)/python -m pytest tests --all-cells -n 2 --dist worksteal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,33 @@ from typing import Any
 import pytest
 
 #: Why a test may take more than ten seconds. Look at it when the end of a run says that one has no reason.
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "faults/test_strikes.py::test_a_training_that_is_killed_again_and_again_ends_where_one_does_that_was_left_alone": (
+        "trains a whole run, kills it three times, and compares"
+    ),
+    "faults/test_strikes.py::test_torch_elastics_own_restart_goes_on_to_the_same_end": "trains twice on two processes",
+    "faults/test_two_nodes.py::test_training_goes_on_when_a_node_dies_and_when_it_comes_back": (
+        "two network namespaces, each with fresh interpreters; torch elastic needs seconds to see that a node is gone"
+    ),
+    "faults/test_two_nodes.py::test_two_machines_learn_what_one_with_as_many_processes_learns": (
+        "six fresh interpreters in two network namespaces"
+    ),
+    "strategies/test_deepspeed.py::test_two_ranks_learn_what_one_process_with_their_batches_together_learns": (
+        "the first use of a stage of DeepSpeed compiles and imports"
+    ),
+    "trainer/cli/test_launch.py::test_a1_c13_one_script_trains_alike_however_it_is_started": (
+        "cold: eight starts of fresh interpreters, whose hash seeds differ"
+    ),
+    "trainer/test_elsewhere.py::test_fresh_processes_shuffle_as_the_one_that_started_them": (
+        "cold: seven fresh interpreters, whose hash seeds differ"
+    ),
+    "trainer/test_stopping.py::test_a_signal_to_one_rank_stops_all_at_one_step_with_one_save": (
+        "its fixture runs the fourteen fits that the whole file reads"
+    ),
+    "trainer/test_whole_step.py::test_a_resumed_run_is_to_the_bit_the_one_that_was_not_interrupted": (
+        "inductor compiles C++"
+    ),
+}
 LIMIT_SECONDS = 10.0
 STARTED = pytest.StashKey[float]()
 
@@ -51,6 +78,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for number, name in enumerate(slowest)
         if number < config.getoption("slowest") or seconds[name] > LIMIT_SECONDS
     ]
+    began = os.environ.get("PACELINE_MAKE_BEGAN")
+    if began is not None:
+        terminalreporter.write_line(f"make has taken {time.time() - int(began):.0f} s until here")
     terminalreporter.section(f"slowest tests of {len(seconds)}, which took {total:.0f} s, {busy:.0f} s of processors")
     for name in shown:
         reason = (
