@@ -301,8 +301,10 @@ class _Writer(pickle.Pickler):
         if isinstance(obj, Tensor) and not (obj.is_leaf and obj.device.type in ("cpu", "meta")):
             there = obj.detach().cpu()
             return (nn.Parameter(there, obj.requires_grad) if isinstance(obj, nn.Parameter) else there).__reduce_ex__(2)
-        if isinstance(obj, MethodType) and not hasattr(obj.__self__, obj.__func__.__name__):
-            raise pickle.PicklingError(f"{obj.__func__.__qualname__} is bound to an object that has no such attribute")
+        if isinstance(obj, MethodType):
+            owner = obj.__self__ if isinstance(obj.__self__, type) else type(obj.__self__)
+            if not hasattr(owner, obj.__func__.__name__):  # a strategy may put such methods on layers that it splits
+                raise pickle.PicklingError(f"{owner.__qualname__} does not define {obj.__func__.__qualname__}")
         return NotImplemented
 
 

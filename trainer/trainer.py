@@ -457,6 +457,11 @@ class Trainer(TrainerStatus):
 
         return Trials(self)
 
+    def __copy__(self) -> Trainer:
+        double = object.__new__(type(self))
+        vars(double).update(vars(self))
+        return double
+
     def __getstate__(self) -> dict[str, Any]:
         from .copies import state_of
 

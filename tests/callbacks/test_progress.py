@@ -545,7 +545,7 @@ def epochs_in(lines: list[str]) -> list[str]:
     for line in lines:
         if line.startswith("Epoch"):
             found.append(line)
-        else:
+        elif not line.startswith("Logging to "):
             assert line.startswith("  "), line
             found[-1] += line
     return found

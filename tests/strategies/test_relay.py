@@ -91,7 +91,7 @@ def test_ranks_neither_flush_nor_end_what_is_of_the_process_they_copy(
 CELLS = {
     "definitions": f"""
 import os, signal, sys
-sys.path.insert(0, {str(ROOT / "paceline" / "tests")!r})
+sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r})
 import torch
 from IPython.display import display
 from tiny import TinyModule, tiny_loader

@@ -174,3 +174,17 @@ def test_a_module_that_fsdp_has_split_says_how_to_keep_it(quiet: dict[str, Any])
                 how(module)
 
     ranks(1, run)
+
+
+def test_a_shallow_copy_shares_what_the_original_has_and_leaves_it_as_it_is(quiet: dict[str, Any]) -> None:
+    doubles: list[Trainer] = []
+
+    class Copied(TinyModule):
+        def on_train_epoch_end(self) -> None:
+            doubles.append(copy.copy(self.trainer))
+
+    trainer = Trainer(**quiet, max_epochs=1)
+    trainer.fit(module := Copied(), tiny_loader(3))
+    assert (trainer.global_step, trainer.callback_metrics.keys()) == (3, {"train_loss"})
+    assert module.trainer is trainer
+    assert (doubles[0].state, doubles[0].callbacks) == (trainer.state, trainer.callbacks)

@@ -1115,6 +1115,6 @@ def test_an_integer_says_how_to_make_it_a_float(quiet: dict[str, Any], recwarn: 
     fit(Values(training_step=log), batches(1), quiet=quiet)
     said = [str(one.message) for one in recwarn.list if "integer" in str(one.message)]
     assert said == [
-        "self.log('tensor') got an integer; it is kept as torch.float32. Pass value.float() to say so.",
-        "self.log('number') got an integer; it is kept as torch.float32. Pass float(value) to say so.",
+        "self.log('tensor') got an integer; it is kept as torch.float32. Pass value.float() to avoid this warning.",
+        "self.log('number') got an integer; it is kept as torch.float32. Pass float(value) to avoid this warning.",
     ]
