@@ -14,12 +14,28 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+#: What ends a test that hangs. Nothing takes nearly as long, on a busy machine either.
 LIMIT_SECONDS = 120.0
+_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+
+def until(what: str, condition: Callable[[], Any], limit: float = LIMIT_SECONDS) -> Any:
+    """Wait until ``condition()`` is true, and return what it then is. No test waits for so many seconds instead.
+
+    Raises:
+        AssertionError: it was not within ``limit`` seconds; the text says ``what`` was waited for.
+    """
+    deadline = time.monotonic() + limit
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {limit:.0f} s in vain until {what}"
+        time.sleep(0.005)
+    return found
 
 
 class RanksError(AssertionError):
@@ -59,8 +75,9 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
     try:
         answers, waiting = _collect(readers, time.monotonic() + limit)
         for pid in [pids[readers.index(reader)] for reader in waiting]:
-            os.kill(pid, signal.SIGUSR1)  # where it hangs, on standard error
-            time.sleep(0.2)
+            os.kill(pid, signal.SIGUSR1)  # says on standard error where it hangs, and ends
+            with contextlib.suppress(AssertionError):
+                until("the process has ended", partial(os.waitid, os.P_PID, pid, _ENDED), limit=5)
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -88,7 +105,7 @@ def _in_child(
 ) -> None:
     status: tuple[Any, BaseException | None, str] = (None, None, "")
     logging.getLogger().handlers.clear()  # pytest's own: what a rank says goes to standard error
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True, chain=True)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
