@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,12 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
         text = "\n".join(f"rank {rank}: {story}" for rank, (_, error, story) in enumerate(found) if error is not None)
         raise RanksError([error for _, error, _ in found], text)
     return [value for value, _, _ in found]
+
+
+def wait_at_most(seconds: float) -> None:
+    """From here on, this rank waits so long for others in its groups, for which they had all the time to join."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _serve() -> dist.TCPStore:
