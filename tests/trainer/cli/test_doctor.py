@@ -129,7 +129,7 @@ def test_too_few_steps_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_that_hangs_is_ended_and_says_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import time; print('begun', flush=True); time.sleep(1000)")
+    script.write_text("import signal; print('begun', flush=True); signal.pause()")
     done = doctor("--timeout", "1", str(script))
     assert done.returncode == 2
     assert "paceline doctor: The run took longer than --timeout 1 seconds and was ended." in done.stderr

@@ -219,10 +219,10 @@ def test_c17_a_script_that_nobody_launched_shows_its_settings_once(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_goes_to_every_process_and_is_the_status(number: signal.Signals) -> None:
     name = script(
-        "import os, signal, sys, time\n"
+        "import os, signal, sys\n"
         "def end(number, frame):\n    print('told', os.environ['RANK'])\n    sys.exit(0)\n"
         "signal.signal(signal.SIGINT, end)\nsignal.signal(signal.SIGTERM, end)\n"
-        "print('ready')\ntime.sleep(100)\n"
+        "print('ready')\nwhile True:\n    signal.pause()\n"
     )
     command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--num_processes", "2", "--quiet", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -235,7 +235,7 @@ def test_a_signal_goes_to_every_process_and_is_the_status(number: signal.Signals
 
 
 def test_a_signal_ends_one_process_as_it_ends_the_script() -> None:
-    name = script("import time\nprint('ready', flush=True)\ntime.sleep(100)\n")
+    name = script("import signal\nprint('ready', flush=True)\nsignal.pause()\n")
     command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--quiet", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -530,7 +530,7 @@ def test_a_launch_within_a_launched_process_is_one_of_its_own(count: str) -> Non
 import os, subprocess, sys
 if os.environ["RANK"] == "0":
     command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--num_processes", "{count}", "train.py"]
-    sys.stdout.write(subprocess.run(command, stdout=-1, text=True, timeout=60).stdout)
+    sys.stdout.write(subprocess.run(command, stdout=-1, text=True, timeout=180).stdout)
 """
     found = typed("--cpu", "--num_processes", "2", "--gradient_accumulation_steps", "3", script(outer, "outer.py"))
     assert found.stdout.split("\n") == [f"{count} 1"] * int(count) + [""]
