@@ -32,7 +32,7 @@ tests: .venv/installed
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 faults: .venv/installed
-	$(BIN)/python tests/faults/strikes.py --kills 200
+	PYTHONPATH=tests $(BIN)/python tests/faults/strikes.py --kills 200
 
 test-all: lint types .venv/installed
 	$(BIN)/python -m pytest tests --all-cells -n 2 --dist worksteal
