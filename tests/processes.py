@@ -10,10 +10,11 @@ import os
 import pickle
 import selectors
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,6 +38,30 @@ def until(what: str, condition: Callable[[], Any], limit: float = LIMIT_SECONDS)
         assert time.monotonic() < deadline, f"waited {limit:.0f} s in vain until {what}"
         time.sleep(0.005)
     return found
+
+
+@contextlib.contextmanager
+def own_port() -> Iterator[int]:
+    """A free port for a program that takes it only later. The system gives those of this range to nobody by itself."""
+    for port in range(20_000, 30_000):
+        if token := reserved(port):
+            with token:
+                yield port
+            return
+    raise AssertionError("no port is free")
+
+
+def reserved(port: int) -> socket.socket | None:
+    """What keeps the other tests that run now off a port while it is open; None where the port is taken."""
+    token = socket.socket(socket.AF_UNIX)
+    try:
+        token.bind(f"\0paceline-tests-port-{port}")  # a name without a file, which goes with the process
+        with socket.socket() as probe:
+            probe.bind(("", port))
+    except OSError:
+        token.close()
+        return None
+    return token
 
 
 class RanksError(AssertionError):

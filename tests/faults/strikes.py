@@ -1,6 +1,8 @@
 """Strikes a training dead, starts it again with the same command until it is done, and compares with one left alone.
 
-PYTHONPATH=tests python tests/faults/strikes.py --kills 200      # the whole matrix, with a table of what was struck and what was lost
+PYTHONPATH=tests python tests/faults/strikes.py --kills 200
+
+That is the whole matrix, with a table of what was struck and what was lost.
 """
 
 from __future__ import annotations

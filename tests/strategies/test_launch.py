@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import until
+from processes import own_port, until
 
 from paceline.strategies import elastic, launch
 
@@ -198,12 +198,10 @@ def test_no_process_outlives_a_killed_one_that_waits(script: Path, environ: dict
 
 
 def test_two_machines_meet_at_the_given_address(script: Path, environ: dict[str, str], tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    place = {"PROCESSES": "1", "NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    machines = [begin([str(script), "ok"], environ | place | {"NODE_RANK": str(node)}, tmp_path) for node in range(2)]
-    ended = [finish(machine) for machine in machines]
+    with own_port() as port:
+        place = environ | {"PROCESSES": "1", "NODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        machines = [begin([str(script), "ok"], place | {"NODE_RANK": str(node)}, tmp_path) for node in range(2)]
+        ended = [finish(machine) for machine in machines]
     threads = len(os.sched_getaffinity(0))
     expected = [(0, f"{node} 2 ok {tmp_path} {threads} {port}\n") for node in range(2)]
     assert [(status, out) for status, out, _ in ended] == expected
@@ -294,7 +292,7 @@ def work(what, module, name):
         if rank == 0:
             os.kill(os.getppid(), signal.SIGINT)
         while True:
-            signal.pause()
+            pass  # in no call that would have to be interrupted: the signal may come just before it
     (torch.ones(1_000_000) + 1).sum()
     dist.destroy_process_group()
     return {"own": own, "name": name, "threads": torch.get_num_threads(), "large": torch.ones(300_000)}
