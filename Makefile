@@ -35,7 +35,7 @@ tests: .venv/installed
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal
 
 faults: .venv/installed
-	$(BIN)/python tests/faults/strikes.py --kills 200
+	PYTHONPATH=tests $(BIN)/python tests/faults/strikes.py --kills 200
 
 SEED ?= $(shell date +%j)
 tests-shuffled: .venv/installed

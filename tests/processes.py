@@ -10,16 +10,58 @@ import os
 import pickle
 import selectors
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+#: What ends a test that hangs. Nothing takes nearly as long, on a busy machine either.
 LIMIT_SECONDS = 120.0
+_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+
+def until(what: str, condition: Callable[[], Any], limit: float = LIMIT_SECONDS) -> Any:
+    """Wait until ``condition()`` is true, and return what it then is. No test waits for so many seconds instead.
+
+    Raises:
+        AssertionError: it was not within ``limit`` seconds; the text says ``what`` was waited for.
+    """
+    deadline = time.monotonic() + limit
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {limit:.0f} s in vain until {what}"
+        time.sleep(0.005)
+    return found
+
+
+@contextlib.contextmanager
+def own_port() -> Iterator[int]:
+    """A free port for a program that takes it only later. The system gives those of this range to nobody by itself."""
+    for port in range(20_000, 30_000):
+        if token := reserved(port):
+            with token:
+                yield port
+            return
+    raise AssertionError("no port is free")
+
+
+def reserved(port: int) -> socket.socket | None:
+    """What keeps the other tests that run now off a port while it is open; None where the port is taken."""
+    token = socket.socket(socket.AF_UNIX)
+    try:
+        token.bind(f"\0paceline-tests-port-{port}")  # a name without a file, which goes with the process
+        with socket.socket() as probe:
+            probe.bind(("", port))
+    except OSError:
+        token.close()
+        return None
+    return token
 
 
 class RanksError(AssertionError):
@@ -59,8 +101,9 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
     try:
         answers, waiting = _collect(readers, time.monotonic() + limit)
         for pid in [pids[readers.index(reader)] for reader in waiting]:
-            os.kill(pid, signal.SIGUSR1)  # where it hangs, on standard error
-            time.sleep(0.2)
+            os.kill(pid, signal.SIGUSR1)  # says on standard error where it hangs, and ends
+            with contextlib.suppress(AssertionError):
+                until("the process has ended", partial(os.waitid, os.P_PID, pid, _ENDED), limit=5)
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -73,6 +116,12 @@ def ranks(count: int, function: Callable[..., Any], *args: Any, limit: float = L
         text = "\n".join(f"rank {rank}: {story}" for rank, (_, error, story) in enumerate(found) if error is not None)
         raise RanksError([error for _, error, _ in found], text)
     return [value for value, _, _ in found]
+
+
+def wait_at_most(seconds: float) -> None:
+    """From here on, this rank waits so long for others in its groups, for which they had all the time to join."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _serve() -> dist.TCPStore:
@@ -88,7 +137,7 @@ def _in_child(
 ) -> None:
     status: tuple[Any, BaseException | None, str] = (None, None, "")
     logging.getLogger().handlers.clear()  # pytest's own: what a rank says goes to standard error
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True, chain=True)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)

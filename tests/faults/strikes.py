@@ -1,6 +1,8 @@
 """Strikes a training dead, starts it again with the same command until it is done, and compares with one left alone.
 
-python tests/faults/strikes.py --kills 200      # the whole matrix, with a table of what was struck and what was lost
+PYTHONPATH=tests python tests/faults/strikes.py --kills 200
+
+That is the whole matrix, with a table of what was struck and what was lost.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from processes import until
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
@@ -173,10 +176,9 @@ def _wait_for_batches(process: subprocess.Popen[Any], seen: Path, chance: random
     """Wait until some more batches have been trained on, and a random while."""
     batches, wait = chance.randint(0, 14), chance.random() * 0.012
     enough = _size(seen) + batches * 20
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while process.poll() is None and _size(seen) <= enough and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(wait)
+    with suppress(AssertionError):  # one that hangs is struck too
+        until("enough was seen", lambda: process.poll() is not None or _size(seen) > enough, LIMIT_SECONDS)
+    _wait(process, wait)
 
 
 def _strike(process: subprocess.Popen[Any], folder: Path, chance: random.Random, note: Path, point: str) -> None:
@@ -207,21 +209,25 @@ def processes_of(folder: Path) -> list[int]:
 
 def _end(process: subprocess.Popen[Any], folder: Path) -> int:
     """The exit status, once the command and all its processes have ended, as they must when one of them is killed."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while process.poll() is None or processes_of(folder):
-        if time.monotonic() > deadline:
-            left = processes_of(folder)
-            for number in (signal.SIGQUIT, signal.SIGKILL):
-                for pid in left:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, number)
-                time.sleep(2)  # for the stacks of all threads to be written
-            process.wait()
-            said = (folder / "said.txt").read_text()
-            raise RuntimeError(
-                f"{len(left)} processes of {folder} were still there after {LIMIT_SECONDS:.0f} s. They said:\n{said}"
-            )
-        time.sleep(0.005)
+
+    def ended() -> bool:
+        return process.poll() is not None and not processes_of(folder)
+
+    try:
+        until("all have ended", ended, LIMIT_SECONDS)
+    except AssertionError:
+        left = processes_of(folder)
+        for number in (signal.SIGQUIT, signal.SIGKILL):  # the first writes the stacks of all threads, and ends
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            with suppress(AssertionError):
+                until("they have ended", ended, 5)
+        process.wait()
+        said = (folder / "said.txt").read_text()
+        raise RuntimeError(
+            f"{len(left)} processes of {folder} were still there after {LIMIT_SECONDS:.0f} s. They said:\n{said}"
+        ) from None
     return process.wait()
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from processes import ranks, until
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 180.0
@@ -24,9 +23,9 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 SCRIPT = """
 import os
-import time
 
 import torch
+from processes import until
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -58,8 +57,7 @@ class Net(TrainingModule):
         size, rank, step = trainer.world_size, trainer.global_rank, trainer.global_step
         if rank == size - 1 and f"{size}:{step}" in os.environ["HOLD"].split(","):
             write(f"hold {size}:{step}")
-            while not trainer.received_sigterm:
-                time.sleep(0.01)
+            until("told to end", lambda: trainer.received_sigterm)
         write(f"step {size} {rank} {trainer.current_epoch} {step} {','.join(map(str, index.tolist()))}")
         return nn.functional.mse_loss(self.layer(x), y)
 
@@ -104,7 +102,7 @@ class Node:
         command = ["ip", "netns", "exec", self.name, sys.executable, *arguments]
         variables = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "GLOO_"))},
-            "PYTHONPATH": str(ROOT.parent),
+            "PYTHONPATH": os.pathsep.join([str(ROOT.parent), str(ROOT / "tests")]),
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
             "HOLD": "",
@@ -160,11 +158,10 @@ def script(tmp_path: Path) -> str:
 
 
 def wait_for(what: str, condition: Callable[[], bool], *nodes: Node) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {LIMIT_SECONDS} s\n" + "\n\n".join(n.output() for n in nodes))
-        time.sleep(0.05)
+    try:
+        until(what, condition, LIMIT_SECONDS)
+    except AssertionError as error:
+        raise AssertionError("\n\n".join([str(error), *(node.output() for node in nodes)])) from None
 
 
 class Step:

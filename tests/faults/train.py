@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     args = parser.parse_args()
-    faulthandler.register(signal.SIGQUIT)  # where it hangs, on standard error
+    faulthandler.register(signal.SIGQUIT, chain=True)  # where it hangs, on standard error
     torch.set_num_threads(1)
     seed_everything(7, verbose=False)
     struck_rank = os.environ.get("PACELINE_STRIKE_RANK", "0")

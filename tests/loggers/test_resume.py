@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from processes import ranks, until
 from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer, seed_everything
@@ -279,9 +278,10 @@ def test_wandb_goes_on_with_the_run_of_the_checkpoint(offline_wandb: Path, wandb
     killed(run, 4)
     trainer = run(None)
     first, second = sorted(offline_wandb.glob(f"wandb/offline-run-*/run-{trainer.loggers[0].version}.wandb"))
-    after, deadline = wandb_history(second), time.monotonic() + 60
-    while len(before := wandb_history(first)) < after[0]["_step"] and time.monotonic() < deadline:
-        time.sleep(0.01)  # wandb's process outlives the killed one and may still be writing
+    after = wandb_history(second)
+    # wandb's process outlives the killed one and may still be writing.
+    until("all was written", lambda: len(wandb_history(first)) >= after[0]["_step"])
+    before = wandb_history(first)
     joined = [row for row in before if row["_step"] < after[0]["_step"]] + after
     assert [row["_step"] for row in joined] == list(range(len(joined)))
     assert [row["trainer/global_step"] for row in joined if "train_loss_step" in row] == [1, 2, 3, 4, 5]

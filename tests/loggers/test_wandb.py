@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import until
 
 from paceline.loggers import WandbLogger, messages
 from paceline.loggers.messages import PacelineWarning
@@ -30,15 +30,13 @@ def _file(folder: Path, run_id: str = "*") -> Path:
     return path
 
 
-def _exit_code(read_wandb: Records, file: Path) -> int | None:
+def _exit_code(read_wandb: Records, file: Path) -> int:
     """How the run ended; wandb's process notes it at the very end, after ``finish`` has returned."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        for record in read_wandb(file):
-            if record.WhichOneof("record_type") == "exit":
-                return record.exit.exit_code
-        time.sleep(0.01)
-    return None
+
+    def noted() -> list[int]:
+        return [record.exit.exit_code for record in read_wandb(file) if record.WhichOneof("record_type") == "exit"]
+
+    return until("wandb has noted how the run ended", noted)[0]
 
 
 def _config(records: list[Any]) -> dict[str, Any]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from processes import ranks
+from processes import ranks, reserved
 
 from paceline.strategies.cluster import find_cluster
 
@@ -80,15 +80,14 @@ SAID = (
 )
 
 
-def free_job(address: Callable[[str], int]) -> str:
-    """The name of a job whose port nobody has taken."""
+@contextmanager
+def free_job(address: Callable[[str], int]) -> Iterator[str]:
+    """The name of a job whose port nobody has taken, nor another test that runs now."""
     for number in range(os.getpid(), os.getpid() + 1000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", address(str(number))))
-            except OSError:
-                continue
-            return str(number)
+        if token := reserved(address(str(number))):
+            with token:
+                yield str(number)
+            return
     raise AssertionError("no port is free")
 
 
@@ -171,8 +170,8 @@ def test_a_script_that_starts_its_processes_says_everything_once(tmp_path: Path)
 def test_processes_of_a_cluster_train_together_and_say_everything_once(
     make: Callable[[int, str], dict[str, str]], nodes: int, tmp_path: Path
 ) -> None:
-    job = free_job(lambda job: port_of(make, job))
-    printed = run(tmp_path, [make(rank, job) for rank in range(2)])
+    with free_job(lambda job: port_of(make, job)) as job:
+        printed = run(tmp_path, [make(rank, job) for rank in range(2)])
     assert f"2 processes on {nodes} nodes made 4 steps" in printed
     assert_each_word_once(printed)
 

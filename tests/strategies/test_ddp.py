@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import RanksError, ranks
+from clocks import Clock
+from processes import RanksError, ranks, wait_at_most
 from tiny import TinyModule, tiny_loader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Trainer, TrainingModule
 from paceline.strategies import DDPStrategy, ModelParallelStrategy
+from paceline.trainer import validation
 
 QUIET = {
     "logger": False,
@@ -168,8 +171,6 @@ def test_processes_that_hold_parts_of_one_model_give_each_prediction_once() -> N
 
 def test_a_generator_of_each_ranks_own_is_left_alone_with_loaders_that_are_split_already() -> None:
     def orders() -> Any:
-        import os
-
         seen: list[int] = []
 
         class Notes(TinyModule):
@@ -211,17 +212,14 @@ def test_all_ranks_evaluate_with_rank_0s_buffers_which_are_those_of_a_checkpoint
 
 def test_ranks_whose_clocks_differ_validate_at_the_same_batches() -> None:
     def run() -> Any:
-        import os
-        import time
-
         class Notes(TinyModule):
             def on_validation_start(self) -> None:
                 at.append(self.trainer.state.batches)
 
         at: list[int] = []
-        rank, real = int(os.environ["RANK"]), time.monotonic
-        time.monotonic = lambda: real() * (1 + 100 * rank)  # type: ignore[assignment]
-        strategy, interval = DDPStrategy(timeout=timedelta(seconds=20)), {"seconds": 1}
+        clock = Clock(tick=0.3 + int(os.environ["RANK"]))
+        validation.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
+        strategy, interval = DDPStrategy(), {"seconds": 1}
         trainer = Trainer(**QUIET, strategy=strategy, max_epochs=4, num_sanity_val_steps=0, val_check_interval=interval)
         trainer.fit(Notes(), tiny_loader(32), tiny_loader())
         return at
@@ -366,8 +364,6 @@ def test_local_sgd_averages_parameters_every_so_many_steps() -> None:
         return same
 
     def main() -> Any:
-        import os
-
         dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
         return local()
 
@@ -414,7 +410,6 @@ def test_models_that_differ_between_ranks_are_named() -> None:
         class Other(Net):
             def __init__(self) -> None:
                 super().__init__()
-                import os
 
                 self.extra = nn.Linear(2, 2 + int(os.environ["RANK"])).double()
 
@@ -430,8 +425,6 @@ def test_models_that_differ_between_ranks_are_named() -> None:
 
 def test_every_rank_starts_from_rank_0s_weights_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     def differ() -> Any:
-        import os
-
         class Seeded(Net):
             def __init__(self) -> None:
                 super().__init__()
@@ -480,13 +473,14 @@ def on_one_rank(what: str) -> None:
     class Alone(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 1 and self.global_rank == 0:
+                wait_at_most(1.0)
                 if what == "gather":
                     self.all_gather(torch.ones(1))
                 else:
                     self.trainer.save_checkpoint("alone.ckpt")
             return super().training_step(batch, batch_idx)
 
-    fit(DDPStrategy(timeout=timedelta(seconds=3)), 16, 2, module=Alone)
+    fit(DDPStrategy(), 16, 2, module=Alone)
 
 
 @pytest.mark.parametrize(("what", "place"), [("gather", "all_gather"), ("save", "barrier 'save_checkpoint'")])
@@ -585,8 +579,6 @@ def test_lbfgs_evaluates_over_all_ranks() -> None:
 
 def test_loaders_of_different_lengths_stop_together() -> None:
     def uneven() -> Any:
-        import os
-
         rank = int(os.environ["RANK"])
         module = TinyModule()
         trainer = Trainer(**QUIET, strategy="ddp", max_epochs=2, use_distributed_sampler=False)
@@ -599,8 +591,6 @@ def test_loaders_of_different_lengths_stop_together() -> None:
 def test_streams_of_different_lengths_stop_together() -> None:
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self) -> Any:
-            import os
-
             for _ in range(5 - 2 * int(os.environ["RANK"])):
                 yield torch.ones(4), torch.ones(1)
 

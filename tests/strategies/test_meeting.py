@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from processes import RanksError, ranks
+from processes import RanksError, ranks, until
 
+from paceline.strategies import meeting
 from paceline.strategies.cluster import Cluster, find_cluster
 from paceline.strategies.meeting import shared_store
 
-SOON = timedelta(seconds=60)
+SOON = timedelta(seconds=120)
 
 
 def place() -> Cluster:
@@ -33,8 +35,8 @@ def test_an_attempt_reads_nothing_of_those_before_it() -> None:
         first.set(f"address of {cluster.rank}", "of the first attempt")
         first.wait(["address of 0", "address of 1"])
         # Both begin again, and rank 1 only when rank 0 has answered the word that rank 1 left behind.
-        while cluster.rank == 1 and everything.get(answer) == old:
-            time.sleep(0.01)
+        if cluster.rank == 1:
+            until("rank 0 answers anew", lambda: everything.get(answer) != old)
         second = shared_store(cluster, SOON)
         if cluster.rank == 1:
             second.set("address of 1", "of the second attempt")
@@ -45,13 +47,24 @@ def test_an_attempt_reads_nothing_of_those_before_it() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     def meet() -> None:
-        cluster = place()
+        cluster, looks = place(), 0
         if cluster.rank == 2:
             return
+        store = dist.TCPStore(cluster.address, cluster.port, is_master=False)
+
+        def monotonic() -> float:
+            """Stands still until the two others have come, and rank 0 has looked once more."""
+            nonlocal looks
+            looks += store.check(["1 came", "3 came"])
+            return 3.0 * (looks > 1)
+
+        if cluster.rank == 0:
+            meeting.time = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)  # type: ignore[assignment]
         shared_store(cluster, timedelta(seconds=2) if cluster.rank == 0 else SOON)
+        store.set(f"{cluster.rank} came", "")
 
     with pytest.raises(RanksError) as caught:
-        ranks(4, meet, limit=20)
+        ranks(4, meet)
     first = str(caught.value.errors[0])
     assert "Rank 0 of 4 waited 2 s at 127.0.0.1:" in first
     assert "for rank 2 to start" in first

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import ranks
+from processes import ranks, wait_at_most
 
 from paceline.loggers import messages
 from paceline.strategies import DistributedStrategy, watch
@@ -38,7 +38,7 @@ def test_of_many_ranks_that_wait_one_says_where_all_are(monkeypatch: pytest.Monk
         monkeypatch.setattr(watch.Watch, "_notice", note)
         monkeypatch.setattr(watch, "NOTICE_SECONDS", 0.5)
         if strategy.global_rank == 3:
-            store.wait(["noticed 0", "noticed 1", "noticed 2"], timedelta(seconds=60))
+            store.wait(["noticed 0", "noticed 1", "noticed 2"], timedelta(seconds=120))
         strategy.barrier("here")
         return said
 
@@ -53,9 +53,9 @@ def test_of_many_ranks_that_wait_one_says_where_all_are(monkeypatch: pytest.Monk
 
 def test_ranks_that_give_up_together_all_name_the_missing_one() -> None:
     def wait() -> str:
-        strategy = joined(3, timeout=timedelta(seconds=2))
-        elsewhere = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-        said = ""
+        strategy, said = joined(3), ""
+        wait_at_most(2.0)
+        elsewhere = dist.new_group(backend="gloo")
         dist.all_reduce(torch.zeros(1), group=elsewhere)  # one that came 2 s later would meet one that had given up
         if strategy.global_rank < 2:
             with pytest.raises(RuntimeError) as caught:

@@ -29,6 +29,10 @@ def is_(value: Any) -> Test:
     return lambda found: type(found) is type(value) and found == value
 
 
+def empty(found: Any) -> bool:
+    return found == {}
+
+
 def a(kind: type) -> Test:
     return lambda found: isinstance(found, kind)
 
@@ -94,7 +98,7 @@ NAMES: dict[str, tuple[Test, Test, Test]] = {
         lambda m: {"train_loss", "val_loss"} <= set(m),
     ),
     "logged_metrics": (lambda m: m == {}, lambda m: isinstance(m["train_loss"], float), lambda m: "val_loss" in m),
-    "progress_bar_metrics": (lambda m: m == {},) * 3,
+    "progress_bar_metrics": (empty,) * 3,
     "log_every_n_steps": (is_(1),) * 3,
     "profiler": (a(PassThroughProfiler),) * 3,
     "callbacks": (list_of(Callback),) * 3,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from big_models import MEMORY, Net, program
@@ -14,22 +12,21 @@ from paceline import init_empty_weights, init_on_device
 MIXTRAL = (
     MEMORY
     + """
-import time
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 from paceline import init_empty_weights, plan_device_map
 nn.Linear(2, 2)
-before, began = reset_peak(), time.perf_counter()
+before = reset_peak()
 with init_empty_weights():
     model = AutoModelForCausalLM.from_config(MixtralConfig())
-seconds, grown = time.perf_counter() - began, status("VmHWM") - before
+grown = status("VmHWM") - before
 kinds = sorted({p.device.type for p in model.parameters()})
 buffers = sorted({b.device.type for b in model.buffers()})
 plan = plan_device_map(model, "auto", {"cpu": "20GiB"}, dtype="bfloat16", verbose=False)
 print(json.dumps({
-    "count": sum(p.numel() for p in model.parameters()), "kinds": kinds, "buffers": buffers, "seconds": seconds,
-    "grown": grown, "used": plan.used["cpu"], "blocks": [row.kind for row in plan.rows if "Layer" in row.kind][:1],
+    "count": sum(p.numel() for p in model.parameters()), "kinds": kinds, "buffers": buffers, "grown": grown,
+    "used": plan.used["cpu"], "blocks": [row.kind for row in plan.rows if "Layer" in row.kind][:1],
 }))
 """
 )
@@ -42,17 +39,16 @@ def test_i1_47_billion_parameters_take_no_memory() -> None:
     assert found["kinds"] == ["meta"]
     assert found["buffers"] == ["cpu"]
     assert found["grown"] < 1e9
-    assert found["seconds"] < 30
     assert found["used"] <= 20 * 2**30
     assert found["blocks"] == ["MixtralDecoderLayer"]
 
 
-def test_i1_a_plain_module_of_40_gb_is_made_at_once() -> None:
-    began = time.perf_counter()
+def test_i1_for_a_plain_module_of_40_gb_not_one_number_is_drawn() -> None:
+    before = torch.get_rng_state()
     with init_empty_weights():
         model = nn.Sequential(nn.Linear(100_000, 50_000), nn.Linear(50_000, 100_000))
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert time.perf_counter() - began < 5
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_i2_buffers_are_real_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

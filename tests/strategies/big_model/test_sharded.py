@@ -245,7 +245,7 @@ def test_nothing_random_is_drawn_for_what_the_files_have(folder: Path) -> None:
 
 def test_strict_loading_is_an_error_on_all_ranks_before_anything_is_read(folder: Path) -> None:
     with pytest.raises(RanksError) as caught:
-        ranks(2, lambda: fit(partial(More, folder, strict=True), FSDPStrategy()), limit=60)
+        ranks(2, lambda: fit(partial(More, folder, strict=True), FSDPStrategy()))
     assert [type(error) for error in caught.value.errors] == [RuntimeError] * 2
     assert all("2 missing in it (classes.weight, classes.bias)" in str(error) for error in caught.value.errors)
 
@@ -505,7 +505,7 @@ def test_bad_files_are_the_same_error_on_all_ranks(how: str, when: str, folder: 
         module.trainer.strategy.barrier()
 
     with pytest.raises(RanksError) as caught:
-        ranks(2, lambda: fit(partial(Language, tmp_path, change=later), FSDPStrategy()), limit=60)
+        ranks(2, lambda: fit(partial(Language, tmp_path, change=later), FSDPStrategy()))
     assert all(error is not None for error in caught.value.errors)
     for error in caught.value.errors:
         with pytest.raises((RuntimeError, ValueError, OSError), match=SAID[how]):
@@ -695,7 +695,7 @@ def test_one_rank_with_bad_files_stops_all_that_load_into_a_prepared_model(
         with pytest.raises((RuntimeError, ValueError, OSError), match=SAID[how]):
             load_checkpoint_in_model(network, mine)
 
-    ranks(2, run, limit=60)
+    ranks(2, run)
 
 
 # ---- models of transformers ------------------------------------------------------------------------------------------

@@ -361,7 +361,7 @@ def save_on_one(folder: str) -> None:
 
 def test_g1_a_call_on_one_rank_only_is_an_error_on_all_of_them(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
-        ranks(2, save_on_one, str(tmp_path / "s"), limit=30)
+        ranks(2, save_on_one, str(tmp_path / "s"))
     for error in caught.value.errors:
         assert 'rank 0 at "accelerator.save_state(' in str(error)
 
@@ -373,7 +373,7 @@ def different_folders(folder: str) -> None:
 
 def test_u8_folders_that_differ_between_ranks_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(RanksError, match="The ranks met at different barriers"):
-        ranks(2, different_folders, str(tmp_path / "s"), limit=30)
+        ranks(2, different_folders, str(tmp_path / "s"))
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_a_failure_of_the_reader_is_an_error_on_all_ranks(data: Any) -> None:
         list(prepare_data_loader(DataLoader(data, 1), strategy, DataLoaderConfiguration(dispatch_batches=True)))
 
     with pytest.raises(RanksError) as caught:
-        ranks(2, read, limit=30)
+        ranks(2, read)
     assert isinstance(caught.value.errors[0], OSError)
     assert "Rank 0, which reads the data for all (dispatch_batches=True), failed: OSError" in str(
         caught.value.errors[1]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from patients import Slow
+from patients import CLOCK, Slow, read_clock
 from processes import ranks
 from torch import nn
 from torch.utils.data import DataLoader
@@ -20,20 +19,25 @@ from paceline.trainer.doctor.report import Report
 PAUSE = 0.01
 
 
+@pytest.fixture(autouse=True)
+def _steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_clock(monkeypatch.setattr)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
 
     def forward(self, batch: Any) -> Any:
-        time.sleep(PAUSE)
+        CLOCK.sleep(PAUSE)
         return self.layer(batch)
 
 
 def prepared(accelerator: Accelerator, seconds: float = PAUSE, count: int = 12) -> Any:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loaders = [DataLoader(Slow(length, seconds, time.sleep)) for length in (count, 3)]
+    loaders = [DataLoader(Slow(length, seconds)) for length in (count, 3)]
     return accelerator.prepare(model, optimizer, *loaders)
 
 
@@ -43,7 +47,7 @@ def loop(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, eval
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(PAUSE)
+        CLOCK.sleep(PAUSE)
     model.eval()
     with torch.no_grad():
         for batch in evaluation:
@@ -139,7 +143,7 @@ def test_an_evaluation_that_is_broken_off_counts_as_long_as_it_took() -> None:
             loop(accelerator, *parts)
             parts[0].eval()
             for _ in parts[-1]:
-                time.sleep(0.3)
+                CLOCK.sleep(0.3)
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -347,7 +347,7 @@ def fail_on_one(folder: str, saving: bool) -> None:
 @pytest.mark.parametrize("saving", [True, False], ids=["save", "load"])
 def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path, saving: bool) -> None:
     with pytest.raises(RanksError) as caught:
-        ranks(2, fail_on_one, str(tmp_path / "s"), saving, limit=30)
+        ranks(2, fail_on_one, str(tmp_path / "s"), saving)
     first, second = caught.value.errors
     assert "because rank 1 failed: OSError: the disk of this machine is full" in str(first)
     assert str(second) == "the disk of this machine is full"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.trainer.accelerator.accelerator import Accelerator
-from paceline.trainer.accelerator.handlers import InitProcessGroupKwargs
 from paceline.trainer.accelerator.joining import join_uneven_inputs
 
 SAMPLES = 9
@@ -36,8 +34,7 @@ def own_batches(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def on_unequal_batches(joined: bool, window: int = 1) -> dict[str, Tensor]:
-    quick = InitProcessGroupKwargs(timeout=timedelta(seconds=4))
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[quick], gradient_accumulation_steps=window)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
     model, optimizer = accelerator.prepare(*made())
 
     def train() -> None:

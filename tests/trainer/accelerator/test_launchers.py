@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import own_port
 
 from paceline.loggers.messages import PacelineWarning
 from paceline.trainer.accelerator.launchers import debug_launcher, notebook_launcher
@@ -86,14 +87,14 @@ def test_the_processes_meet_at_the_port_that_is_given_or_at_a_free_one() -> None
         PartialState().wait_for_everyone()
         return os.environ["MASTER_PORT"]
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"Port {port} .*is in use"):
-            notebook_launcher(where, num_processes=2, use_port=port)
-        assert notebook_launcher(where, num_processes=2) != str(port)
-    assert notebook_launcher(where, num_processes=2, use_port=str(port)) == str(port)
+    with own_port() as port:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
+            taken.listen()
+            with pytest.raises(OSError, match=f"Port {port} .*is in use"):
+                notebook_launcher(where, num_processes=2, use_port=port)
+            assert notebook_launcher(where, num_processes=2) != str(port)
+        assert notebook_launcher(where, num_processes=2, use_port=str(port)) == str(port)
 
 
 def test_a11_u25_cuda_that_was_used_before_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

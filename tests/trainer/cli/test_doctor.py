@@ -16,17 +16,11 @@ import paceline
 
 PACKAGE = Path(paceline.__file__).resolve().parent
 TRAINER = """
-import sys, time, torch
+import sys, torch
+from patients import Slow, read_clock
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from paceline import Trainer, TrainingModule
-
-class Slow(Dataset):
-    def __len__(self):
-        return 400
-    def __getitem__(self, index):
-        time.sleep(0.01)
-        return torch.ones(4)
 
 class Net(TrainingModule):
     def __init__(self):
@@ -38,14 +32,15 @@ class Net(TrainingModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 if __name__ == "__main__":
+    read_clock()
     print("words:", sys.argv[1:])
     trainer = Trainer(accelerator="cpu", max_epochs=100, min_epochs=50, logger=False, enable_checkpointing=False,
                       enable_progress_bar=False, enable_model_summary=False)
-    trainer.fit(Net(), DataLoader(Slow(), batch_size=2))
+    trainer.fit(Net(), DataLoader(Slow(400, 0.01), batch_size=2))
     print("the script went on")
 """
 LOOP = """
-import time, torch
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from paceline import Accelerator
@@ -56,7 +51,6 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader([torch.ones(4)] * COUNT, batch_size=2))
 for epoch in range(1):
     for batch in loader:
-        time.sleep(0.005)
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -65,7 +59,8 @@ accelerator.end_training()
 
 
 def doctor(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(PACKAGE.parent), str(PACKAGE / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "paceline", "doctor", *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
 
@@ -129,7 +124,7 @@ def test_too_few_steps_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_that_hangs_is_ended_and_says_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import time; print('begun', flush=True); time.sleep(1000)")
+    script.write_text("import signal; print('begun', flush=True); signal.pause()")
     done = doctor("--timeout", "1", str(script))
     assert done.returncode == 2
     assert "paceline doctor: The run took longer than --timeout 1 seconds and was ended." in done.stderr
@@ -242,7 +237,8 @@ def test_only_the_script_is_asked_for() -> None:
 
 def test_an_interrupt_while_something_is_tried_leaves_what_was_found_before(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINER)
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(PACKAGE.parent), str(PACKAGE / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "paceline", "doctor", "--steps", "12", "--try", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

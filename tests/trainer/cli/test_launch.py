@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import own_port
 
 import paceline
 from paceline.trainer.cli import launch as module
@@ -219,10 +220,10 @@ def test_c17_a_script_that_nobody_launched_shows_its_settings_once(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_goes_to_every_process_and_is_the_status(number: signal.Signals) -> None:
     name = script(
-        "import os, signal, sys, time\n"
+        "import os, signal, sys\n"
         "def end(number, frame):\n    print('told', os.environ['RANK'])\n    sys.exit(0)\n"
         "signal.signal(signal.SIGINT, end)\nsignal.signal(signal.SIGTERM, end)\n"
-        "print('ready')\ntime.sleep(100)\n"
+        "print('ready')\nwhile True:\n    pass\n"
     )
     command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--num_processes", "2", "--quiet", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -235,7 +236,7 @@ def test_a_signal_goes_to_every_process_and_is_the_status(number: signal.Signals
 
 
 def test_a_signal_ends_one_process_as_it_ends_the_script() -> None:
-    name = script("import time\nprint('ready', flush=True)\ntime.sleep(100)\n")
+    name = script("import signal\nprint('ready', flush=True)\nsignal.pause()\n")
     command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--quiet", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -276,21 +277,21 @@ def test_c11_c20_what_is_chosen_is_said_once_with_the_reason(capfd: pytest.Captu
 
 
 def test_c11_a_given_port_is_used_and_a_taken_one_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        port = str(taken.getsockname()[1])
-        taken.listen()
-        words = ("--cpu", "--num_processes", "2", "--main_process_port", port, script(TELL))
-        status, _, err = launched(capfd, *words)
-    assert status == FAILED
-    assert err.splitlines() == [
+    with own_port() as port:
+        words = ("--cpu", "--num_processes", "2", "--main_process_port", str(port), script(TELL))
+        with socket.socket() as taken:
+            taken.bind(("", port))
+            taken.listen()
+            status, _, told_first = launched(capfd, *words)
+        assert status == FAILED
+        status, out, err = launched(capfd, *words)
+    assert status == 0
+    assert told_first.splitlines() == [
         f"paceline launch: Port {port} (--main_process_port) is in use by another program on this machine, so the "
         "processes cannot meet there. Set --main_process_port to a free port, or leave --main_process_port out and a "
         "free one is chosen"
     ]
-    status, out, err = launched(capfd, *words)
-    assert status == 0
-    assert [one["MASTER_PORT"] for one in told(out)] == [port] * 2
+    assert [one["MASTER_PORT"] for one in told(out)] == [str(port)] * 2
     assert f"port {port} (--main_process_port)" in err
 
 
@@ -407,15 +408,13 @@ def test_several_machines_are_told_what_to_type(capfd: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_machines_share_the_processes(capfd: pytest.CaptureFixture[str], backend: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     words = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--rdzv_backend", backend]
-    words += ["--main_process_ip", "127.0.0.1", "--main_process_port", port, script(TELL)]
-    command = [sys.executable, "-m", "paceline", "launch", "--machine_rank", "1", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
-        status, out, err = launched(capfd, "--machine_rank", "0", *words)
-        there, _ = other.communicate(timeout=LIMIT)
+    with own_port() as port:
+        words += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), script(TELL)]
+        command = [sys.executable, "-m", "paceline", "launch", "--machine_rank", "1", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
+            status, out, err = launched(capfd, "--machine_rank", "0", *words)
+            there, _ = other.communicate(timeout=LIMIT)
     assert (status, other.returncode) == (0, 0)
     assert [len(told(text)) for text in (out, there)] == [1, 1]
     assert [one["RANK"] for one in told(out + there)] == ["0", "1"]
@@ -530,7 +529,7 @@ def test_a_launch_within_a_launched_process_is_one_of_its_own(count: str) -> Non
 import os, subprocess, sys
 if os.environ["RANK"] == "0":
     command = [sys.executable, "-m", "paceline", "launch", "--cpu", "--num_processes", "{count}", "train.py"]
-    sys.stdout.write(subprocess.run(command, stdout=-1, text=True, timeout=60).stdout)
+    sys.stdout.write(subprocess.run(command, stdout=-1, text=True, timeout=180).stdout)
 """
     found = typed("--cpu", "--num_processes", "2", "--gradient_accumulation_steps", "3", script(outer, "outer.py"))
     assert found.stdout.split("\n") == [f"{count} 1"] * int(count) + [""]

@@ -6,31 +6,36 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from processes import until
 
 PACKAGE = Path(__file__).resolve().parents[3]
 
 RUN = """
-import os, signal, sys, time
+import os, signal, sys
 from pathlib import Path
+from processes import until
 from torch.utils.data import DataLoader
 from paceline.trainer.data import workers
+
+LOOKS, is_left = [], workers._Start._is_left
+workers._Start._is_left = lambda self: LOOKS.append(1) or is_left(self)
 
 
 class Slow:
     def __call__(self, worker_id):
         Path("worker").write_text(str(os.getpid()))
-        while sys.argv[2] == "early" and os.getppid() == run:
-            time.sleep(0.01)
+        if sys.argv[2] == "early":
+            until("the run has ended", lambda: os.getppid() != run)
 
 
 class Data:
     def __getitem__(self, index):
-        time.sleep(0.3)  # many looks long
+        enough = len(LOOKS) + 5
+        until("the watch has looked some times", lambda: len(LOOKS) > enough)
         return index
 
     def __len__(self):
@@ -48,8 +53,7 @@ if __name__ == "__main__":
         sys.exit()
     if when == "late":
         next(batches)
-    while not Path("worker").exists() or not Path("worker").read_text():
-        time.sleep(0.01)
+    until("the worker is there", lambda: Path("worker").exists() and Path("worker").read_text())
     os.kill(run, signal.SIGKILL)
 """
 
@@ -57,7 +61,7 @@ if __name__ == "__main__":
 def run(folder: Path, method: str, when: str) -> subprocess.CompletedProcess[str]:
     (folder / "run.py").write_text(RUN)
     command = [sys.executable, "run.py", method, when]
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(PACKAGE / "tests")])}
     return subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
 
 
@@ -75,11 +79,8 @@ def test_no_worker_outlives_a_run_that_is_killed(tmp_path: Path, method: str, wh
     """Early: while the worker starts, which is before torch's own watch has noted who its parent is."""
     assert run(tmp_path, method, when).returncode == -signal.SIGKILL
     worker = int((tmp_path / "worker").read_text())
-    deadline = time.monotonic() + 60
     try:
-        while _command(worker):
-            assert time.monotonic() < deadline, f"worker {worker} is still there"
-            time.sleep(0.05)
+        until("the worker has ended", lambda: not _command(worker))
     finally:
         if _command(worker):
             os.kill(worker, signal.SIGKILL)

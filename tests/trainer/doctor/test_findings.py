@@ -531,7 +531,7 @@ def late(state: Any, bucket: Any) -> Any:
 
 
 late.__annotations__.clear()  # torch accepts none, or its own
-NETWORK_SECONDS = 0.005
+NETWORK_SECONDS = 0.03
 
 
 def two(hook: Any = None, seconds: tuple[float, float] = (0.0, 0.0)) -> Report:
@@ -552,7 +552,8 @@ def two(hook: Any = None, seconds: tuple[float, float] = (0.0, 0.0)) -> Report:
 def test_the_wait_for_gradients_is_measured_on_every_rank_by_the_clock_on_the_wall() -> None:
     report = two(late)
     assert [facts.rank for facts in report.ranks] == [0, 1]
-    assert all(facts.communication["exposed"] > 0.9 * NETWORK_SECONDS for facts in report.ranks)
+    # Torch's own timers, which read no other clock. What passes before a rank begins to wait counts as hidden.
+    assert all(facts.communication["exposed"] > 0.5 * NETWORK_SECONDS for facts in report.ranks)
 
 
 def both(exposed: float, computing: float) -> list[Facts]:
