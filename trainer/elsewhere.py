@@ -52,8 +52,8 @@ _OF_A_FIT: dict[str, Callable[[], Any]] = {
 #: What ``fully_shard`` adds to a module.
 _SHARDED = "_is_fsdp_managed_module"
 _OF_SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
-#: Attributes of a module that are torch's, or tie it to its run.
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", "_compiled_call_impl"}
+#: Attributes of a module that are torch's, or tie it to its run; a strategy that splits layers sets their ``forward``.
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", "_compiled_call_impl", "forward"}
 
 
 def run_elsewhere(trainer: Trainer, launcher: Callable[..., Any], request: Request) -> Any:
@@ -305,12 +305,12 @@ class _Writer(pickle.Pickler):
 
 
 class _WriterOfLayers(_Writer):
-    """Layers as they were before ``fully_shard``, with room for the weights that lie in parts."""
+    """Layers as they were before they were split, with room for the weights that lie in parts."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module) and _SHARDED in vars(obj):
+        if isinstance(obj, nn.Module) and (_SHARDED in vars(obj) or "forward" in vars(obj)):
             own = vars(obj) | {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
-            own = {name: value for name, value in own.items() if not name.startswith(_OF_SHARDING)}
+            own = {name: v for name, v in own.items() if not name.startswith(_OF_SHARDING) and name != "forward"}
             return object.__new__, (type(obj).__mro__[2 if isinstance(obj, FSDPModule) else 0],), own
         if isinstance(obj, DTensor):
             room = torch.empty(obj.shape, dtype=obj.dtype)
