@@ -52,8 +52,9 @@ _OF_A_FIT: dict[str, Callable[[], Any]] = {
 #: What ``fully_shard`` adds to a module.
 _SHARDED = "_is_fsdp_managed_module"
 _OF_SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
-#: Attributes of a module that are torch's, or tie it to its run; a strategy that splits layers sets their ``forward``.
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", "_compiled_call_impl", "forward"}
+#: Attributes of a module that are torch's, or tie it to its run; ``forward`` is set by strategies that split layers.
+_OF_ITS_RUN = {"_trainer", "_metric_store", "_compiled_call_impl", "forward"}
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | _OF_ITS_RUN
 
 
 def run_elsewhere(trainer: Trainer, launcher: Callable[..., Any], request: Request) -> Any:
