@@ -320,7 +320,7 @@ def _run(job: _Job) -> None:
     if job.relay is not None:
         job.relay.enter(int(os.environ["LOCAL_RANK"]))
     try:
-        work = job.work or _load(folder / "work.pt", None)
+        work = job.work or _load_work(folder / "work.pt")
         result = work.function(*work.args)
         if rank == 0:
             _save(
@@ -333,6 +333,19 @@ def _run(job: _Job) -> None:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         write_failure(error, folder / f"rank{rank}.json")
         sys.exit(1)
+
+
+def _load_work(file: Path) -> _Work:
+    """The work for this fresh process, which imports what the work names."""
+    try:
+        return _load(file, None)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"A fresh process cannot import what the run uses ({error}). It looks in the folders of sys.path, and finds "
+            "what stands at the top level of a .py file there, but neither what is defined below a main guard nor a "
+            "test file that pytest loads by --import-mode=importlib. Move it to such a file (pytest's setting "
+            "`pythonpath` adds folders), or write strategy='ddp_fork', which copies this process."
+        ) from error
 
 
 @cache

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -473,6 +474,28 @@ def test_what_cannot_be_pickled_is_named(start_method: Any) -> None:
 
     with pytest.raises(TypeError, match=r"and test_what_.*<locals>\.local \("):
         launch.start(local, (), 2, start_method)
+
+
+@pytest.mark.parametrize(
+    ("on_path", "reason"),
+    [(False, "No module named 'loaded_otherwise'"), (True, "Can't get attribute 'made_later' on .*")],
+)
+def test_what_a_fresh_process_cannot_import_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_path: bool, reason: str
+) -> None:
+    """As test files are under ``pytest --import-mode=importlib``, and as what is defined below a main guard is."""
+    (tmp_path / "loaded_otherwise.py").touch()
+    module: Any = types.ModuleType("loaded_otherwise")
+    exec("def made_later(): raise AssertionError('is not called')", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    if on_path:
+        monkeypatch.syspath_prepend(tmp_path)
+    said = (
+        rf"(?s)A fresh process cannot import what the run uses \({reason}\)\. .* "
+        r"top level of a \.py file.*`pythonpath`.*strategy='ddp_fork'"
+    )
+    with pytest.raises(RuntimeError, match=said):
+        launch.start(module.made_later, (), 1, "spawn")
 
 
 def test_numa_on_one_node_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
