@@ -334,7 +334,7 @@ def test_start_returns_rank_zeros_result_or_raises_the_first_failure(
     script = tmp_path / "start.py"
     script.write_text(START)
     code, out, err = finish(begin([str(script), method, *kinds], environ, tmp_path))
-    assert err == "numa=True binds nothing: the processes compute on 'cpu'.\n"
+    assert err == "numa=True has no effect: the processes compute on 'cpu'.\n"
     assert code == 0
     result = dict(zip(kinds, map(json.loads, out.splitlines()), strict=True))
     threads = 1 if method == "fork" else max(1, len(os.sched_getaffinity(0)) // 2)
@@ -463,7 +463,7 @@ class Holder:
 def test_what_cannot_be_pickled_is_named(start_method: Any) -> None:
     holder = Holder([torch.nn.ReLU(), lambda x: x])
     with pytest.raises(
-        TypeError, match=r"and Holder\.value\[1\] \(<function .*<lambda>.*cannot be pickled.*'ddp_fork'"
+        TypeError, match=r"but Holder\.value\[1\] \(<function .*<lambda>.*cannot be pickled.*'ddp_fork'"
     ):
         launch.start(print, (1, holder), 2, start_method)
     with pytest.raises(TypeError, match=r"Holder\.value\[1\] "):
@@ -472,7 +472,7 @@ def test_what_cannot_be_pickled_is_named(start_method: Any) -> None:
     def local() -> None:
         raise AssertionError("is not called")
 
-    with pytest.raises(TypeError, match=r"and test_what_.*<locals>\.local \("):
+    with pytest.raises(TypeError, match=r"but test_what_.*<locals>\.local \("):
         launch.start(local, (), 2, start_method)
 
 
@@ -503,7 +503,7 @@ def test_numa_on_one_node_says_so_once(caplog: pytest.LogCaptureFixture) -> None
     assert elastic.numa_of("cuda", False) is None
     one_node = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2
     assert [elastic.numa_of("cuda", True) is None for _ in range(2)] == [one_node] * 2
-    assert caplog.messages == ["numa=True binds nothing: this machine has one NUMA node."] * one_node
+    assert caplog.messages == ["numa=True has no effect: this machine has one NUMA node."] * one_node
 
 
 @pytest.mark.gpu
