@@ -11,8 +11,8 @@ While batches are prefetched (on a GPU, or when a loader has no length) the thre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,6 +104,8 @@ class Callback:
     ``trainer.should_stop = True``, and must not call a collective on some ranks only.
     """
 
+    _defines_defaults: ClassVar[bool] = True
+
     monitors_metrics: bool = False
     """Whether ``on_train_epoch_end`` of this callback runs after the module's, when all metrics are known."""
 
@@ -118,6 +120,12 @@ class Callback:
     def _generate_state_key(self, **kwargs: Any) -> str:
         """A state key made of the class and the arguments that tell two instances apart."""
         return f"{type(self).__qualname__}{kwargs!r}"
+
+    def _undefine(self, base: type, *hooks: str) -> None:
+        """Spare this instance hooks of ``base`` that would do nothing. Hooks of a subclass or of the user stay."""
+        for hook in hooks:
+            if overridden(self, hook, base) is None:
+                setattr(self, hook, None)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """When fit, validate, test or predict begins, before the module's own ``setup``.
@@ -281,6 +289,29 @@ class Callback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned when the checkpoint was written."""
+
+
+def overridden(owner: Any, name: str, base: type | None = None) -> Callable[..., Any] | None:
+    """The method ``name`` if ``owner``'s class defines it below ``base`` or the instance carries it, else None.
+
+    A value of None, on the class or on the instance, means "not overridden"; so does a default method, of this object
+    or of another one, that the instance carries.
+
+    Args:
+        owner: a callback, module, DataModule or another object.
+        name: of the method.
+        base: the class with the default; None stands for the classes that mark themselves as having defaults.
+    """
+    method = getattr(owner, name, None)
+    function = getattr(method, "__func__", method)
+    if method is None or function is getattr(base, name, None):
+        return None
+    bound_to = getattr(method, "__self__", owner)
+    if base is None or bound_to is not owner:
+        marked = (kind for kind in type(bound_to).__mro__ if vars(kind).get("_defines_defaults"))
+        if any(function is getattr(kind, name, None) for kind in marked):
+            return None
+    return method
 
 
 #: Every hook a callback can define, in the order of the class above.

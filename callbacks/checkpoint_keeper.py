@@ -17,7 +17,7 @@ from torch import Tensor
 from ..loggers import messages
 from . import file_name, locations
 from .base import Callback
-from .early_stopping import check_mode
+from .early_stopping import check_direction, check_mode
 from .run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class CheckpointKeeper(Checkpoint):
     ) -> None:
         check_mode("ModelCheckpoint", mode)
         _check_top_k(save_top_k, monitor)
+        check_direction("ModelCheckpoint", monitor, mode)
         self.filename = None if filename is None else str(filename).removesuffix(self.FILE_EXTENSION)
         file_name.check(self.filename or "", "ModelCheckpoint(filename=)")
         self.monitor = monitor
@@ -85,6 +86,7 @@ class CheckpointKeeper(Checkpoint):
         self._given_dirpath = None if dirpath is None else locations.absolute(dirpath)
         self._files = RunFiles(self._given_dirpath or "")
         self._inherited: dict[str, Any] | None = None
+        self._loading: Trainer | None = None
         self._facts: dict[str, Any] = {}
         self._leftovers: list[str] = []
         self._forget_steps(alone=True)
@@ -95,17 +97,21 @@ class CheckpointKeeper(Checkpoint):
         return self._files.folder or None
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        if stage == "fit":
-            self._files.folder = trainer.strategy.broadcast(self._folder(trainer))
-
-    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if stage != "fit":
+            return
         files = self._files
+        files.folder = trainer.strategy.broadcast(self._folder(trainer))
         files.mark, files.line = trainer.strategy.broadcast((files.mark or uuid.uuid4().hex, uuid.uuid4().hex))
         self._forget_steps(alone=trainer.world_size == 1)
         self._leftovers = []
-        if self._inherited is not None:
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        self._loading = trainer
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._loading = None
+        if self._inherited is not None:  # loaded by somebody else than the trainer
             self._adopt(trainer, self._inherited)
-            self._inherited = None
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if self._saved_step != trainer.global_step:
@@ -448,9 +454,13 @@ class CheckpointKeeper(Checkpoint):
         self._inherited = state_dict
         self._files.mark = state_dict.get("run", "")
         self.current_score = state_dict.get("current_score")
+        if self._loading is not None:
+            self._adopt(self._loading, state_dict)
 
     def _adopt(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Take over the files of the run that is resumed, from where they are now."""
+        self._inherited = self._loading = None
+        self._files.mark = self._files.mark or trainer.strategy.broadcast(uuid.uuid4().hex)
         scores = state["best_k_models"]
         named = {*scores, state["best_model_path"], state["last_model_path"]} - {""}
         names = sorted({*named, *state.get("leftovers", ())})
@@ -492,18 +502,8 @@ class CheckpointKeeper(Checkpoint):
         self._leftovers = sorted({*left} - kept)
 
 
-_CHANGED_BY_SAVING = (
-    "best_k_models",
-    "best_model_path",
-    "best_model_score",
-    "kth_best_model_path",
-    "kth_value",
-    "last_model_path",
-    "_saved_step",
-    "_saved_path",
-    "_last_step",
-    "_leftovers",
-)
+_RANKING = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value")
+_CHANGED_BY_SAVING = (*_RANKING, "last_model_path", "_saved_step", "_saved_path", "_last_step", "_leftovers")
 
 
 def _check_top_k(save_top_k: int, monitor: str | None) -> None:

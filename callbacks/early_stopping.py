@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -78,6 +79,7 @@ class EarlyStopping(Callback):
                 f"EarlyStopping(monitor={monitor!r}) does not name a metric, so there is nothing to watch. "
                 "Pass the name that you give to self.log, such as 'val_loss'."
             )
+        check_direction("EarlyStopping", monitor, mode)
         if not min_delta >= 0:
             raise ValueError(
                 f"EarlyStopping(min_delta={min_delta!r}) would take a metric that gets worse for an improvement. "
@@ -116,8 +118,8 @@ class EarlyStopping(Callback):
             self._stopped_before = False
             trainer.should_stop = True
             messages.info(
-                f"Early stopping had ended the run that is resumed, so it stays ended ({self.stopping_reason_message}) "
-                "To train on, raise the patience of EarlyStopping, or leave 'callbacks' out of fit(restore=)."
+                f"Early stopping ended the resumed run, so there is nothing to train ({self.stopping_reason_message}) "
+                "To continue, raise the patience of EarlyStopping, or leave 'callbacks' out of fit(restore=)."
             )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -228,6 +230,28 @@ def check_mode(who: str, mode: str) -> None:
             f"{messages.unknown(f'mode of {who}', mode, ('min', 'max'))} "
             "It says whether a smaller or a larger value of the metric is better."
         )
+
+
+def check_direction(who: str, monitor: str | None, mode: str) -> None:
+    """Point out ``mode="min"``, the default, where the metric's name says that a higher value is better."""
+    if mode != "min" or monitor is None:
+        return
+    parts = [part for part in re.split(r"[^a-z0-9]+", monitor.lower()) if part]
+    words = {*parts, *(word for part in parts for word in re.split(r"\d+", part))}
+    if words.intersection(_HIGHER.split()) and not words.intersection(_LOWER.split()):
+        messages.warn_once(
+            f"{who}(monitor={monitor!r}, mode='min') takes the lowest {monitor!r} for the best, but by its name a "
+            "higher one is better. Pass mode='max', or give the metric another name."
+        )
+
+
+#: Words in the names of metrics of which a higher value is better, and words that say otherwise (``dice_loss``).
+_HIGHER = (
+    "acc accuracy ap auc aupr auprc auroc bertscore bleu chrf cider correlation dice f1 fbeta fscore iou jaccard kappa "
+    "map mcc meteor miou mrr ndcg pearson pesq precision psnr r2 recall reward roc rouge sensitivity spearman "
+    "specificity ssim stoi"
+)
+_LOWER = "ce cost diff distance drop err error gap loss mae mse nll rmse std var"
 
 
 def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:

@@ -247,7 +247,7 @@ class BaseFinetuning(Callback):
         return [[names[id(p)] for p in group["params"]] for group in groups]
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        return self._restored or {
             "added": self._added,
             "trainable": self._trainable,
             "tracking": self._tracking,
@@ -410,9 +410,9 @@ class BackboneFinetuning(BaseFinetuning):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"previous_backbone_lr": self.previous_backbone_lr, "group": self._group}
 
-    def _restore(self, trainer: Trainer, pl_module: TrainingModule, state: dict[str, Any]) -> None:
-        super()._restore(trainer, pl_module, state)
-        self.previous_backbone_lr, self._group = state["previous_backbone_lr"], state["group"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.previous_backbone_lr, self._group = state_dict["previous_backbone_lr"], state_dict["group"]
 
 
 _RATIO, _DENOMINATOR = 0.1, 10.0

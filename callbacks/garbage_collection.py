@@ -170,7 +170,7 @@ class _Process:
             if frozen and not (self.froze or self.copied):
                 messages.info_once(
                     f"GarbageCollection freezes nothing: {frozen} objects were frozen before the fit, and Python can "
-                    "only unfreeze all at once. Call gc.unfreeze() before the fit, or leave it at that."
+                    "only unfreeze all at once. Call gc.unfreeze() before the fit, or pass freeze=False."
                 )
             if frozen:
                 return False

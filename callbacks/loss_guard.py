@@ -128,7 +128,7 @@ class LossGuard(Callback):
         if self.action == "rollback" and all(callback.save_weights_only for callback in trainer.checkpoint_callbacks):
             raise ValueError(
                 "LossGuard(action='rollback') needs checkpoints to go back to, but ModelCheckpoint(save_weights_only="
-                "True) writes none that a fit can go on from. Leave that out, or use action='skip'."
+                "True) writes none that a fit can continue from. Leave that out, or use action='skip'."
             )
         known = _read(self.exclude_batches_path) if trainer.is_global_zero and self.exclude_batches_path else {}
         self.batches = trainer.strategy.broadcast(known) | self.batches
@@ -195,7 +195,7 @@ class LossGuard(Callback):
             self._blame(trainer, back.blamed, loss, what)
         if self.action == "raise":
             raise RuntimeError(
-                f"{what}; the weights are as they were before it. Look at that batch, and at the learning rate; "
+                f"{what}. The weights are as they were before that batch. Look at the batch and the learning rate; "
                 "action='skip' leaves such batches out."
             )
         if back is not None:
@@ -210,9 +210,9 @@ class LossGuard(Callback):
             _write(self.exclude_batches_path, self.batches)
         if self.max_events is not None and len(self.batches) > self.max_events and self.action != "raise":
             raise RuntimeError(
-                f"{what}. It is bad batch number {len(self.batches)}, more than max_events={self.max_events}: not "
-                "single batches are at fault, but the data or the learning rate. Look at the batches in its `batches` "
-                "(epoch, index), lower the learning rate or clip gradients, or allow more of them."
+                f"{what}. It is bad batch number {len(self.batches)}, more than max_events={self.max_events}, "
+                "so the data or the learning rate is at fault, not single batches. Look at the batches in its "
+                "`batches` (epoch, index), lower the learning rate or clip gradients, or raise max_events."
             )
 
     def _leave_out(self, trainer: Trainer) -> None:
@@ -247,7 +247,7 @@ class Rollback(Exception):  # noqa: N818 - it is a request, no error
     """
 
     def __init__(self, path: Any, own: bool, blamed: tuple[int, int] | None) -> None:
-        why = "further: the weights may be at fault"
+        why = "an earlier checkpoint, because the weights may be at fault"
         if blamed is not None:
             why = f"to leave out batch {blamed[1]} of epoch {blamed[0]} when it comes again"
         super().__init__(f"going back to {str(path)!r}, {why}.")
@@ -328,13 +328,13 @@ class _WayBack:
     def _nothing(self) -> str:
         if self._went_to.path:
             return (
-                f"again after going back to {self._went_to.path!r}. No loss was good with the weights in it, and there "
-                "is no earlier checkpoint of this run: they were spoiled before it was saved. Keep more files "
-                "(save_top_k=-1), and look at the learning rate and at the gradients."
+                f"again after going back to {self._went_to.path!r}. No loss was good with its weights, so they were "
+                "spoiled before it was saved, and this run has no earlier checkpoint. Keep more files (save_top_k=-1), "
+                "and look at the learning rate and the gradients."
             )
         return (
-            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps), and not weights "
-            "only, or use action='skip'."
+            "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps) and more than "
+            "weights, or use action='skip'."
         )
 
     def _own(self, trainer: Trainer) -> list[_Saved]:

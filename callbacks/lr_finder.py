@@ -62,7 +62,7 @@ class LearningRateFinder(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer._resumes:
-            messages.info("LearningRateFinder: the fit goes on from a checkpoint, with the learning rate it had there.")
+            messages.info("LearningRateFinder does nothing: the fit continues with the checkpoint's learning rate.")
             return
         self.lr_find(trainer, pl_module)
 

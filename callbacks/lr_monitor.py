@@ -58,9 +58,7 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values: dict[str, float] = {}
         self._logged_at: dict[int, int] = {}
         if logging_interval == "epoch":
-            self.on_before_optimizer_step = None  # type: ignore[method-assign, assignment]
-        if logging_interval == "step":
-            self.on_train_epoch_start = None  # type: ignore[method-assign, assignment]
+            self._undefine(LearningRateMonitor, "on_before_optimizer_step")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if not trainer.loggers:

@@ -128,6 +128,8 @@ def _dump(found: dict[str, Any]) -> str:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     found = json.loads(text)
+    if text != _dump(found).encode():
+        raise ValueError("it was edited, or something was appended to it")
     if found.pop("checksum") != zlib.crc32(_dump(found).encode()):
         raise ValueError("it does not match its checksum")
     return found

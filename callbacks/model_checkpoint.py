@@ -160,12 +160,8 @@ class ModelCheckpoint(CheckpointKeeper):
             None if interval is None else to_timedelta(interval, "ModelCheckpoint(train_time_interval=)")
         )
         self._by_epoch = not self._every_n_train_steps and self._train_time_interval is None
-        if (
-            self._by_epoch
-            and not self.async_save
-            and type(self).on_train_batch_end is ModelCheckpoint.on_train_batch_end
-        ):
-            self.on_train_batch_end = None  # type: ignore[method-assign,assignment]
+        if self._by_epoch and not self.async_save:
+            self._undefine(ModelCheckpoint, "on_train_batch_end")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -228,12 +224,12 @@ class ModelCheckpoint(CheckpointKeeper):
         state |= {"waiting": self._waiting, "start_step": self._start_step}
         if self._train_time_interval is not None:
             state["seconds_left"] = self._deadline - perf_counter()
-        return state
+        return state | self._resumed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._monitor_is_validated = state_dict.get("monitor_is_validated", False)
-        self._resumed = state_dict
+        self._resumed = {name: state_dict[name] for name in _COUNTED if name in state_dict}
 
     def _begin(self, global_step: int) -> None:
         """Start counting for a fit that begins at ``global_step``: afresh, or from where its checkpoint was."""
@@ -292,6 +288,10 @@ class ModelCheckpoint(CheckpointKeeper):
         if not self._epochs_ended:
             text += " A metric of a whole training epoch is known at its end: set save_on_train_epoch_end=True."
         raise ValueError(text)
+
+
+#: What goes on counting when the training starts.
+_COUNTED = ("waiting", "start_step", "seconds_left")
 
 
 def _check_rhythm(**arguments: Any) -> None:

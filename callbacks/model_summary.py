@@ -36,10 +36,10 @@ class ModelSummary(Callback):
     def __init__(self, max_depth: int = 1) -> None:
         _check_depth(max_depth, "ModelSummary")
         self._max_depth = max_depth
-        if max_depth == 0:
-            self.on_fit_start = None  # type: ignore[method-assign, assignment]
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self._max_depth == 0:
+            return
         # All ranks take part: a sharded module's forward, with the example input, communicates.
         summary = _summarize(pl_module, self._max_depth, _as_trained(trainer))
         self.summarize(trainer, pl_module, summary)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..loggers import messages
-from .base import Callback
+from .base import Callback, overridden
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -40,9 +40,6 @@ class BasePredictionWriter(Callback):
             raise ValueError(messages.unknown("write_interval", write_interval, _INTERVALS))
         self.interval = write_interval
         self._predictions: list[list[Any]] = []
-        if write_interval == "batch":
-            self.on_predict_start = None  # type: ignore[method-assign, assignment]
-            self.on_predict_epoch_end = None  # type: ignore[method-assign, assignment]
 
     def write_on_batch_end(
         self,
@@ -88,7 +85,7 @@ class BasePredictionWriter(Callback):
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         for moment in ("batch", "epoch"):
             method = f"write_on_{moment}_end"
-            if moment in self.interval and getattr(type(self), method) is getattr(BasePredictionWriter, method):
+            if moment in self.interval and overridden(self, method, BasePredictionWriter) is None:
                 raise NotImplementedError(self._unwritten(method))
 
     def _unwritten(self, method: str) -> str:
@@ -117,6 +114,8 @@ class BasePredictionWriter(Callback):
         self._predictions = [[] for _ in trainer.num_predict_batches]
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self.interval == "batch":
+            return
         kept, self._predictions = self._predictions, []
         predictions = kept if len(kept) > 1 else kept[0]
         self.write_on_epoch_end(trainer, pl_module, predictions, trainer.predict_batch_indices)

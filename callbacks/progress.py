@@ -353,7 +353,7 @@ class DrawnProgressBar(ProgressBar):
         self._due = inf
         self._changed = 0.0
         if refresh_rate == 0:
-            self._undefine_hooks()
+            self._undefine(DrawnProgressBar, *_DRAWING_HOOKS)
 
     @property
     def refresh_rate(self) -> int:
@@ -371,11 +371,7 @@ class DrawnProgressBar(ProgressBar):
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if not trainer.is_global_zero:
-            self._undefine_hooks()
-
-    def _undefine_hooks(self) -> None:
-        for hook in _DRAWING_HOOKS:
-            setattr(self, hook, None)
+            self._undefine(DrawnProgressBar, *_DRAWING_HOOKS)
 
     def print(
         self, *args: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False

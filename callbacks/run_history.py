@@ -111,7 +111,9 @@ class History:
         last = self.starts[-1]
         if last.end:
             return str(last.end["status"])
-        return "running" if _is_alive(last.facts.get("process", {})) else "killed, or the machine went down: no end"
+        if _is_alive(last.facts.get("process", {})):
+            return "running"
+        return "ended without a record: killed, or the machine went down"
 
     @property
     def is_well(self) -> bool:

@@ -161,7 +161,7 @@ class RunRecord(DummyLogger):
             self.folder.mkdir(parents=True, exist_ok=True)
             found = None if self._after is None else _record_of(self.run, self.folder)
             self.path = found or _claim(self.folder)
-            self._file = open(self.path, "ab")  # noqa: SIM115 - open as long as the run lasts
+            self._file = open(self.path, "a+b")  # noqa: SIM115 - open as long as the run lasts
             if found is None:
                 header = (
                     {"run": uuid.uuid4().hex} if self._after is None else {"run": uuid.uuid4().hex, "from": self.run}
@@ -204,18 +204,33 @@ class RunRecord(DummyLogger):
             self._put(line)
 
     def _put(self, line: Mapping[str, Any]) -> None:
-        if self._file is None:
+        if self._file is None or self.path is None:
             return
         try:
+            if not self.path.exists():
+                self._write_again(self.path)
             self._file.write(json.dumps(line, default=str).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             self._give_up(error)
 
+    def _write_again(self, path: Path) -> None:
+        """Somebody deleted the file, which this process still has open: write all of it once more."""
+        messages.warn(
+            f"{messages.path(path)}, the record of the run report, was deleted while the run was writing to it. "
+            "It is written again as a whole."
+        )
+        self._file.seek(0)
+        content = self._file.read()
+        self._file.close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+b")  # noqa: SIM115 - open as long as the run lasts
+        self._file.write(content)
+
     def _give_up(self, error: OSError) -> None:
         messages.warn(
             f"The run continues without a report, because its record in {str(self.folder)!r} cannot be written "
-            f"({error.strerror or error}). Make room there, or choose another folder: RunReport(dirpath=...)."
+            f"({error.strerror or error}). Free space on the disk, or choose another folder: RunReport(dirpath=...)."
         )
         self.folder = None
         self.close()
@@ -230,7 +245,7 @@ class RunRecord(DummyLogger):
         """A further run of the same trainer continues the file."""
         self._now, self._clock = now, clock
         if self.path is not None and self.folder is not None:
-            self._file = open(self.path, "ab")  # noqa: SIM115 - open as long as the run lasts
+            self._file = open(self.path, "a+b")  # noqa: SIM115 - open as long as the run lasts
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_file": None, "_now": dict, "_waiting": []}

@@ -96,7 +96,7 @@ class RunReport(Callback):
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         self._error, self._done = None, False
-        vars(self).update(dict.fromkeys(_TIMED))
+        self._undefine(RunReport, *_TIMED)
         if trainer.fast_dev_run:
             self._record = None
             return
@@ -198,7 +198,8 @@ class RunReport(Callback):
     def _time_batches(self) -> None:
         """Put the hooks of a batch back. Where nothing is recorded, they are taken off."""
         for name in _TIMED:
-            vars(self).pop(name, None)
+            if vars(self).get(name, self) is None:
+                delattr(self, name)
 
     def _settle(self) -> None:
         if self._record is not None:
@@ -222,11 +223,11 @@ class RunReport(Callback):
                 f"try `paceline report {record}`."
             )
             return
-        messages.info(f"Report of the run: {path}")
+        messages.info_once(f"Report of the run: {messages.path(path)}")
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_record": None, "_of": None, "_error": None}
-        return {k: v for k, v in vars(self).items() if k not in _TIMED} | fresh
+        return {k: v for k, v in vars(self).items() if v is not None or k not in _TIMED} | fresh
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
 from ..loggers import messages
-from .base import Callback
+from .base import Callback, overridden
 from .weight_averaging import (
     CURRENT_KEY,
     AverageOne,
@@ -105,7 +106,7 @@ class StochasticWeightAveraging(Callback):
     @property
     def n_averaged(self) -> int:
         """How many epochs are in the average."""
-        return self._average.n_averaged if self._average else 0
+        return self._average.n_averaged if self._average else self._restored.get("n_averaged", 0)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         if stage == "fit":
@@ -172,7 +173,7 @@ class StochasticWeightAveraging(Callback):
         self._take_in(epoch - 1)  # if the checkpoint was written by a callback that comes before this one
 
     def _begin(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        average = one_by_one(self._avg_fn) if self._avg_fn is not None else equal_weights()
+        average = partial(one_by_one, self._avg_fn) if self._avg_fn is not None else equal_weights
         self._average = WeightAverage(pl_module, average, self._device, use_buffers=False)
         optimizer = trainer.optimizers[0]
         rates, groups = self._swa_lrs, len(optimizer.param_groups)
@@ -220,7 +221,7 @@ class StochasticWeightAveraging(Callback):
             return
         if self._finished is not None:  # a run that was saved after its end, and had nothing left to train
             self._show(pl_module)
-            trainer.strategy.load_model_state(pl_module, self._finished, strict=pl_module.strict_loading)
+            trainer.strategy.load_model_state(pl_module, self._finished, strict=pl_module.strict_loading is not False)
         else:
             messages.warn(
                 f"The resumed run had nothing left to train, so {type(pl_module).__name__} keeps the checkpoint's "
@@ -228,7 +229,7 @@ class StochasticWeightAveraging(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        return self._restored or {
             "active": self._average is not None,
             "n_averaged": self.n_averaged,
             "latest_epoch": self._last_epoch,
@@ -335,7 +336,7 @@ def _training_batches(trainer: Trainer, module: TrainingModule) -> Iterator[Any]
     loader, limit = trainer.train_dataloader, trainer.num_training_batches
     batches = loader.batches() if hasattr(loader, "flattened") else loader  # a CombinedLoader iterates over triples
     before, transfer, after = (
-        _own_method(trainer.datamodule, module, name)
+        overridden(trainer.datamodule, name) or overridden(module, name)
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     )
     move = trainer.strategy.batch_mover()
@@ -344,18 +345,6 @@ def _training_batches(trainer: Trainer, module: TrainingModule) -> Iterator[Any]
         batch = transfer(batch, trainer.strategy.device, 0) if transfer else batch
         batch = move(batch) if move else batch
         yield after(batch, 0) if after else batch
-
-
-def _own_method(datamodule: Any, module: Any, name: str) -> Callable[..., Any] | None:
-    """The user's method of that name, the DataModule's before the module's; None if neither defines it."""
-    house = __name__.partition(".")[0] + "."
-    for owner in (datamodule, module):
-        if owner is None:
-            continue
-        home = next((c for c in type(owner).__mro__ if name in vars(c)), type(owner))
-        if name in vars(owner) or not home.__module__.startswith(house):
-            return getattr(owner, name)
-    return None
 
 
 @contextmanager

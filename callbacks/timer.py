@@ -65,12 +65,9 @@ class Timer(Callback):
         self._used_before = 0.0
         self._deadline = math.inf
         self._announced = False
-        timed = self._duration is not None
-        cls = type(self)
-        if not (timed and interval == "step") and cls.on_train_batch_end is Timer.on_train_batch_end:
-            self.on_train_batch_end = None  # type: ignore[method-assign,assignment]
-        if not (timed and interval == "epoch") and cls.on_train_epoch_end is Timer.on_train_epoch_end:
-            self.on_train_epoch_end = None  # type: ignore[method-assign,assignment]
+        self._by_step = self._duration is not None and interval == "step"
+        if not self._by_step:
+            self._undefine(Timer, "on_train_batch_end")
 
     def start_time(self, stage: Stage = "train") -> float | None:
         """When a stage began last, in seconds of ``time.perf_counter``; None if it never did.
@@ -108,11 +105,11 @@ class Timer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Mapping[str, Any] | None, batch: Any, batch_idx: int
     ) -> None:
-        if perf_counter() >= self._deadline:
+        if self._by_step and perf_counter() >= self._deadline:
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if perf_counter() >= self._deadline:
+        if not self._by_step and perf_counter() >= self._deadline:
             self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -145,6 +142,8 @@ class Timer(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self._training:
+            self._start.pop("train", None)
+            self._end.pop("train", None)
             self._used_before = float(state_dict["time_elapsed"]["train"])
 
     @property
@@ -195,7 +194,7 @@ def to_timedelta(value: str | timedelta | Mapping[str, float], what: str) -> tim
             "Pass a timedelta(seconds=...), a text 'DD:HH:MM:SS' or a dict such as {'minutes': 30}."
         )
     if value < timedelta(0):
-        raise ValueError(f"{what} got {value!r}, a time before it begins. Pass a duration of zero or more.")
+        raise ValueError(f"{what} got {value!r}, which is negative. Pass a duration of zero or more.")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,19 +180,19 @@ def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
     return root
 
 
-def one_by_one(avg_fn: AverageOne) -> AverageMany:
-    """The function of lists that applies ``avg_fn`` to each tensor."""
-
-    def average(averages: list[Tensor], current: list[Tensor], n_averaged: int) -> None:
-        for a, c in zip(averages, current, strict=True):
-            a.copy_(avg_fn(a, c, n_averaged))
-
-    return average
+def one_by_one(avg_fn: AverageOne, averages: list[Tensor], current: list[Tensor], n_averaged: int) -> None:
+    """Apply ``avg_fn`` to each tensor of two lists."""
+    for a, c in zip(averages, current, strict=True):
+        a.copy_(avg_fn(a, c, n_averaged))
 
 
-def equal_weights() -> AverageMany:
-    """The function that makes the arithmetic mean of all weights taken in."""
-    return get_swa_multi_avg_fn()
+def equal_weights(averages: list[Tensor], current: list[Tensor], n_averaged: int) -> None:
+    """Keep the arithmetic mean of all weights taken in."""
+    get_swa_multi_avg_fn()(averages, current, n_averaged)
+
+
+def _exponential(decay: float, averages: list[Tensor], current: list[Tensor], n_averaged: int) -> None:
+    get_ema_multi_avg_fn(decay)(averages, current, n_averaged)
 
 
 def checked_device(owner: str, device: torch.device | str | int | None) -> torch.device | None:
@@ -298,7 +299,9 @@ class WeightAveraging(Callback):
     @property
     def n_averaged(self) -> int:
         """How many times the weights have been taken into the average of the present or last fit."""
-        return self._average.n_averaged if self._average else 0
+        if self._average is None:
+            return 0 if self._loaded is None else self._restored["n_averaged"]
+        return self._average.n_averaged
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         if stage != "fit":
@@ -319,8 +322,8 @@ class WeightAveraging(Callback):
 
     def _averaging(self) -> AverageMany:
         if self._avg_fn is not None:
-            return one_by_one(self._avg_fn)
-        return self._multi_avg_fn or equal_weights()
+            return partial(one_by_one, self._avg_fn)
+        return self._multi_avg_fn or equal_weights
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         state = trainer.state
@@ -430,7 +433,7 @@ def _replaced(state: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 def load_current(trainer: Trainer, pl_module: TrainingModule, checkpoint: Mapping[str, Any]) -> None:
     """Give a module the weights under training in place of the averages that were loaded with ``state_dict``."""
-    trainer.strategy.load_model_state(pl_module, checkpoint[CURRENT_KEY], strict=pl_module.strict_loading)
+    trainer.strategy.load_model_state(pl_module, checkpoint[CURRENT_KEY], strict=pl_module.strict_loading is not False)
 
 
 class EMAWeightAveraging(WeightAveraging):
@@ -493,7 +496,7 @@ class EMAWeightAveraging(WeightAveraging):
         )
 
     def _averaging(self) -> AverageMany:
-        return get_ema_multi_avg_fn(self.decay)
+        return partial(_exponential, self.decay)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Whether to update: after the first step, then whenever ``update_every_n_steps`` more steps have been made."""

@@ -42,6 +42,11 @@ class Logger(ABC):
         return None
 
     @property
+    def records_dir(self) -> str | None:
+        """The folder of the records, which a fit names when it starts; None if there is none to name."""
+        return self.log_dir
+
+    @property
     def experiment(self) -> Any:
         """The object behind the logger (``SummaryWriter``, wandb's run), made when first asked for."""
         return None

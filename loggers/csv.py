@@ -79,11 +79,16 @@ class CSVLogger(FolderLogger):
         if "epoch" in values:
             epoch = number("epoch", values.pop("epoch"))
             first["epoch"] = int(epoch) if float(epoch).is_integer() else epoch
-        self.experiment.add(first, self._named(values))
+        table = self.experiment
+        try:
+            table.add(first, self._named(values))
+        except OSError as error:
+            raise self._explained(error) from error
 
     def save(self) -> None:
         if self._experiment is not None:
-            self._experiment.flush()
+            with self._writing():
+                self.experiment.flush()
 
     def finalize(self, status: str) -> None:
         self.save()
@@ -94,6 +99,12 @@ class CSVLogger(FolderLogger):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.experiment.rewind(state["rows"], state["last"])
+
+    def _is_deleted(self) -> bool:
+        return self._experiment.is_deleted()
+
+    def _begin_again(self) -> None:
+        self._experiment.begin_again()
 
     def _open(self) -> Table:
         table = Table(os.path.join(self.log_dir, self.METRICS_FILE), self._flush_every_n_steps)
@@ -157,6 +168,9 @@ class Table:
         """Write the waiting rows to the file."""
         if not self._waiting:
             return
+        if self.is_deleted():
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            self.begin_again()
         new = dict.fromkeys(name for row in self._waiting for name in row if name not in self.columns)
         if new or not os.path.exists(self.path):
             self._widen(new)
@@ -170,6 +184,16 @@ class Table:
         self._last_start = self._end - len(lines[-1])
         self._flushed_step = self._last["step"]
         self._waiting = []
+
+    def is_deleted(self) -> bool:
+        """Whether the file was written and is no longer there."""
+        return self._end > 0 and not os.path.exists(self.path)
+
+    def begin_again(self) -> None:
+        """Write the waiting rows and those that follow to a new file."""
+        self._end, self._last_start, self._rows = 0, None, len(self._waiting)
+        if not self._waiting:
+            self._last = {}
 
     def place(self) -> dict[str, Any]:
         """Where the table stands: its number of rows, and the last one, which may get more values; all on the disk."""
@@ -186,8 +210,8 @@ class Table:
         lost = rows - len(kept) - bool(last)
         if lost > 0:
             messages.warn(
-                f"{self.path} has {len(found)} rows where the run that is resumed had written {rows}: {lost} of them "
-                "are gone and do not come back. Keep the file with the checkpoints when you move them."
+                f"{self.path} has {len(found)} rows, but the resumed run had written {rows}: {lost} of them are "
+                "lost. Keep the file with the checkpoints when you move them."
             )
         columns = list(dict.fromkeys([*self.columns, *last]))
         if last:

@@ -94,6 +94,9 @@ class FolderLogger(Logger):
     def experiment(self) -> Any:
         if not messages.is_rank_zero():
             return Nothing()
+        if self._experiment is not None and self._is_deleted():
+            with self._writing():
+                self._restore()
         if self._experiment is None:
             with self._writing():
                 os.makedirs(self.log_dir, exist_ok=True)
@@ -145,6 +148,26 @@ class FolderLogger(Logger):
         """The file that says which run the folder is; several loggers may share one."""
         return Path(self._dir_of(version)) / f".{type(self).__name__}.run"
 
+    def _is_deleted(self) -> bool:
+        """Whether what the object that writes has written is no longer there."""
+        return not os.path.isdir(self.log_dir)
+
+    def _restore(self) -> None:
+        """Somebody deleted the log while it was written: say so and begin another one in the same folder."""
+        messages.warn(
+            f"The log in {messages.path(self.log_dir)} was deleted while the run was writing it, so what it held is "
+            "lost. Logging continues there in a new file."
+        )
+        os.makedirs(self.log_dir, exist_ok=True)
+        self._run_marked = False
+        if self.hparams:
+            self._write_hparams()
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Let the object that writes begin a new file."""
+        self._experiment = None
+
     def _open(self) -> Any:
         """Make the object that writes. The run's folder exists."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it writes with. Define _open(self).")
@@ -155,13 +178,15 @@ class FolderLogger(Logger):
         try:
             yield
         except OSError as error:
-            text = (
-                f"{error.strerror or error}: {type(self).__name__} cannot write to its folder. Make it writable, free "
-            )
-            text += (
-                "free space there, or choose another (save_dir of the logger, default_root_dir of the Trainer). Folder"
-            )
-            raise OSError(error.errno, text, self.root_dir) from error
+            raise self._explained(error) from error
+
+    def _explained(self, error: OSError) -> OSError:
+        text = (
+            f"{error.strerror or error}: {type(self).__name__} cannot write to its folder. Make the folder "
+            "writable, free space on the disk, or choose another folder (save_dir of the logger, default_root_dir "
+            "of the Trainer). Folder"
+        )
+        return OSError(error.errno, text, self.root_dir)
 
     def _next_step(self, step: int | None) -> int:
         self._step = self._step + 1 if step is None else int(step)

@@ -163,6 +163,16 @@ def names(values: Iterable[Any], last: str = "or") -> str:
     return f"{', '.join(quoted[:-1])} {last} {quoted[-1]}"
 
 
+def path(value: Any) -> str:
+    """A path as it is shortest: relative if it lies below the working directory."""
+    text = str(value)
+    try:
+        below = os.path.join(os.getcwd(), "")
+    except FileNotFoundError:  # somebody deleted the working directory
+        return text
+    return text if text == below else text.removeprefix(below)
+
+
 def a(value: Any) -> str:
     """A value's type with its article, such as ``"an int"``."""
     name = type(value).__name__

@@ -70,6 +70,7 @@ class TensorBoardLogger(FolderLogger):
         self._options = {"max_queue": 1000, "flush_secs": 10, **kwargs}
         self._hparams_due = False
         self._session_open = False
+        self._file: str | Path = ""
 
     @property
     def experiment(self) -> SummaryWriter:
@@ -165,7 +166,7 @@ class TensorBoardLogger(FolderLogger):
         if self._hparams_due:
             self._start_session()
         if self._experiment is not None:
-            self._experiment.flush()
+            self.experiment.flush()
 
     def state_dict(self) -> dict[str, Any]:
         self.save()
@@ -187,8 +188,8 @@ class TensorBoardLogger(FolderLogger):
                 os.truncate(path, size)
         if sizes:
             messages.warn(
-                f"Event files of the run that is resumed are no longer in {self.log_dir!r}: "
-                f"{messages.names(sizes, last='and')}. Its curves begin where it goes on."
+                f"Event files of the resumed run are missing in {self.log_dir!r}: {messages.names(sizes, last='and')}. "
+                "Its curves begin where it continues."
             )
         _pass_second([path.name for path in self._files()])
         self._session_open = state["session"]
@@ -198,15 +199,26 @@ class TensorBoardLogger(FolderLogger):
         """The event files that this run has written, those of its plots' curves too."""
         return sorted(Path(self.log_dir).rglob(f"*tfevents*{self._mark}*"))
 
+    def _own_files(self) -> Iterator[Path]:
+        """Those without the curves'."""
+        return Path(self.log_dir).glob(f"*tfevents*{self._mark}*")
+
     def finalize(self, status: str) -> None:
         if self._hparams_due:
             self._start_session()
-        if self._experiment is None:
-            return
-        if self._session_open:
+        if self._session_open:  # also where a resume has cut the end off and nothing was recorded after it
             self._record([_session_end(succeeded=status == "success")], 0, time.time())
             self._session_open = False
         self._close()
+
+    def _is_deleted(self) -> bool:
+        return not os.path.exists(self._file)
+
+    def _begin_again(self) -> None:
+        with contextlib.suppress(OSError):  # its thread may have tried to write to what is gone
+            self._close()
+        self._experiment = None
+        self._hparams_due, self._session_open = self._hparams_due or self._session_open, False
 
     def _close(self) -> None:
         if self._experiment is not None:
@@ -227,14 +239,20 @@ class TensorBoardLogger(FolderLogger):
         options = {**self._options, "filename_suffix": self._mark + self._options.get("filename_suffix", "")}
         if options.get("purge_step") is not None:
             _pass_second([path.name for path in Path(self.log_dir).glob("events.out.tfevents.[0-9]*")])
+        before = set(self._own_files())
         writer = SummaryWriter(self.log_dir, **options)
+        self._file = next(path for path in self._own_files() if path not in before)
         self._options.pop("purge_step", None)
         call_at_exit(self, writer.close)
         return writer
 
     def _record(self, values: Iterable[Any], step: int, now: float) -> None:
         summary = _tensorboard("compat.proto.summary_pb2").Summary(value=values)
-        self.experiment._get_file_writer().add_summary(summary, step, now)
+        writer = self.experiment._get_file_writer()
+        try:
+            writer.add_summary(summary, step, now)
+        except OSError as error:  # of its thread
+            raise self._explained(error) from error
 
     def _start_session(self) -> None:
         """Tell the HParams tab the settings. TensorBoard takes the first record only, so it waits for the values."""

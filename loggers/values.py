@@ -43,6 +43,19 @@ def record(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return {name: number(name, value) if _is_number(single) else value for name, value, single in leaves}
 
 
+def present(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values without those that are None, also in nested mappings; one of which nothing is left goes too."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            inside = present(value)
+            if inside:
+                kept[name] = inside
+        elif value is not None:
+            kept[name] = value
+    return kept
+
+
 def mapping(params: Any) -> dict[str, Any]:
     """Return the settings of a dict, a ``Namespace`` or a dataclass as a dict; None is empty.
 

@@ -24,6 +24,8 @@ _FLUSH_SETTING = "x_transaction_log_flush_interval"
 #: Seconds after which the end of a run no longer waits for wandb's process to write.
 _PATIENCE_SECONDS = 10.0
 _STEP = "trainer/global_step"
+#: Defined, but never logged: its definition in the file shows that everything sent before is there too.
+_MARK = "paceline/written"
 
 
 class WandbLogger(Logger):
@@ -126,6 +128,10 @@ class WandbLogger(Logger):
     def log_dir(self) -> str:
         """Where checkpoints go. wandb's own files are in ``save_dir/wandb``."""
         return os.path.join(self.root_dir, self.version)
+
+    @property
+    def records_dir(self) -> None:
+        """None: wandb itself says where its files are."""
 
     @property
     def experiment(self) -> Run:
@@ -294,8 +300,8 @@ class WandbLogger(Logger):
             self._is_own = False
             if self._id not in (None, wandb.run.id):
                 messages.warn(
-                    f"WandbLogger(version={self._id!r}) adds to the run {wandb.run.id!r}, because that one is going in "
-                    "this process. Call wandb.finish() before to get a run of its own."
+                    f"WandbLogger(version={self._id!r}) adds to the run {wandb.run.id!r}, because that run is open in "
+                    "this process. Call wandb.finish() first to get a run of its own."
                 )
             return wandb.run
         self._is_own = True
@@ -329,7 +335,7 @@ class WandbLogger(Logger):
         if run.disabled or not self._has_unwritten or not 0 < interval <= 1 or not os.path.exists(path):
             return
         size, deadline = os.path.getsize(path), time.monotonic() + _PATIENCE_SECONDS
-        run.define_metric(_STEP, summary="copy")  # as it is anyway; it is written after all that was sent before
+        run.define_metric(_MARK, hidden=True)
         while not _holds_mark(path, size) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._has_unwritten = False
@@ -376,14 +382,14 @@ def _check(
 
 
 def _holds_mark(path: str, since: int) -> bool:
-    """Whether a ``.wandb`` file has ``define_metric(_STEP, summary="copy")`` from byte ``since`` on.
+    """Whether a ``.wandb`` file has the definition of ``_MARK`` from byte ``since`` on.
 
     The file is a LevelDB log: blocks of 32 KiB, each beginning with a header of 7 bytes; records may cross blocks.
     """
     from wandb.proto import wandb_internal_pb2
 
     messages: Any = wandb_internal_pb2
-    record = messages.MetricRecord(name=_STEP, options={"defined": True}, summary={"copy": True})
+    record = messages.MetricRecord(name=_MARK, options={"defined": True, "hidden": True})
     block, header = 32768, 7
     with open(path, "rb") as file:
         file.seek(since)
@@ -401,7 +407,7 @@ def _checkpoints(callback: Any) -> dict[str, float | None]:
     away = [path for path in scores if "://" in path]
     if away:
         messages.warn_once(
-            f"WandbLogger(log_model=...) uploads checkpoints from this machine; {away[0]} is elsewhere already and "
+            f"WandbLogger(log_model=...) uploads checkpoints from this machine; {away[0]} is not on it and "
             "is not uploaded. Leave log_model out, or save to a local dirpath.",
             key="WandbLogger log_model",
         )

@@ -24,6 +24,7 @@ from . import batch_norm, gloo, launch
 from .base import ReduceOp, Strategy, UnlikeTensorsError
 from .cluster import Cluster, find_cluster
 from .differentiable import all_gather
+from .dtypes import in_dtype
 from .host import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
 from .meeting import shared_store
 from .precision.base import Precision
@@ -368,7 +369,8 @@ class DistributedStrategy(Strategy):
         """Raise on every rank, naming the first difference, if the ranks built different models."""
         owner, named = type(module).__name__, list(module.named_parameters())
         shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
-        sums = {name: str(p.detach().double().sum().item()) for name, p in named if not p.is_meta}
+        values = [(name, p.detach().to(in_dtype(p.dtype, torch.float64))) for name, p in named if not p.is_meta]
+        sums = {name: str(value.sum().item()) for name, value in values}
         found = self.gather_objects((shapes, sums))
         for rank, (theirs, _) in enumerate(found):
             if theirs != shapes:

@@ -6,7 +6,6 @@ ranks start there.
 
 from __future__ import annotations
 
-import builtins
 import multiprocessing
 import os
 import sys
@@ -133,14 +132,15 @@ def has_file() -> bool:
 def _facts() -> Facts:
     main = sys.modules.get("__main__")
     module = getattr(getattr(main, "__spec__", None), "name", None)
+    shell = _shell()
     return Facts(
         running=frozenset((*_running(), module or "")),
         file=getattr(main, "__file__", None),
         module=module,
         options=tuple(sys.orig_argv[1:]),
         executable=sys.executable or "",
-        kernel=_in_kernel(),
-        ipython=hasattr(builtins, "__IPYTHON__"),
+        kernel=getattr(shell, "kernel", None) is not None,
+        ipython=shell is not None,
         interactive=bool(sys.flags.inspect or sys.flags.interactive or hasattr(sys, "ps1")),
         frozen=bool(getattr(sys, "frozen", False)) or hasattr(main, "__compiled__"),
         worker=multiprocessing.parent_process() is not None,
@@ -214,7 +214,7 @@ def _running() -> Iterator[str]:
             frame = frame.f_back
 
 
-def _in_kernel() -> bool:
+def _shell() -> Any:
+    """IPython's shell, if there is one. A library that made one and ended it leaves only a mark in ``builtins``."""
     ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
+    return ipython.get_ipython() if ipython is not None else None

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .dtypes import in_dtype
+
 TensorFunction = Callable[[Tensor], Tensor]
 
 
@@ -147,7 +149,7 @@ class Mover:
         if to_cuda and not value.is_cuda:
             value = value.pin_memory()
         result = value.to(self.device, non_blocking=to_cuda)
-        return result.to(self.dtype) if self.dtype is not None and result.data.is_floating_point() else result
+        return result if self.dtype is None else result.to(in_dtype(result.data.dtype, self.dtype))
 
     def _by_its_own_method(self, kind: Any) -> Callable[[Any], Any]:
         options: dict[str, Any] = {}
@@ -233,8 +235,8 @@ def _tensor_function(
 
     def copy_and_more(tensor: Tensor) -> Tensor:
         tensor = copy_tensor(tensor)
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
+        if dtype is not None:
+            tensor = tensor.to(in_dtype(tensor.dtype, dtype))
         if moved is not None:
             moved(tensor)
         return tensor

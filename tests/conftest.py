@@ -34,6 +34,8 @@ os.environ["PACELINE_CONFIG_FILE"] = "none"
 # Torch's store asks for the names of the addresses it meets; where an answer is lost, do not wait 5 s for the next.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 torch.set_num_threads(1)
+for name in warm.PRELOADED:  # else every forked rank imports it
+    importlib.import_module(name)
 launch.leave_garbage_alone_in_forks()  # such as a store that a traceback holds
 pytest_plugins = ["rotation", "slow"]
 FROZEN_AT = pytest.StashKey[tuple[Path, int]]()

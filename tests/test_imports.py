@@ -19,6 +19,7 @@ HEAVY = [
     "onnxscript",
     "pandas",
     "rich",
+    "safetensors",
     "sklearn",
     "tensorboard",
     "torch._dynamo",

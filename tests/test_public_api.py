@@ -185,7 +185,7 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
         for line in metadata.splitlines()
         if line.startswith("Requires-Dist: ") and "extra ==" not in line
     }
-    assert required == {"torch", "torchmetrics", "tensorboard", "wandb", "packaging", "PyYAML", "rich"}
+    assert required == {"torch", "torchmetrics", "tensorboard", "wandb", "packaging", "PyYAML", "rich", "safetensors"}
 
 
 @pytest.mark.parametrize("form", ["wheel", "editable"])

@@ -117,7 +117,7 @@ def _program(args: Any, executable: Any, env: Any) -> list[str] | None:
     if sys.platform != "linux" or not words or os.fsdecode(executable or words[0]) != sys.executable:
         return None
     program = words[1:] or ["-"]
-    known = not program[0].startswith("-") or program[0] in ("-", "-c", "-m")
+    known = program[0].endswith(".py") or program[0] in ("-", "-c", "-m")
     alike = _settings(os.environ if env is None else env) == _STARTED_WITH
     return program if known and alike else None
 

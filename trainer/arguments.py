@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import inspect
 import os
@@ -39,6 +41,10 @@ MOVED = {
     "multiple_trainloader_mode": "Trainer.fit(model, CombinedLoader(loaders, mode=...))",
     "model_registry": "a path in ckpt_path=, where the file lies",
 }
+#: The variables of Lightning that give arguments which code leaves out: PL_TRAINER_MAX_EPOCHS=3.
+VARIABLE_PREFIX = "PL_TRAINER_"
+#: Arguments that settings stand for; None and "auto" count as left out.
+SETTLED = ("accelerator", "strategy", "precision", "accumulate_grad_batches", "compile")
 SWITCHES = (
     "inference_mode",
     "use_distributed_sampler",
@@ -71,6 +77,42 @@ def named(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any
         init(self, *args, **kwargs)
 
     return checked
+
+
+def with_variables(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """Have a constructor take arguments that its caller leaves out from variables ``PL_TRAINER_<ARGUMENT>``.
+
+    The object's ``_from_variables`` has the variable of each argument that came from one when the constructor runs.
+    """
+    known = tuple(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def filled(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+        found = _from_variables(known, kwargs)
+        self._from_variables = {name: VARIABLE_PREFIX + name.upper() for name in found}
+        init(self, *args, **{**kwargs, **found})  # type: ignore[arg-type]
+
+    return filled
+
+
+def _from_variables(known: tuple[str, ...], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that variables give and code does not; a variable of none of the ``known`` names is warned of."""
+    left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
+    found = {}
+    for variable, text in os.environ.items():
+        if not variable.startswith(VARIABLE_PREFIX) or not text:
+            continue
+        name = variable.removeprefix(VARIABLE_PREFIX).lower()
+        if name not in known:
+            meant = f" Use {MOVED[name]}." if name in MOVED else messages.did_you_mean(name, known)
+            messages.warn_once(
+                f"The environment variable {variable} has no effect: Trainer has no argument {name!r}.{meant}"
+            )
+        elif name not in passed or name in left_open:
+            found[name] = text
+            with contextlib.suppress(Exception):  # it is a word, no number: taken as it is
+                found[name] = ast.literal_eval(text)
+    return found
 
 
 # ---- single values ---------------------------------------------------------------------------------------------------
@@ -279,18 +321,24 @@ def check_barebones(given: Mapping[str, Any]) -> None:
 # ---- entry points ----------------------------------------------------------------------------------------------------
 
 
-def check_request(running: str | None, request: Request) -> None:
-    """What can be said about a call of an entry point before anything is done."""
-    name = f"Trainer.{request.fn}"
+def check_request(running: str | None, request: Request, ckpt_path: Any) -> None:
+    """What can be said about a call of an entry point before anything is done.
+
+    Args:
+        running: the entry point that is running, None if none is.
+        request: what the call asks for.
+        ckpt_path: the checkpoint that the trainer was told to load.
+    """
+    name, path = f"Trainer.{request.fn}", request.ckpt_path or ckpt_path
     if running is not None:
         raise RuntimeError(
             f"{name}() was called while {running} is running, but a Trainer makes one run at a time. Call it after "
             f"{running}, or use another Trainer."
         )
-    if request.weights_only is False:
+    if request.weights_only is False and path is not None:
         raise ValueError(
-            f"{name}(weights_only=False) asks to run code that a file may hold; Paceline loads data alone. Leave it "
-            "out, and declare types of your own with torch.serialization.add_safe_globals."
+            f"{name}(weights_only=False) asks to run code that the file {str(path)!r} may hold; Paceline loads data "
+            "alone. Leave it out, and declare types of your own with torch.serialization.add_safe_globals."
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, locations.Remote)):
         raise TypeError(

@@ -88,6 +88,7 @@ def attach(trainer: Trainer, request: Request) -> Resumed | None:
 def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
     """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
     from .checkpoint.contents import restore_training
+    from .checkpoint.loggers import say_where
 
     if (
         trainer.max_epochs is None
@@ -107,8 +108,23 @@ def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None, parts: tuple[
         trainer.state.shuffle_seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63)
     for hook in trainer._hooks.on_fit_start:
         hook()
+    if trainer.is_global_zero:
+        say_where("Logging to", trainer.loggers)
     log_hyperparameters(trainer)
-    return None if checkpoint is None else restore_training(trainer, checkpoint, parts)
+    resumed = None if checkpoint is None else restore_training(trainer, checkpoint, parts)
+    if resumed is not None:
+        say_position(trainer, parts)
+    return resumed
+
+
+def say_position(trainer: Trainer, parts: tuple[str, ...]) -> None:
+    """Say where a fit that loaded a checkpoint begins, and with what of it."""
+    state, path = trainer.state, messages.path(trainer.ckpt_path)
+    where = f"epoch {state.epoch + state.epoch_done}, step {state.global_step}"
+    if "loops" in parts:
+        messages.info(f"Continuing at {where} from {path}")
+    else:
+        messages.info(f"Starting at {where} with {messages.names(parts, last='and')} from {path}")
 
 
 def leave_no_window(trainer: Trainer) -> None:
@@ -353,7 +369,10 @@ def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, 
         trainer._saves = max(trainer._saves, highest_sequence(trainer))
     if path is None:
         return None
-    messages.info(f"Loading {path}")
+    if request.fn != "fit":
+        best = request.module is None and request.ckpt_path is None and trainer._ckpt_asked is None
+        uses = "without a module uses the best checkpoint of the last fit:" if best else "uses the checkpoint"
+        messages.info(f"{request.fn}() {uses} {messages.path(path)}")
     checkpoint = read(path, strategy=trainer.strategy)
     if request.fn == "fit":
         facts = checkpoint.get("paceline", {}).get("manifest", {})

@@ -53,7 +53,7 @@ class CompileWatch(logging.Handler):
         self.compilations += 1
         if took >= WORTH_SECONDS:
             messages.info_once(
-                f"torch.compile took {took:.1f} s to make a graph; the call that waited is not the time of a step.",
+                f"torch.compile took {took:.1f} s for a graph. The time of that step says nothing about the others.",
                 key="compiling takes time",
             )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import locations
-from ..callbacks.base import Callback
+from ..callbacks.base import Callback, overridden
 from ..loggers import messages
 from ..loggers.base import DummyLogger, Logger
 
@@ -158,10 +158,11 @@ def check_state_keys(callbacks: list[Callback]) -> None:
         if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):
             raise ValueError(
                 f"Two callbacks save their state under one key {key!r} ({type(seen[key]).__name__} and {name}), so one "
-                "would overwrite the other. Give one another state_key, or remove it."
+                "would overwrite the other. Remove one, or make one of a class with a key of its own: "
+                f"class Second{name}({name}): state_key = 'Second{name}'"
             )
         seen[key] = callback
 
 
 def _keeps_state(callback: Callback) -> bool:
-    return type(callback).state_dict is not Callback.state_dict or "state_dict" in vars(callback)
+    return overridden(callback, "state_dict", Callback) is not None

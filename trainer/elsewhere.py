@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -302,6 +302,8 @@ class _Writer(pickle.Pickler):
         if isinstance(obj, Tensor) and not (obj.is_leaf and obj.device.type in ("cpu", "meta")):
             there = obj.detach().cpu()
             return (nn.Parameter(there, obj.requires_grad) if isinstance(obj, nn.Parameter) else there).__reduce_ex__(2)
+        if isinstance(obj, MethodType) and not hasattr(obj.__self__, obj.__func__.__name__):
+            raise pickle.PicklingError(f"{obj.__func__.__qualname__} is bound to an object that has no such attribute")
         return NotImplemented
 
 

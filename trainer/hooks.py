@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.base import HOOKS, Callback
+from ..callbacks.base import HOOKS, Callback, overridden
 from .profilers.wiring import wrap_hooks
 
 if TYPE_CHECKING:
@@ -75,16 +77,8 @@ MOVED = {
     "configure_sharded_model": "configure_model",
 }
 
-
-def overridden(owner: Any, name: str, base: type) -> Bound | None:
-    """The bound method if ``owner``'s class defines ``name`` below ``base`` or the instance carries it, else None.
-
-    A value of None, on the class or on the instance, means "not overridden".
-    """
-    method = getattr(owner, name, None)
-    if method is None or name in vars(owner):
-        return method
-    return method if getattr(type(owner), name, None) is not getattr(base, name, None) else None
+_CALLED = frozenset((*HOOKS, *MODULE_METHODS, *STATE))
+_TRAINER = os.path.join(os.path.dirname(__file__), "")
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
@@ -201,6 +195,18 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
             f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(wanted)}): {error}. "
             f"Write it as {write}."
         ) from None
+
+
+def calling_hook() -> str:
+    """The hook or step of the user's that is running, as the call stack shows it; empty if it shows none."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_TRAINER):  # self.log and what it calls
+        frame = frame.f_back
+    while frame is not None and not frame.f_code.co_filename.startswith(_TRAINER):
+        if frame.f_code.co_name in _CALLED:
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return ""
 
 
 def wanted_arguments(owner: Any, name: str) -> list[str]:

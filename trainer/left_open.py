@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,14 @@ _SAME = {
     "fp16": ("16", "16-mixed", "fp16"),
     "bf16": ("bf16", "bf16-mixed"),
 }
+#: Settings, and the arguments that say the same.
+_ARGUMENTS = {
+    "mixed_precision": "precision",
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "strategy": "strategy",
+    "cpu": "accelerator",
+    "dynamo_backend": "compile",
+}
 #: Settings that ask for a strategy, and what is in the names of those that fit.
 _SWITCHES = {
     "use_fsdp": ("fsdp", "hybrid_shard"),
@@ -36,16 +44,23 @@ def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_origins(
-    given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, variables: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[Row]]:
     """The arguments as :func:`fill_in` gives them; and each with its place, then the settings that somebody gave.
 
     Args:
         given: the arguments, by name.
         defaults: those of the Trainer. An argument that has its default counts as left out.
+        variables: of the arguments whose value a variable ``PL_TRAINER_<ARGUMENT>`` gave, its name.
     """
-    settings = resolve(_in_code(given), door="Trainer")
-    found = dict(_from_settings(given, settings))
+    variables, read = variables or {}, given
+    given = {**read, **{name: (defaults or {})[name] for name in variables}}
+    settings = resolve(_in_code(given), door="Trainer", late_variables=_in_variables(read, variables))
+    found = {name: one for name, one in _from_settings(settings) if one[1] not in variables.values()}
+    for name, variable in variables.items():
+        setting = next((setting for setting, argument in _ARGUMENTS.items() if argument == name), None)
+        if setting is None or settings.origin(setting).where == variable:
+            found[name] = (read[name], variable)
     if found:
         taken = ", ".join(f"{name}={_word(value)!r} ({where})" for name, (value, where) in found.items())
         messages.info_once(f"Trainer takes from the settings: {taken}.")
@@ -86,17 +101,23 @@ def _word(value: Any) -> Any:
 
 def _in_code(given: Mapping[str, Any]) -> dict[str, Given]:
     """What the arguments say, in the settings' words."""
+    return {name: Given(value, f"Trainer({_ARGUMENTS[name]}=)") for name, value in _said(given).items()}
+
+
+def _in_variables(read: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Given]:
+    """The same for those arguments that variables gave."""
+    said = {name: value for name, value in _said(read).items() if _ARGUMENTS[name] in variables}
+    return {name: Given(value, variables[_ARGUMENTS[name]]) for name, value in said.items()}
+
+
+def _said(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "mixed_precision": _given("precision", _precision(given)),
-        "gradient_accumulation_steps": _given("accumulate_grad_batches", _accumulation(given)),
-        "strategy": _given("strategy", None if _is_auto(given["strategy"]) else given["strategy"]),
-        "cpu": _given("accelerator", _cpu(given)),
-        "dynamo_backend": _given("compile", _compile(given["compile"])),
+        "mixed_precision": _precision(given),
+        "gradient_accumulation_steps": _accumulation(given),
+        "strategy": None if _is_auto(given["strategy"]) else given["strategy"],
+        "cpu": _cpu(given),
+        "dynamo_backend": _compile(given["compile"]),
     }
-
-
-def _given(argument: str, value: Any) -> Given:
-    return Given(value, f"Trainer({argument}=)")
 
 
 def _is_auto(value: Any) -> bool:
@@ -135,21 +156,22 @@ def _compile(value: Any) -> str | None:
 # ---- what the settings say -----------------------------------------------------------------------------------------
 
 
-def _from_settings(given: Mapping[str, Any], settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
+def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
     """The arguments that settings from elsewhere fill, with the place of each."""
-    for setting, argument, meaning in (
-        ("mixed_precision", "precision", _PRECISIONS.get),
-        ("gradient_accumulation_steps", "accumulate_grad_batches", lambda steps: None if steps == 1 else steps),
-        ("strategy", "strategy", lambda name: name),
-        ("cpu", "accelerator", lambda cpu: "cpu" if cpu else None),
-        ("dynamo_backend", "compile", lambda backend: _compiling(backend, settings)),
-    ):
+    meanings: dict[str, Callable[[Any], Any]] = {
+        "mixed_precision": _PRECISIONS.get,
+        "gradient_accumulation_steps": lambda steps: None if steps == 1 else steps,
+        "strategy": lambda name: name,
+        "cpu": lambda cpu: "cpu" if cpu else None,
+        "dynamo_backend": lambda backend: _compiling(backend, settings),
+    }
+    for setting, meaning in meanings.items():
         place, where = settings.origin(setting)
         if place in ("code", "default"):
             continue
         value = meaning(settings[setting])
         if value is not None:
-            yield argument, (value, where)
+            yield _ARGUMENTS[setting], (value, where)
     yield from _sharding(settings)
 
 

@@ -13,7 +13,7 @@ from .by_hand import HandSteps
 from .data.batches import Batches
 from .data.handover import HandOver
 from .data.loaders import seed_shuffling, what_fetching_changes
-from .loss import LossReader
+from .loss import LossReader, LossWatch
 from .profilers import wiring
 from .schedules import Schedules
 from .seed import host_random_states, mixed
@@ -45,8 +45,8 @@ class FitLoop:
         self.validation = Validation(trainer)
         self.stops = trainer._stops
         self.takes_iterator = takes_iterator(trainer.training_module.training_step)
-        guarded = any(isinstance(callback, LossGuard) for callback in trainer.callbacks)
-        self.losses = LossReader(trainer.training_module, trainer.strategy, together=guarded)
+        self.guarded = any(isinstance(callback, LossGuard) for callback in trainer.callbacks)
+        self.losses = LossReader(trainer.training_module, trainer.strategy, together=self.guarded)
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
         self.hand_steps = HandSteps(trainer, self)
@@ -65,6 +65,7 @@ class FitLoop:
             self.train_nothing()
             return
         state.stage = "train"
+        metrics.losses = None if self.guarded else LossWatch(self.losses.owner)
         self.load_data()
         self.bind()
         self.advise()
@@ -111,7 +112,7 @@ class FitLoop:
         self.trainer._source.train()
         if self.resumed is not None:
             self.resumed.find_batch()
-        if self.trainer.enable_validation:
+        if self.validation.comes():
             self.trainer._source.load_evaluation("validate")
 
     def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go
@@ -122,7 +123,7 @@ class FitLoop:
         starts, ends, stops = hooks.on_train_batch_start, hooks.on_train_batch_end, self.stops
         log_every, max_steps = trainer.log_every_n_steps, limit(trainer.max_steps)
         num_batches, validates = trainer.num_training_batches, validation.plan_epoch()
-        batch_idx, complete = start_batch - 1, False
+        batch_idx, complete, outputs = start_batch - 1, False, None
         with closing(batches):
             iterator, over = self.started(batches, start_batch, schedules)
             for batch in () if over else iterator:
@@ -133,7 +134,7 @@ class FitLoop:
                 state.is_last_batch = batch_idx + 1 == num_batches or batches.exhausted
                 metrics.batch = batch
                 if starts and -1 in [hook(batch, batch_idx) for hook in starts]:
-                    step.finish_window()
+                    self.skip_rest(step, schedules)
                     complete = True
                     break
                 outputs = step(batch, batch_idx)
@@ -151,7 +152,7 @@ class FitLoop:
                 state.passed += 1
                 reason = stops.at(state.passed) if state.stop else ""
                 if state.stepped and (state.updates % log_every == 0 or reason == "asked"):
-                    metrics.flush_step(state.updates, state.epoch)
+                    metrics.flush_step(state.updates, state.epoch, outputs)
                 if validates and validation.due(batch_idx, reason):
                     reason = validation.run()
                 if schedules.step_plateaus and state.stepped:
@@ -164,7 +165,7 @@ class FitLoop:
                     break
             else:
                 complete = state.is_last_batch if over else self.check_length(batch_idx + 1, batches)
-        self.end_epoch(schedules, complete)
+        self.end_epoch(schedules, complete, outputs)
 
     # ---- the parts of an epoch -------------------------------------------------------------------------------------
 
@@ -251,6 +252,17 @@ class FitLoop:
             schedules.advance(schedules.step_plateaus, state.updates)
         state.pending = ""
 
+    def skip_rest(self, step: ManualStep, schedules: Schedules) -> None:
+        """End an epoch whose remaining batches a hook skips: complete the window, then do what follows an epoch."""
+        state = self.state
+        step.finish_window()
+        state.is_last_batch = True
+        schedules.after_batch()
+        if state.stepped and state.updates % self.trainer.log_every_n_steps == 0:
+            self.metrics.flush_step(state.updates, state.epoch)
+        if state.stepped:
+            schedules.advance(schedules.step_plateaus, state.updates)
+
     def finish_epoch(self) -> None:
         """Do what was still to be done after ``on_train_epoch_end``, in which a checkpoint was written."""
         self.resumed = None
@@ -258,23 +270,27 @@ class FitLoop:
         self.metrics.end_epoch()
         self.close_epoch(Schedules(self.trainer), complete=self.state.epoch_done)
 
-    def end_epoch(self, schedules: Schedules, complete: bool) -> None:
-        """Everything that follows the last batch. An epoch that was cut short is not over: a later fit goes on."""
+    def end_epoch(self, schedules: Schedules, complete: bool, outputs: Any) -> None:
+        """Everything that follows the last batch, whose ``outputs`` these are.
+
+        An epoch that was cut short is not over: a later fit continues it.
+        """
         state, hooks, metrics = self.state, self.hooks, self.metrics
         state.epoch_done, state.pending = complete, "values"
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end:
             hook()
-        self.close_epoch(schedules, complete)
+        self.close_epoch(schedules, complete, outputs)
 
-    def close_epoch(self, schedules: Schedules, complete: bool) -> None:
+    def close_epoch(self, schedules: Schedules, complete: bool, outputs: Any = None) -> None:
         """What follows ``on_train_epoch_end``."""
         state, hooks, metrics = self.state, self.hooks, self.metrics
         results = metrics.finish_epoch()
-        if schedules.epoch_plateaus:
+        if complete and schedules.epoch_plateaus:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
+        metrics.look_at_losses(outputs)
         state.pending = "end"
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
@@ -348,7 +364,7 @@ class FitLoop:
         epochs = state.epoch + state.epoch_done
         made = {"max_epochs": epochs, "max_steps": state.global_step}
         reached = [name for name, number in made.items() if number >= limit(getattr(trainer, name))]
-        advice = f" Raise {' and '.join(reached)} to train on." if reached else ""
+        advice = f" Raise {' and '.join(reached)} to continue." if reached else ""
         messages.info_once(
             f"Nothing to train: the run has made {epochs} epoch{'s' * (epochs != 1)} and {state.global_step} steps, "
             f"the limits are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}.{advice}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ class LossReader:
         """The loss to run backward on, a scalar; None to skip the batch."""
         if output is None:
             return None if self.together else self._skip()
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = _loss_of(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise self._no_loss(output, loss)
         items = output.get("num_items") if isinstance(output, Mapping) else None
@@ -72,9 +73,8 @@ class LossReader:
                 "for its gradients. Return a loss multiplied by zero instead."
             )
         messages.warn_once(
-            f"{self.owner} returned None, so this batch is skipped and nothing is learned from it. If that is not "
-            "meant, return "
-            "the loss.",
+            f"{self.owner} returned None, so this batch is skipped and nothing is learned from it. If you did not mean "
+            "that, return the loss.",
             key=f"{self.owner} skips",
         )
 
@@ -91,7 +91,7 @@ class LossReader:
 
     def finite(self, output: Any) -> Any:
         """Pass ``output`` on, or raise if its loss is NaN or infinite (this waits for the device)."""
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = _loss_of(output)
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
             raise RuntimeError(
                 f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before "
@@ -116,3 +116,48 @@ class LossReader:
             f"{self.owner} returned {what}, so there is nothing to run backward on. "
             "Return the loss tensor, or put it under 'loss'. Return None to skip this batch."
         )
+
+
+class LossWatch:
+    """Warns of the first loss of a fit that is NaN or infinite, among the values that reach the host anyway.
+
+    A loss is what has "loss" in its name, or where nothing of that name was logged, what ``training_step`` returned.
+
+    Args:
+        owner: the step's name, for the warning.
+
+    Attributes:
+        warned: there was one, and no other is looked for.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.warned = False
+        self.returned = f"The loss that {owner} returned"
+
+    def among(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the values that are losses."""
+        return {name: value for name, value in values.items() if "loss" in name.lower()}
+
+    def unlogged(self, values: Mapping[str, Any], output: Any) -> dict[str, Any]:
+        """The loss in an output of ``training_step``, unless a loss is among the values that were logged."""
+        loss = None if self.warned or self.among(values) else _loss_of(output)
+        return {self.returned: loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
+
+    def look(self, values: dict[str, float], step: int, epoch: int) -> None:
+        """Look at values that are about to be sent to the loggers; the loss that was not logged is taken out."""
+        losses = {} if self.warned else self.among(values)
+        values.pop(self.returned, None)
+        name = next((name for name, value in losses.items() if not math.isfinite(value)), None)
+        if name is None:
+            return
+        self.warned = True
+        messages.warn(
+            f"{name} is {losses[name]} at step {step}, epoch {epoch}. Training continues, but a loss that is not "
+            "finite spoils the weights, and every checkpoint saved after it holds them. Check the data and the "
+            "learning rate. The callback LossGuard leaves out such batches or goes back to a good checkpoint; "
+            "Trainer(detect_anomaly=True) names the operation that failed."
+        )
+
+
+def _loss_of(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, overload
@@ -15,10 +16,23 @@ from ..loggers import messages
 from ..strategies.heap import give_back_memory
 from .attempts import DONE, ERROR, OUT_OF_MEMORY, RELEASED, Outcome, Together
 
+#: How drivers and libraries say it in a RuntimeError; cuDNN has no kernel for what does not fit its workspace.
+_SAID = re.compile(
+    r"\b(?:CUDA|HIP|XPU|NPU|MPS backend)(?: error:)? out of memory"
+    r"|Cuda failure (?:\d+ )?'out of memory'"
+    r"|OUT_OF_DEVICE_MEMORY"
+    r"|CU(?:DNN|BLAS)_STATUS_ALLOC_FAILED"
+    r"|CUDNN_STATUS_NOT_SUPPORTED"
+    r"|can't allocate memory"
+    r"|DefaultCPUAllocator: not enough memory"
+)
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _SAID.search(str(error)) is not None
 
 
 _ACCUMULATE = ("accumulate_grad_batches", "gradient_accumulation_steps")
@@ -178,8 +192,8 @@ class _Search:
         if wrong:
             rank, text = next(iter(wrong.items()))
             raise RuntimeError(
-                f"{self.function.__qualname__}() ended on {messages.ranks(wrong)} with an error, so that rank "
-                f"{self.together.rank} cannot go on alone. The first: rank {rank}, {text}"
+                f"{self.function.__qualname__}() ended on {messages.ranks(wrong)} with an error, so rank "
+                f"{self.together.rank} cannot continue alone. The first: rank {rank}, {text}"
             )
 
     def about(self, size: int, found: list[Outcome], out: list[int]) -> str:

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from ..loggers import messages
 from .data.batches import batch_size_of, conflicting_sizes
+from .hooks import calling_hook
 from .phases import EVAL_BATCH, SETUP, Moment
-from .records import REDUCTIONS, MetricRecord, Options, Record, Table, as_tensor, make_record
+from .records import MetricRecord, Options, Record, Table, as_tensor, make_record
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
+    from .loss import LossWatch
     from .state import RunState
 
 Place = tuple[Moment, Table, int | None]
@@ -40,6 +42,7 @@ class MetricStore:
         steps_in_evaluation: an evaluation step logs with ``on_step=True``, so each of its batches is flushed.
         sent: the values last sent to the loggers.
         listener: while a step runs on a micro-batch, who gets what it logs.
+        losses: looks at losses that have reached the host; None: nobody does.
     """
 
     def __init__(self, state: RunState, strategy: Strategy, send: Send | None) -> None:
@@ -52,6 +55,7 @@ class MetricStore:
         self.sent: dict[str, float] = {}
         self.steps_in_evaluation = False
         self.listener: Callable[[str, Any, Options], Any] | None = None
+        self.losses: LossWatch | None = None
         self._moment: Moment = SETUP
         self._dataloader_idx: int | None = None
         self._tables: dict[tuple[str, str, int | None], Table] = {}
@@ -82,6 +86,7 @@ class MetricStore:
         known = self.records.get(name)
         if known is not None and known.resumed and known.fits(options):
             known.options, known.resumed = options, False
+            known.reduce_steps(self.strategy)
             return known
         if known is not None:
             changed = ", ".join(
@@ -89,18 +94,21 @@ class MetricStore:
                 for f in Options._fields
                 if getattr(known.options, f) != getattr(options, f)
             )
+            hooks = " and ".join(dict.fromkeys(hook for hook in (known.hook, self._hook()) if hook))
             raise ValueError(
-                f"self.log({name!r}) was called twice in {self._hook()} with different arguments ({changed}), so it is "
-                "not clear how to reduce it. Use one set of arguments, or two names."
+                f"self.log({name!r}) was called in {hooks} with different arguments ({changed}), so it is not clear "
+                "how to reduce it. Use one set of arguments, or two names."
             )
         if self._moment.instead:
             raise RuntimeError(
                 f"self.log({name!r}) was called in {self._hook()}, where no metrics are kept. "
                 f"Log it in {self._moment.instead.format(stage=self._stage_word())} instead."
             )
-        weigh = self.weigher(self._moment)
-        record = make_record(name, value, options, self._moment, self._hook(), self._dataloader_idx, weigh)
+        weigh, hook = self.weigher(self._moment), self._hook()
+        record = make_record(name, value, options, self._moment, hook, self._dataloader_idx, weigh)
+        record.hook = hook
         self._refuse_overwriting(name, record)
+        record.reduce_steps(self.strategy)
         self.records[name] = record
         if self._moment is EVAL_BATCH and record.on_step:
             self.steps_in_evaluation = True
@@ -183,7 +191,8 @@ class MetricStore:
         return forget
 
     def _hook(self) -> str:
-        return self._moment.name.format(stage=self._stage_word())
+        """The hook that logs, or a description of it where the stack does not show its name."""
+        return calling_hook() or self._moment.name.format(stage=self._stage_word())
 
     def _stage_word(self) -> str:
         return {"sanity_check": "validation", "validate": "validation"}.get(
@@ -206,21 +215,19 @@ class MetricStore:
     def _stage_records(self, stage: str | None) -> Iterator[tuple[int | None, Record]]:
         return ((place[2], record) for place, record in self._records_of(stage))
 
-    def _all_records(self) -> Iterator[tuple[bool, Record]]:
-        """Every record of the run, and whether its stage is the one under way."""
-        for (stage, _, _), table in self._tables.items():
-            for record in table.values():
-                yield stage == self.state.stage, record
+    def known(self) -> Iterator[tuple[str, Record]]:
+        """Every record of the run, with its stage."""
+        return ((stage, record) for (stage, _, _), table in self._tables.items() for record in table.values())
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Every value logged so far, by name: what callbacks monitor."""
         found = dict(self._finished)
-        for current, record in self._all_records():
+        for stage, record in self.known():
             if record.options.rank_zero_only or not record.seen:
                 continue
             if record.on_step and (value := record.step_value()) is not None:
                 found[record.step_key] = found[record.key] = as_tensor(value, record.dtype)
-            if record.on_epoch and current and self.epoch_ended:
+            if record.on_epoch and stage == self.state.stage and self.epoch_ended:
                 value = record.result(self.strategy)
                 found[record.epoch_key] = found[record.key] = as_tensor(value, record.dtype)
         return found
@@ -233,24 +240,23 @@ class MetricStore:
                 found[record.step_key] = value
         return self._bar.read(found)
 
-    def flush_step(self, stage_step: int, epoch: int) -> None:
-        """Send the step values that are new since the last flush to the loggers."""
+    def flush_step(self, stage_step: int, epoch: int, output: Any = None) -> None:
+        """Send the step values that are new since the last flush to the loggers.
+
+        Args:
+            stage_step: place on the x axis.
+            epoch: the one under way.
+            output: what ``training_step`` returned last, whose loss is looked at if none was logged.
+        """
         fresh: dict[str, Any] = {}
-        shared: dict[tuple[Any, Any], list[str]] = {}
         for record in self.records.values():
             if record.fresh and record.on_step and record.logger:
                 record.fresh = False
                 value = record.step_value()
                 if value is not None:
                     fresh[record.step_key] = value
-                    if record.options.sync_dist and self.strategy.world_size > 1:
-                        op = record.reduction if record.reduction in REDUCTIONS else "mean"
-                        shared.setdefault((op, record.options.sync_dist_group), []).append(record.step_key)
-        for (op, group), keys in shared.items():
-            values = _stacked(torch.as_tensor(fresh[key], device=self.strategy.device) for key in keys)
-            if op == "sum":  # processes that see the same data count once
-                values = values * self.strategy.num_data_ranks / self.strategy.world_size
-            fresh.update(zip(keys, self.strategy.reduce(values, op, group).unbind(), strict=True))
+        if self.losses is not None:
+            fresh |= self.losses.unlogged(fresh, output)
         self.drain(wait=False)
         if fresh:
             self._copies.append(_HostCopy(fresh, stage_step, epoch))
@@ -272,13 +278,19 @@ class MetricStore:
             self._write(copy.values(), copy.step, copy.epoch)
 
     def _write(self, values: dict[str, float], step: int, epoch: int) -> None:
-        if self.send is None:
+        self._look(values, step, epoch)
+        if self.send is None or not values:
             return
         if "step" in values:
             step = int(values.pop("step"))
         values.setdefault("epoch", epoch)
         self.sent.update(values)
         self.send(values, step)
+
+    def _look(self, values: dict[str, float], step: int, epoch: int) -> None:
+        if self.losses is not None:
+            at = step if self.state.stage == "train" else self.state.updates
+            self.losses.look(values, at, epoch)
 
     # ---- epochs ----------------------------------------------------------------------------------------------------
 
@@ -345,6 +357,16 @@ class MetricStore:
         if logged:
             self._write(logged, step, epoch)
         return numbers
+
+    def look_at_losses(self, output: Any) -> None:
+        """Look at the last losses of an epoch, those too that no flush brought to the host (this waits for the device).
+
+        Args:
+            output: what ``training_step`` returned last.
+        """
+        if self.losses is not None and not self.losses.warned:
+            values = self.losses.among(self._finished)
+            self._look(to_host(values | self.losses.unlogged(values, output)), self.state.updates, self.state.epoch)
 
     def discard(self) -> None:
         """Forget what the stage has logged (the sanity check's values are no result)."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 from typing_extensions import Self, Unpack
 
+from ..callbacks.base import overridden
 from ..loggers import messages
 from ..strategies.transfer import move
 from .hparams import HyperparametersMixin
@@ -67,16 +68,22 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
     """
 
+    _defines_defaults: ClassVar[bool] = True
     _trainer: Trainer | None = None
     _metric_store: MetricStore | None = None
+    _strict_loading: bool | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.automatic_optimization: bool = True
-        self.strict_loading: bool = True
         self.example_input_array: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
+        if any(hasattr(parameter, "_local_tensor") for parameter in self.parameters()):
+            raise TypeError(
+                f"{type(self).__name__} cannot be copied or pickled: the strategy has split its weights in parts. Save "
+                "it with trainer.save_checkpoint(path) and read it with load_from_checkpoint(path)."
+            )
         return {k: v for k, v in self.__dict__.items() if k not in ("_trainer", "_metric_store", "_compiled_call_impl")}
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -140,7 +147,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             enable_graph: keep the autograd graph of the last value.
             sync_dist: reduce over all processes. None: epoch values, which then are those of one process; True: step
-                values as well, which costs a collective each time they are logged; False: neither.
+                values as well, by ``reduce_fx``, which costs a collective at each call; False: neither.
             sync_dist_group: the process group to reduce over.
             add_dataloader_idx: with several loaders, add ``/dataloader_idx_N`` to the name.
             batch_size: weight of this value in an epoch mean. None: found in the batch.
@@ -195,9 +202,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         items: Any = dictionary.items() if collection is None else collection.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
         for name, value in items:
             self.log(name, value, batch_size=batch_size, **kwargs)
-        own = type(self).log is not TrainingModule.log or "log" in vars(self)
+        own = overridden(self, "log", TrainingModule) is not None
         if table is not None and not own and all(name in table for name, _ in items):  # in a micro-batch none is
-            table.group(key, Group([table[name] for name, _ in items], kwargs, collection))
+            records = [table[name] for name, _ in items]
+            if collection is None or not any(record.together for record in records):
+                table.group(key, Group(records, kwargs, collection))
 
     def _log_in_vain(self, name: str) -> None:
         trainer = self._trainer
@@ -461,6 +470,15 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack tensors of all processes along a new first dimension (none added when there is one process)."""
         return self.trainer.strategy.all_gather(data, group, sync_grads)
+
+    @property
+    def strict_loading(self) -> bool:
+        """Whether the names in a checkpoint must be those of the module; None, when set, means yes."""
+        return self._strict_loading is not False
+
+    @strict_loading.setter
+    def strict_loading(self, strict: bool | None) -> None:
+        self._strict_loading = None if strict is None else bool(strict)
 
     # ---- files -----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
+from ..callbacks.early_stopping import check_direction
 from ..loggers import messages
 from .by_hand import stepped as stepped_by_hand
 
@@ -153,7 +154,8 @@ def configure(module: TrainingModule) -> tuple[list[Optimizer], list[SchedulerCo
     if not optimizers:
         shown = given if given is None else repr(given)
         messages.warn_once(
-            f"{owner} returned {shown}: fit runs without an optimizer and no weight is changed by the trainer."
+            f"{owner} returned {shown}: fit runs without an optimizer and no weight is changed by the trainer. Return "
+            "the optimizer if weights should change."
         )
     if module.automatic_optimization and len(optimizers) > 1:
         raise RuntimeError(
@@ -245,4 +247,6 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
             f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to look at. Return "
             "{'scheduler': ..., 'monitor': 'val_loss'} with a name that you log."
         )
+    if config.reduce_on_plateau:
+        check_direction(type(scheduler).__name__, config.monitor, getattr(scheduler, "mode", ""))
     return config

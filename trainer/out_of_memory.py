@@ -99,7 +99,7 @@ class Situation(NamedTuple):
 
 
 def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException | None:
-    """An error of the same type that says what to change; None if ``error`` is something else."""
+    """An error that says what to change; None if ``error`` is something else."""
     if not needs_words(error):
         return None
     batch = trainer._metrics.batch
@@ -125,18 +125,18 @@ def needs_words(error: BaseException) -> bool:
 
 
 def explained(error: BaseException, now: Situation) -> BaseException:
-    """An error of the same type, with the sizes and what to try."""
+    """An error with the sizes and what to try: torch's own, or a RuntimeError for those of drivers and libraries."""
     strategy, device = now.strategy, now.strategy.device
     sizes = measure(now.modules, now.optimizers, device)
     samples = f"{now.samples} samples in the batch" if now.samples else ""
     place = ", ".join(filter(None, (now.place, samples)))
     of_whom = "GPU memory" if device.type == "cuda" else "memory of the process"
     advice = "; ".join(f"({number}) {one}" for number, one in enumerate(_advice(now, sizes), 1))
-    kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else type(error)
+    kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     found = kind(
         f"The {device.type} of rank {strategy.global_rank} is out of memory ({place}; precision "
         f"{strategy.precision.name!r}, {type(strategy).__name__} on {strategy.world_size} processes): "
-        f"{str(error).splitlines()[0]} In it are weights of {messages.size(sizes.weights)}, gradients of "
+        f"{str(error).splitlines()[0]} It holds weights of {messages.size(sizes.weights)}, gradients of "
         f"{messages.size(sizes.gradients)} and optimizer state of {messages.size(sizes.optimizer)}; the most {of_whom} "
         f"in use was {messages.size(sizes.highest)}. Try, in this order: {advice}."
     )

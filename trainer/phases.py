@@ -38,10 +38,10 @@ ON_EVAL_START = Moment("on_{stage}_start")
 ON_EVAL_EPOCH_END = Moment("on_{stage}_epoch_end")
 
 _STEP = "training_step or on_train_epoch_end"
-SETUP = Moment("setup, configure_* and on_fit_start", instead=_STEP)
+SETUP = Moment("setup, configure_* or on_fit_start", instead=_STEP)
 SANITY_HOOK = Moment("a sanity-check hook", instead="validation_step")
 LR_SCHEDULER_STEP = Moment("lr_scheduler_step", instead="training_step (or use the LearningRateMonitor callback)")
 BATCH_TRANSFER = Moment("a batch-transfer hook", instead="the step that gets the batch")
-ON_TRAIN_END = Moment("on_train_end, on_fit_end and teardown", instead="on_train_epoch_end")
+ON_TRAIN_END = Moment("on_train_end, on_fit_end or teardown", instead="on_train_epoch_end")
 ON_EVAL_END = Moment("on_{stage}_end", instead="on_{stage}_epoch_end")
 PREDICT = Moment("predict, which has no metrics", instead="validation_step or test_step")

@@ -53,6 +53,8 @@ class Record:
         alone: this process has the name and others have not, or it is not meant to be shared.
         dtype: of the tensors that numbers become for whoever monitors them.
         resumed: out of a checkpoint, and not logged since.
+        hook: where it was logged first; empty where that was another process.
+        together: the last value is that of all processes, reduced as it is logged.
     """
 
     reduction = "last"
@@ -67,12 +69,18 @@ class Record:
         self.step_key = f"{name}_step{suffix}" if on_step and on_epoch else key
         self.epoch_key = f"{name}_epoch{suffix}" if on_step and on_epoch else key
         self.graph = options.enable_graph
+        self.together, self.hook = False, ""
         self.weigh = weigh
         self.dtype = torch.get_default_dtype()
         self.fresh = self.seen = self.resumed = False
         self.value: Any = None
         self.shared: Tensor | float | None = None
         self.alone = not self.is_shared
+
+    @property
+    def keys(self) -> tuple[str, str, str]:
+        """The names under which its values can be read."""
+        return self.key, self.step_key, self.epoch_key
 
     def update(self, value: Any, batch_size: int | None) -> None:
         """Take in one call of ``self.log``."""
@@ -88,6 +96,28 @@ class Record:
     def step_value(self) -> Tensor | float | None:
         """The last value: a number, or a scalar tensor on its device; None before the first."""
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
+
+    def reduce_steps(self, strategy: Strategy) -> None:
+        """Reduce each value over all processes as it is logged, where the user asks for that. Every process logs it."""
+        if self.together or not (self.on_step and self.options.sync_dist) or strategy.world_size == 1:
+            return
+        self.together = True
+        take, op, group = self.update, reduction_of(self.key, self.options.reduce_fx), self.options.sync_dist_group
+        share = strategy.num_data_ranks / strategy.world_size  # processes that see the same data count once in a sum
+
+        def update(value: Any, batch_size: int | None) -> None:
+            take(value, batch_size)
+            mine = self.step_value()
+            kind = torch.float32 if strategy.device.type == "mps" else torch.float64
+            if isinstance(mine, Tensor):
+                mine = mine.detach().to(strategy.device, kind)
+            else:
+                mine = torch.full((), mine or 0.0, dtype=kind, device=strategy.device)
+            found = strategy.reduce(mine, op, group)  # type: ignore[arg-type]
+            found = found * share if op == "sum" else found
+            self.value = found.item() if found.is_cpu else found
+
+        self.update = update
 
     def compute(self, strategy: Strategy) -> Tensor | float:
         """The epoch's value: a number, or a scalar tensor on its device. Every process must call, if they share it."""
@@ -312,15 +342,15 @@ class MetricRecord(Record):
                 "lost. Create the metric once in __init__ and log that object."
             )
         self.fresh = self.seen = True
-        self.shared = None
+        self.shared = self.value = None
 
     @property
     def is_shared(self) -> bool:
         return not self.options.rank_zero_only
 
     def step_value(self) -> Tensor | float | None:
-        if not self.seen:
-            return None
+        if not self.seen or self.value is not None:
+            return self.value
         value = self.metric._forward_cache
         return scalar(self.key, (self.metric.compute() if value is None else value).detach())
 
@@ -442,9 +472,10 @@ def check_value(name: str, value: Any) -> None:
         number(name, value)
         integral = isinstance(value, (int, bool))
     if integral:
+        to_float = "value.float()" if isinstance(value, Tensor) else "float(value)"  # which would wait for a device
         messages.warn_once(
-            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass float(value) to say "
-            "so."
+            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass {to_float} to "
+            "avoid this warning."
         )
 
 
@@ -491,8 +522,7 @@ def as_tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
         if not isinstance(value, Tensor):
             return torch.tensor(value, dtype=dtype)
-        if value.dtype not in (torch.float32, torch.float64):
-            value = value.to(dtype)
+        value = value.to(dtype)
         return value.clone() if value.is_inference() else value
 
 

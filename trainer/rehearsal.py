@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..loggers import messages
 from ..strategies.base import Strategy
 from ..strategies.devices import find_kind
+from ..strategies.dtypes import in_dtype
 from ..strategies.fsdp import FSDPStrategy
 from ..strategies.fsdp_wrapping import checkpoint_activations, choose_blocks
 from .ledger import Ledger
@@ -47,7 +48,7 @@ class Copier:
     def tensor(self, tensor: Tensor) -> Tensor:
         """One of the same shape and layout."""
         if id(tensor) not in self._made:
-            dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+            dtype = tensor.dtype if self.dtype is None else in_dtype(tensor.dtype, self.dtype)
             with self.mode, torch.no_grad():
                 strided = tensor.layout is torch.strided
                 strides = tensor.stride() if strided else None

@@ -143,9 +143,9 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.mps.set_rng_state(states["mps"].cpu())
     if missing:
         messages.warn_once(
-            f"The random state of {messages.names(missing, last='and')} was saved but could not be put back here "
-            "(not imported in this process, or other devices than when it was saved), so what is drawn from there "
-            "differs from the run that was saved. Import numpy before fit, or use the same number of devices."
+            f"The random state of {messages.names(missing, last='and')} was saved but could not be restored here "
+            "(not imported in this process, or other devices than when it was saved), so random numbers drawn from it "
+            "differ from those of the saved run. Import numpy before fit, or use the same number of devices."
         )
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..callbacks.base import Callback
 from ..loggers import messages
 from ..loggers.base import Logger
+from .logged_values import bar_values, callback_values, sent_values
 from .state import RunState
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ class TrainerStatus:
         if self.state.epoch >= (self.min_epochs or 0) and self.state.global_step >= (self.min_steps or 0):
             return True
         messages.info_once(
-            f"Asked to stop, but goes on until min_epochs={self.min_epochs or 0} and min_steps={self.min_steps or 0}."
+            f"Asked to stop, but training continues until min_epochs={self.min_epochs or 0} and "
+            f"min_steps={self.min_steps or 0}."
         )
         return False
 
@@ -389,17 +391,17 @@ class TrainerStatus:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Every value logged so far, by name: scalar tensors. What callbacks monitor."""
-        return self._metrics.callback_metrics()
+        return callback_values(self._metrics)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values for the progress bar. On an accelerator they may be one refresh old: nothing waits for it."""
-        return self._metrics.progress_bar_metrics()
+        return bar_values(self._metrics)
 
     @property
     def logged_metrics(self) -> dict[str, float]:
         """The values last sent to the loggers."""
-        return dict(self._metrics.sent)
+        return sent_values(self._metrics)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Send numbers to all loggers, with the epoch; does nothing on other ranks than 0.

@@ -81,7 +81,7 @@ class TrainStep(ManualStep):
         self.clip = self._clipping(module)
         self.take = strategy.optimizer_step
         own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
-        plain = type(self.optimizer).zero_grad is Optimizer.zero_grad and own_zero is None
+        plain = overridden(self.optimizer, "zero_grad", Optimizer) is None and own_zero is None
         zero_grad = method_of(module, "optimizer_zero_grad", TrainingModule)
         self.clear = clear_gradients if plain else partial(self._zero_grad, zero_grad)
 

@@ -73,7 +73,8 @@ class Trainer(TrainerStatus):
     """Runs a :class:`TrainingModule`: ``fit``, ``validate``, ``test``, ``predict``.
 
     Where ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile`` is left out, the
-    settings of ``paceline launch``, of the environment or of the file that ``paceline config`` writes count.
+    settings of ``paceline launch``, of the environment or of the file that ``paceline config`` writes count. Any
+    argument that is left out is also read from the variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
 
     Args:
         accelerator: kind of device: ``"auto"`` (CUDA, then MPS, then CPU), ``"gpu"`` (CUDA, then MPS), ``"cuda"``,
@@ -152,7 +153,10 @@ class Trainer(TrainerStatus):
             Unless said otherwise SIGTERM and SIGINT stop, and SIGUSR1 in a SLURM job requeues.
     """
 
+    _from_variables: Mapping[str, str]
+
     @check.named
+    @check.with_variables
     def __init__(
         self,
         *,
@@ -200,7 +204,8 @@ class Trainer(TrainerStatus):
         compile: bool | Scope | Mapping[str, Any] | None = None,
         signals: Mapping[str | int, Action | None] | None = None,
     ) -> None:
-        given, self.settings_in_force = with_origins(dict(locals()), check.defaults(Trainer.__init__))
+        defaults = check.defaults(Trainer.__init__)
+        given, self.settings_in_force = with_origins(dict(locals()), defaults, self._from_variables)
         given = overruled(given)
         self.state = RunState()
         self._check_limits(given)
@@ -287,7 +292,7 @@ class Trainer(TrainerStatus):
                 folders of this run and of earlier starts of the same command; if there is none, warn and start fresh.
                 ``"auto"``: the same without the warning, for a command that may be its first start. ``"best"``: from
                 the best one of the previous run. None: start fresh (in a job that SLURM requeued: ``"auto"``).
-            weights_only: None or True, which mean the same: loading a file never runs code.
+            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
             restore: which parts of ``ckpt_path`` to take. All of them, the default, continue to the bit as the run
                 that wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: the
                 optimizers' state (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
@@ -321,7 +326,7 @@ class Trainer(TrainerStatus):
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
             verbose: print the values as a table.
             datamodule: a DataModule, instead of loaders.
-            weights_only: None or True, which mean the same: loading a file never runs code.
+            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
         """
         loaders = {"validate": dataloaders}
         results = self._start(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
@@ -397,7 +402,7 @@ class Trainer(TrainerStatus):
             return_predictions: False: keep nothing; callbacks get each batch as it comes (``BasePredictionWriter``).
                 None means True.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
-            weights_only: None or True, which mean the same: loading a file never runs code.
+            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
             gather: with several processes, return the batches of all of them, in the order of the data, on each one.
                 False: each process returns those it made.
 
@@ -451,6 +456,16 @@ class Trainer(TrainerStatus):
         from .tuner.inside import Trials
 
         return Trials(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        from .copies import state_of
+
+        return state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from .copies import put_back
+
+        put_back(self, state)
 
     def _count_save(self) -> int:
         """The number of the save that begins: one more than the highest of this run and of those in its folders."""
@@ -511,7 +526,7 @@ class Trainer(TrainerStatus):
 
     def _run(self, request: Request) -> Any:
         """Run until the end; again from a checkpoint as often as a callback wants to go back to one."""
-        check.check_request(self.state.fn, request)
+        check.check_request(self.state.fn, request, self._ckpt_asked)
         given, at_start = request, self.state.state_dict()
         while True:
             self.state.begin(request.fn)

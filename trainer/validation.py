@@ -30,10 +30,18 @@ class Validation:
         self.last = time.monotonic()
         self.random: dict[str, Any] | None = None
 
+    def comes(self) -> bool:
+        """Whether an epoch that this fit may still train validates."""
+        trainer, state = self.trainer, self.trainer.state
+        if not trainer.enable_validation or trainer.limit_train_batches == 0:
+            return False
+        every, ended = trainer.check_val_every_n_epoch or 1, state.epoch + state.epoch_done
+        return trainer.max_epochs in (None, -1) or (ended // every + 1) * every <= trainer.max_epochs
+
     def sanity_check(self) -> None:
         """Try a few validation batches ahead of training; leaves no trace in metrics or random states."""
         trainer, hooks, metrics = self.trainer, self.trainer._hooks, self.trainer._metrics
-        if not trainer.enable_validation or trainer.num_sanity_val_steps == 0:
+        if not self.comes() or trainer.num_sanity_val_steps == 0:
             return
         trainer.state.stage = "sanity_check"
         with isolate_rng():

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ..callbacks.base import Callback
 from ..strategies.base import Strategy
 from ..strategies.distributed import DistributedStrategy
+from ..strategies.dtypes import convert, in_dtype
 from ..strategies.host import fork_obstacle
 from .data.loaders import release_shuffling, seed_shuffling
 from .trainer import Trainer
@@ -177,11 +178,15 @@ def _same_batches(loader: Iterable[Any], count: int) -> list[Any]:
 
 
 def _double(module: TrainingModule) -> TrainingModule:
-    return copy.deepcopy(module).double()
+    return convert(copy.deepcopy(module), torch.float64)
 
 
 def _in_double(batches: list[Any]) -> list[Any]:
-    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batches)
+    return pytree.tree_map_only(Tensor, _exactly, batches)
+
+
+def _exactly(tensor: Tensor) -> Tensor:
+    return tensor.to(in_dtype(tensor.dtype, torch.float64))
 
 
 class _Part:
@@ -243,10 +248,11 @@ class _Compared(_Exact):
         if not first:
             return
         exact = torch.load(self.folder / f"{step}.pt", weights_only=True, map_location="cpu")
-        exact = {name: value.double() for name, value in exact.items() if value.is_floating_point()}
+        kinds = (torch.float64, torch.complex128)
+        exact = {name: one for name, value in exact.items() if (one := _exactly(value)).dtype in kinds}
         for name, value in exact.items():
             self.norms[name] = max(self.norms.get(name, 1e-12), float(value.norm()))
-        off = {name: float((state[name].detach().cpu().double() - value).norm()) for name, value in exact.items()}
+        off = {name: float((_exactly(state[name].detach().cpu()) - value).norm()) for name, value in exact.items()}
         self.errors.append({name: error / self.norms[name] for name, error in off.items()})
 
     def last(self) -> float:

@@ -253,7 +253,7 @@ class WholeStep:
         """Why torch has compiled the step so often that it gave up, and what to do."""
         reason = self.watch.last_reason
         why = (
-            f"what held when it was compiled last does not hold any more: {reason}" if reason else "it does not say why"
+            f"what was true when it was last compiled is no longer true: {reason}" if reason else "it does not say why"
         )
         return f"it had to compile it again and again, and gave up; {why}.", advice_for(reason)
 

@@ -110,7 +110,7 @@ def check_optimizers(trainer: Trainer) -> None:
     own = vars(optimizer).get("step")
     if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
         _refuse(trainer, f"step of this {name} was replaced", "Define step in a class")
-    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+    if overridden(optimizer, "zero_grad", Optimizer) is not None:
         _refuse(trainer, f"{name}.zero_grad is not part of the graph", "Leave it out")
 
 

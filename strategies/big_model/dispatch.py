@@ -25,7 +25,15 @@ from .hooks import (
     default_device,
     remove_hook_from_module,
 )
-from .offload import Fetcher, OffloadedWeightsLoader, Part, load_offloaded_weight, offload_weight, save_offload_index
+from .offload import (
+    Fetcher,
+    OffloadedWeightsLoader,
+    Part,
+    Stored,
+    load_offloaded_weight,
+    offload_weight,
+    save_offload_index,
+)
 from .placement import smallest_parts
 from .sizes import named_tensors, names_of
 
@@ -49,16 +57,17 @@ def dispatch_model(
     A part in the host's memory or on disk comes to the main device when it runs, whole, and goes afterwards; the next
     one is fetched meanwhile. With the CPU as main device weights on disk are used where the file is mapped, without a
     copy. Outputs are those of the model in one place, to the bit, if modules call each other: one that reads the weight
-    of another sees its values where they lie, which on the CPU may change the last bits of a product unless
-    ``offload_dir`` was given when they were loaded. One thread at a time may run it, and the files must stay as they
-    are while it is in use. To train what does not fit, use ``strategy="fsdp"``.
+    of another sees its values where they lie, which on the CPU may change the last bits of a product unless its file is
+    aligned to 64 bytes, as those that Paceline writes are. One thread at a time may run it, and the files must stay as
+    they are while it is in use. To train what does not fit, use ``strategy="fsdp"``.
 
     Args:
         model: with all its values, or on the meta device where ``state_dict`` or ``offload_index`` has them.
         device_map: name of module or tensor to device: a number, ``"cpu"``, ``"disk"``; ``""`` is all the rest.
         main_device: where parts run that lie elsewhere; None: the first accelerator of the map, else the CPU.
         state_dict: values of offloaded parts, where they are not the model's.
-        offload_dir: where the values of ``"disk"`` are written, if they are not mapped from files already.
+        offload_dir: where the values of ``"disk"`` are written that are in no file of safetensors yet, or there in
+            another dtype.
         offload_index: what that folder has (or which safetensors files), where it was written before.
         offload_buffers: buffers of offloaded parts too.
         skip_keys: keyword arguments that are not moved to a part's device.
@@ -187,9 +196,7 @@ _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Conv
 
 def _weights(
     state_dict: Mapping[str, Tensor] | None, folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
-) -> Mapping[str, Tensor]:
-    if state_dict is None and index is None:
-        return {}
+) -> OffloadedWeightsLoader:
     return OffloadedWeightsLoader(state_dict, folder if index is not None else None, index or {})
 
 
@@ -197,11 +204,11 @@ def _bring(
     model: nn.Module,
     device_map: Mapping[str, Any],
     main: torch.device,
-    weights: Mapping[str, Tensor],
+    weights: OffloadedWeightsLoader,
     folder: str | os.PathLike[str] | None,
     offload_buffers: bool,
 ) -> None:
-    """Each tensor to where it lies; a tied one to the first of its places."""
+    """Each tensor to where it lies; a tied one to the first of its places. What a file has stays in that file."""
     pages, seen, index, names = Pages(), set(), {}, names_of(model)
     buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
     for name, tensor in list(named_tensors(model)):
@@ -209,28 +216,33 @@ def _bring(
             continue
         seen.add(id(tensor))
         device = device_of(name, device_map)
-        value = weights.get(name, tensor.data)
+        found = weights.stored(name) if name in weights else Stored(tensor.data, tensor.dtype, in_file=False)
+        value, dtype, in_file = found
         if value.is_meta:
             continue
+        in_file = in_file or not value.numel() or pages.holds(value)
         if is_offloaded(device, main) and id(tensor) in buffers:
             device = main
-        if device == "disk" and not pages.holds(value):
-            value = _written(name, value, folder, index)
-        elif device != "disk":
+        if device != "disk":
             place = torch_device(device, f"device_map[{name!r}]")
-            value = value.to(place, copy=pages.holds(value) and not is_aligned(value)).contiguous()
+            value = value.to(place, dtype, copy=in_file and not is_aligned(value)).contiguous()
+        elif not in_file or value.dtype != dtype:
+            value = _written(name, found, folder, index)
         give(model, names[id(tensor)], tensor, value)
     if folder is not None:
         save_offload_index(index, folder)
 
 
-def _written(name: str, value: Tensor, folder: str | os.PathLike[str] | None, index: dict[str, Any]) -> Tensor:
+def _written(name: str, found: Stored, folder: str | os.PathLike[str] | None, index: dict[str, Any]) -> Tensor:
+    value, dtype, in_file = found
     if folder is None:
+        why = f", where its file has {value.dtype}" if in_file else ""
         raise ValueError(
-            f"device_map puts {name!r} on disk, but there is no folder for it. Pass offload_dir=... (in "
-            "load_checkpoint_and_dispatch: offload_folder=...), with room for the weights."
+            f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass "
+            "offload_dir=... (in load_checkpoint_and_dispatch and from_pretrained: offload_folder=...), with room for "
+            "the weights."
         )
-    offload_weight(value, name, folder, index)
+    offload_weight(value, name, folder, index, dtype)
     return load_offloaded_weight(Path(folder) / f"{name}.dat", index[name])
 
 

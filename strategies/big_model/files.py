@@ -88,10 +88,9 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
     Raises:
         ValueError: the file is damaged.
-        ModuleNotFoundError: the package safetensors is not installed.
     """
     if file.suffix == ".safetensors":
-        yield from _of_safetensors(file)
+        yield from tensors_of_safetensors(file)
         return
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -109,9 +108,8 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def _of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    if not messages.is_installed("safetensors"):
-        raise ModuleNotFoundError(messages.missing(f"Reading {file.name!r}", "safetensors"), name="safetensors")
+def tensors_of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file, whatever it is called; see :func:`mapped_tensors`."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dtypes import convert
 from ..transfer import move
 from .device_map import torch_device
 from .empty import give
@@ -323,11 +324,11 @@ class LayerwiseCastingHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """To the dtype of storage."""
-        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return convert(module, self.storage_dtype, self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """To the dtype of computing."""
-        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        convert(module, self.compute_dtype, self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -337,7 +338,7 @@ class LayerwiseCastingHook(ModelHook):
 
     def failed(self, module: nn.Module) -> None:
         """To the dtype of storage."""
-        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        convert(module, self.storage_dtype, self.non_blocking)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

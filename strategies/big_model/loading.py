@@ -15,7 +15,7 @@ from . import sharded
 from .device_map import check_device_map, device_of, main_device_of, torch_device
 from .dispatch import check_filled, dispatch_model
 from .empty import give
-from .files import Pages, copy_into, is_aligned, mapped_tensors, weight_files
+from .files import Pages, copy_into, mapped_tensors, weight_files
 from .noted import Note, is_noting, is_to_be_noted, write_note
 from .offload import load_offloaded_weight, offload_weight, save_offload_index
 from .placement import Spread, plan_device_map
@@ -60,8 +60,8 @@ def load_checkpoint_and_dispatch(
             where they are; from the meta device to the CPU.
         max_memory: see :func:`plan_device_map`.
         no_split_module_classes: see there.
-        offload_folder: for weights on disk that cannot be used from their files: of another dtype, or not aligned to
-            64 bytes there. The former need it; the latter are copied at each use without it.
+        offload_folder: for weights on disk that are to have another dtype than in their files; all others are read
+            from there and need no folder.
         offload_buffers: buffers of offloaded parts lie with them.
         dtype: what floating-point tensors become; None: the model's, or the file's where the model has no values.
         offload_state_dict: accepted; no more than a chunk is ever held besides the model.
@@ -157,7 +157,7 @@ def load_checkpoint_in_model(
         checkpoint: a ``.safetensors`` file, one that torch saved, an index (``.index.json``), or a folder with one of
             these.
         device_map: name of module or tensor to device; None: where each tensor is, from the meta device to the CPU.
-        offload_folder: for what is on disk and not usable from its file; see :func:`load_checkpoint_and_dispatch`.
+        offload_folder: for what is on disk in another dtype; see :func:`load_checkpoint_and_dispatch`.
         dtype: what floating-point tensors become; None: the model's, or the file's where the model has no values yet.
         offload_state_dict: accepted; nothing is held.
         offload_buffers: buffers on disk too.
@@ -270,7 +270,7 @@ class _Filler:
         return device if device == "disk" else torch_device(device, f"device_map for {name!r}")
 
     def _on_disk(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        if dtype == value.dtype and (is_aligned(value) or self.folder is None):
+        if dtype == value.dtype:
             return value
         if self.folder is None:
             raise ValueError(

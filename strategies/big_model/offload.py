@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .files import Pages, advise_needed, copy_into, is_aligned, map_file, short_lived
+from ...loggers import messages
+from .files import Pages, advise_needed, copy_into, is_aligned, map_file, short_lived, tensors_of_safetensors
 from .sizes import as_dtype
 
 _INDEX = "index.json"
@@ -108,8 +109,22 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     return map_file(path, dtype, shape)
 
 
+class Stored(NamedTuple):
+    """A tensor before it is brought to its place.
+
+    Attributes:
+        value: as it is stored.
+        dtype: that it is to have.
+        in_file: it is mapped from a file.
+    """
+
+    value: Tensor
+    dtype: torch.dtype
+    in_file: bool
+
+
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Tensors by name, from a state in memory and from folders; those of files are mapped when they are asked for.
+    """Tensors by name, from a state in memory and from files, which are mapped when they are asked for.
 
     Args:
         state_dict: tensors in memory.
@@ -134,19 +149,38 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             index = json.loads((Path(save_folder) / _INDEX).read_text(encoding="utf-8"))
         self.index = dict(index or {})
         self.device = device
+        self._unread: dict[Path, dict[str, Tensor]] = {}
 
     def __getitem__(self, key: str) -> Tensor:
+        found = self.stored(key)
+        return found.value.to(found.dtype)
+
+    def stored(self, key: str) -> Stored:
+        """A tensor as it is stored, before it is converted to the dtype that the index asks for."""
         if key in self.state_dict:
-            return self.state_dict[key]
+            value = self.state_dict[key]
+            return Stored(value, value.dtype, in_file=False)
         entry = self.index[key]
         if entry.get("safetensors_file") is None:
-            return load_offloaded_weight(Path(self.save_folder or ".") / f"{key}.dat", entry)
-        from safetensors import safe_open
+            value = load_offloaded_weight(Path(self.save_folder or ".") / f"{key}.dat", entry)
+        else:
+            value = self._map(Path(entry["safetensors_file"]), entry.get("weight_name", key))
+        return Stored(value, as_dtype(entry.get("dtype")) or value.dtype, in_file=True)
 
-        with safe_open(entry["safetensors_file"], framework="pt", device="cpu") as opened:
-            found = opened.get_tensor(entry.get("weight_name", key))
-        dtype = as_dtype(entry.get("dtype"))
-        return found if dtype is None else found.to(dtype)
+    def _map(self, file: Path, name: str) -> Tensor:
+        """A tensor of a file, which is mapped once for all of them.
+
+        It is mapped anew for a tensor that was handed out already: changing one of two must not change the other.
+        """
+        if name not in self._unread.get(file, ()):
+            self._unread[file] = dict(tensors_of_safetensors(file))
+        if name not in self._unread[file]:
+            near = messages.did_you_mean(name, self._unread[file])
+            raise ValueError(
+                f"The index of offloaded weights looks for {name!r} in {str(file)!r}, which does not have it.{near} "
+                "The file was changed or belongs to another model: make the index again."
+            )
+        return self._unread[file].pop(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter({**self.state_dict, **self.index})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -170,7 +170,8 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
     """Bytes of weights that each device may hold, accelerators first, then ``"cpu"`` and ``"disk"``.
 
     Args:
-        max_memory: by device; None: nine tenths of what is free on each.
+        max_memory: by device; None: nine tenths of what is free on each. Sizes given as text become numbers in this
+            dict too: libraries compare the limits of their own dict with what this returns.
 
     Raises:
         ValueError: a device or size is unknown.
@@ -185,6 +186,9 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
     if not isinstance(max_memory, Mapping):
         raise TypeError(f"max_memory={max_memory!r} is no dict. Pass bytes by device, such as {{'cpu': '2GB'}}.")
     limits = {_key(device): _limit(device, size) for device, size in max_memory.items()}
+    if isinstance(max_memory, MutableMapping):
+        texts: list[Any] = [device for device, size in max_memory.items() if isinstance(size, str)]
+        max_memory.update({device: int(limits[_key(device)]) for device in texts})
     numbered = sorted((device for device in limits if isinstance(device, int)), key=int)
     others = [device for device in limits if not isinstance(device, int) and device not in ("cpu", "disk")]
     order: list[Device] = [*numbered, *others, *(["cpu"] if "cpu" in limits else []), "disk"]

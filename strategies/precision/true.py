@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from ..dtypes import convert
 from .base import Precision
 
 T = TypeVar("T")
@@ -20,6 +21,8 @@ DTYPES: dict[TrueName, torch.dtype] = {"64-true": torch.float64, "16-true": torc
 
 class TruePrecision(Precision):
     """``"64-true"``, ``"16-true"`` and ``"bf16-true"``: the module's floating-point tensors are converted, inputs too.
+
+    Complex tensors become complex128 with the first, and stay as they are with the others.
 
     Tensors made inside a step get the dtype as well. With 16 bits the weights themselves are rounded: updates smaller
     than their resolution are lost, so prefer the mixed forms for training.
@@ -63,4 +66,4 @@ class TruePrecision(Precision):
         return self._init(device)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module.to(self.input_dtype)
+        return module if self.input_dtype is None else convert(module, self.input_dtype)

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import TinyModule, tiny_loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from paceline import Callback, Trainer
+from paceline import Callback, Trainer, TrainingModule
+from paceline.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    LossGuard,
+    ModelCheckpoint,
+    ModelSummary,
+    RichProgressBar,
+    RunReport,
+    StochasticWeightAveraging,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
 from paceline.callbacks.base import FIT_PSEUDO_CODE, HOOKS
+from paceline.loggers import CSVLogger
 
 
 def test_every_hook_takes_the_trainer_and_the_module_first() -> None:
@@ -53,6 +74,44 @@ def test_a_state_key_is_the_class_and_what_tells_instances_apart() -> None:
     assert Keyed("a").state_key != Keyed("b").state_key
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments", "idle"),
+    [
+        (LearningRateMonitor, {"logging_interval": "epoch"}, ("on_before_optimizer_step",)),
+        (LearningRateMonitor, {"logging_interval": "step"}, ()),
+        (ModelCheckpoint, {"save_last": True}, ("on_train_batch_end",)),
+        (ModelSummary, {"max_depth": 0}, ()),
+        (RichProgressBar, {"refresh_rate": 0}, ("on_train_batch_end", "on_validation_batch_end")),
+        (RunReport, {}, ()),
+        (Timer, {"duration": "00:01:00:00", "interval": "epoch"}, ("on_train_batch_end",)),
+        (Timer, {}, ("on_train_batch_end",)),
+        (TQDMProgressBar, {"refresh_rate": 0}, ("on_train_batch_end", "on_validation_batch_end")),
+    ],
+)
+def test_an_idle_hook_costs_nothing_until_a_subclass_defines_it(
+    kind: Any, arguments: dict[str, Any], idle: tuple[str, ...], quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    called: set[str] = set()
+
+    def noting(name: str) -> Any:
+        def hook(self: Any, *args: Any) -> Any:
+            called.add(name)
+            return getattr(super(mine, self), name)(*args)
+
+        return hook
+
+    bar = None if kind in (RichProgressBar, TQDMProgressBar) else False
+    mine = type("Mine", (kind,), {name: noting(name) for name in HOOKS})
+    plain, own = kind(**arguments), mine(**arguments)
+    settings = {name: value for name, value in quiet.items() if value is not False} | {"logger": CSVLogger(tmp_path)}
+    for callback in (plain, own):
+        trainer = Trainer(**settings, callbacks=[callback], fast_dev_run=True, enable_progress_bar=bar)
+        trainer.fit(TinyModule(), tiny_loader(1), tiny_loader(1))
+    assert {name for name in HOOKS if name.startswith(("on_train_", "on_validation_", "on_fit_"))} <= called
+    assert "on_before_optimizer_step" in called
+    assert [name for name in idle if getattr(plain, name) is not None] == []
+
+
 def test_two_callbacks_of_one_class_keep_their_states_under_their_keys(quiet: dict[str, Any], tmp_path: Any) -> None:
     class Counts(Callback):
         def __init__(self, name: str) -> None:
@@ -88,3 +147,74 @@ def test_only_minus_one_from_on_train_batch_start_skips_the_epoch(value: Any, qu
     trainer = Trainer(**quiet, max_epochs=1, callbacks=Returns())
     trainer.fit(TinyModule(), tiny_loader())
     assert trainer.global_step == 4
+
+
+class Backbone(TinyModule):
+    """Has what every callback with a state asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.batch_size = nn.Linear(4, 4), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.backbone(x))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(tiny_loader(4, 1).dataset, self.batch_size)
+
+    val_dataloader = train_dataloader
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+KEPT = ["best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path"]
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: BackboneFinetuning(1), ["previous_backbone_lr"]),
+        (lambda: BatchSizeFinder(max_trials=1), ["optimal_batch_size"]),
+        (lambda: EarlyStopping("val_loss", patience=5, min_delta=9.0), ["wait_count", "best_score"]),
+        (lambda: EMAWeightAveraging(), ["n_averaged"]),
+        (lambda: LossGuard(window=5), ["running_mean"]),
+        (lambda: ModelCheckpoint("best", monitor="val_loss", mode="max", save_last=True, save_top_k=2), KEPT),
+        (lambda: ModelCheckpoint("new", train_time_interval="00:01:00:00", save_last=True), ["last_model_path"]),
+        (lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=1), ["n_averaged"]),
+        (lambda: Timer(), []),
+        (lambda: WeightAveraging(), ["n_averaged"]),
+    ],
+)
+def test_on_a_resume_the_state_of_a_callback_is_back_before_any_fit_start_hook(
+    make: Any, names: list[str], quiet: dict[str, Any]
+) -> None:
+    class Looks(Callback):
+        """Comes before the other callbacks."""
+
+        def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+            self.values = {name: getattr(callback, name) for name in names}
+            self.state = callback.state_dict()
+
+    def fit(epochs: int, **more: Any) -> Trainer:
+        trainer = Trainer(**{**quiet, "enable_checkpointing": None}, callbacks=[looks, callback], max_epochs=epochs)
+        trainer.fit(Backbone(), **more)
+        return trainer
+
+    looks, callback = Looks(), make()
+    trainer = fit(2)
+    expected = {name: getattr(callback, name) for name in names}
+    trainer.save_checkpoint("x.ckpt")
+    state = torch.load("x.ckpt", weights_only=True)["callbacks"][callback.state_key]
+    for reused in (False, True):
+        callback = callback if reused else make()
+        fit(3, ckpt_path="x.ckpt")
+        assert str(looks.values) == str(expected)
+        assert all(value not in (None, 0, "", {}) for value in expected.values())
+        if isinstance(callback, Timer):
+            assert looks.state["time_elapsed"]["train"] == state["time_elapsed"]["train"] > 0
+        elif isinstance(callback, ModelCheckpoint):
+            own = ("waiting", "start_step", "seconds_left", "current_score", "run", "monitor_is_validated")
+            assert str([looks.state.get(name) for name in own]) == str([state.get(name) for name in own])
+        else:
+            assert str(looks.state) == str(state)

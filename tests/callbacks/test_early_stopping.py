@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from tiny import TinyModule, tiny_loader
 from paceline import Trainer
 from paceline.callbacks.base import Callback
 from paceline.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+from paceline.callbacks.model_checkpoint import ModelCheckpoint
 from paceline.loggers.messages import PacelineWarning
 from paceline.strategies.single_device import SingleDevice
+from paceline.trainer.optimizers import configure
 
 NAN, INF = math.nan, math.inf
 
@@ -291,3 +294,53 @@ def test_verbose_tells_improvements_and_the_stop_is_always_told(
 def test_bad_arguments_are_errors_that_say_what_to_do(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         EarlyStopping(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "higher"),
+    [
+        ("val_acc", True),
+        ("Accuracy", True),
+        ("val/f1", True),
+        ("test.top1-acc", True),
+        ("acc5", True),
+        ("val_R2", True),
+        ("mAP50", True),
+        ("rouge2/recall", True),
+        ("val_acc/dataloader_idx_0", True),
+        ("vacancy_loss", False),
+        ("acc_loss", False),
+        ("accuracy_error", False),
+        ("dice_loss", False),
+        ("val_loss", False),
+        ("remap", False),
+        ("psnr_std", False),
+        ("epoch", False),
+    ],
+)
+def test_mode_min_with_a_name_that_says_that_higher_is_better_is_pointed_out_once(
+    monitor: str, higher: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Plateau(TinyModule):
+        def __init__(self, mode: Any = "min") -> None:
+            super().__init__()
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode=mode)
+            self.made = [optimizer], [{"scheduler": scheduler, "monitor": monitor}]
+            configure(self)
+
+        def configure_optimizers(self) -> Any:
+            return self.made
+
+    kinds = {
+        "EarlyStopping": partial(EarlyStopping, monitor),
+        "ModelCheckpoint": partial(ModelCheckpoint, monitor=monitor),
+        "ReduceLROnPlateau": Plateau,
+    }
+    for name, kind in kinds.items():
+        for mode in ({"mode": "max"}, {}, {}):
+            kind(**mode)
+        said = [str(one.message) for one in recwarn.list]
+        assert len(said) == higher
+        assert all(f"{name}(monitor={monitor!r}, mode='min')" in text and "mode='max'" in text for text in said)
+        recwarn.clear()

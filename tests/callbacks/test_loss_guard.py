@@ -267,7 +267,7 @@ def test_a_rollback_before_the_first_save_of_a_resumed_run_restores_all(tmp_path
 
 def test_a_rollback_with_nothing_but_weights_to_go_back_to_is_an_error(tmp_path: Path) -> None:
     weights = every_step(tmp_path / "weights", save_weights_only=True)
-    with pytest.raises(ValueError, match=r"save_weights_only=True\) writes none that a fit can go on from"):
+    with pytest.raises(ValueError, match=r"save_weights_only=True\) writes none that a fit can continue from"):
         fit(data(BAD), guard(action="rollback"), weights, enable_checkpointing=None)
     late = ModelCheckpoint(tmp_path / "late", every_n_epochs=1)
     with pytest.raises(RuntimeError, match="no checkpoint yet to go back to"):
@@ -367,7 +367,7 @@ def test_a_rollback_gives_no_time_back(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_raise_ends_the_run_before_the_weights_change(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
-    with pytest.raises(RuntimeError, match=r"loss is nan \(running mean .* step 4, epoch 0, batch 4; the weights"):
+    with pytest.raises(RuntimeError, match=r"loss is nan \(running mean .* step 4, epoch 0, batch 4\. The weights"):
         fit(data(BAD), guard(action="raise", exclude_batches_path=path))
     assert [one["batch"] for one in json.loads(path.read_text())["batches"]] == [4]
 
@@ -400,7 +400,7 @@ def test_a_file_of_excluded_batches_leaves_them_out_of_the_next_start_unseen(tmp
 
 
 def test_too_many_bad_batches_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"batch 11. It is bad batch number 3, more than max_events=2: not single"):
+    with pytest.raises(RuntimeError, match=r"batch 11. It is bad batch number 3, more than max_events=2, so the data"):
         fit(data(BAD), guard(max_events=2))
 
 

@@ -115,7 +115,6 @@ def test_interval_epoch_logs_once_an_epoch_and_defines_no_step_hook() -> None:
     recorder = run(monitor, Optimized(halving))
     assert recorder.of("lr-SGD") == [(0, 1.0), (4, 0.5**4)]
     assert monitor.on_before_optimizer_step is None
-    assert LearningRateMonitor("step").on_train_epoch_start is None
 
 
 def test_an_optimizer_without_scheduler_is_logged_too() -> None:

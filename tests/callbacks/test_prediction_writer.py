@@ -77,8 +77,35 @@ def test_the_epoch_is_written_also_when_predict_returns_nothing() -> None:
 def test_writing_by_batch_keeps_no_prediction() -> None:
     writer = Writer("batch")
     assert predict(writer, tiny_loader(3), return_predictions=False) is None
-    assert writer._predictions == []
-    assert writer.on_predict_epoch_end is None
+    assert writer.epochs == []
+    assert all(kept == [] for kept in writer._predictions)
+
+
+@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+def test_hooks_of_a_subclass_are_called_at_every_interval(interval: Any) -> None:
+    class Mine(Writer):
+        called: tuple[str, ...] = ()
+
+        def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+            self.called += ("start",)
+            super().on_predict_start(trainer, pl_module)
+
+        def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            self.called += ("epoch_end",)
+            super().on_predict_epoch_end(trainer, pl_module)
+
+    writer = Mine(interval)
+    predict(writer, tiny_loader(2))
+    assert writer.called == ("start", "epoch_end")
+    assert (len(writer.batches), len(writer.epochs)) == (2 * ("batch" in interval), int("epoch" in interval))
+
+
+def test_a_writing_method_may_be_carried_by_the_instance() -> None:
+    writer = BasePredictionWriter("batch")
+    seen: list[int] = []
+    writer.write_on_batch_end = lambda *args: seen.append(args[5])  # type: ignore[method-assign]
+    predict(writer, tiny_loader(2))
+    assert seen == [0, 1]
 
 
 def test_a_loader_without_batch_sampler_has_no_places() -> None:

@@ -125,18 +125,26 @@ def test_a_second_fit_measures_afresh(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "batch", "epoch"),
+    ("arguments", "batch"),
     [
-        ({}, False, False),
-        ({"interval": "epoch"}, False, False),
-        ({"duration": "00:00:00:01"}, True, False),
-        ({"duration": "00:00:00:01", "interval": "epoch"}, False, True),
+        ({}, False),
+        ({"interval": "epoch"}, False),
+        ({"duration": "00:00:00:01"}, True),
+        ({"duration": "00:00:00:01", "interval": "epoch"}, False),
     ],
 )
-def test_only_the_hook_that_is_needed_exists(arguments: dict[str, Any], batch: bool, epoch: bool) -> None:
-    timer = Timer(**arguments)
-    assert (timer.on_train_batch_end is not None) == batch
-    assert (timer.on_train_epoch_end is not None) == epoch
+def test_batches_cost_something_only_where_the_clock_is_looked_at_after_each(
+    arguments: dict[str, Any], batch: bool
+) -> None:
+    assert (Timer(**arguments).on_train_batch_end is not None) == batch
+
+
+def test_a_subclass_with_a_batch_hook_still_stops_at_the_end_of_an_epoch(clock: Clock) -> None:
+    class Mine(Timer):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+
+    assert fit(clock, Mine({"seconds": 15}, interval="epoch")).global_step == 4
 
 
 def test_the_grace_time_is_kept_for_what_follows(clock: Clock) -> None:
@@ -173,7 +181,7 @@ def test_durations_are_read(text: str, seconds: int) -> None:
         ({"duration": "12:30"}, ValueError, r"Timer\(duration=\) got '12:30'.*'DD:HH:MM:SS'.*Write '00:12:30:00'"),
         ({"duration": 90}, TypeError, r"got 90 of type int.*unit is unknown.*timedelta"),
         ({"duration": {"minute": 3}}, ValueError, r"Unknown unit 'minute'\. Did you mean 'minutes'\?"),
-        ({"duration": timedelta(seconds=-1)}, ValueError, r"before it begins.*zero or more"),
+        ({"duration": timedelta(seconds=-1)}, ValueError, r"which is negative.*zero or more"),
         ({"interval": "steps"}, ValueError, r"interval of Timer 'steps'\. Did you mean 'step'\?.*clock"),
     ],
 )

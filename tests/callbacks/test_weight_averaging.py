@@ -134,7 +134,7 @@ def test_updates_equal_those_of_torchs_averaged_model_to_the_bit(decay: float) -
 
 def test_equal_weights_make_the_arithmetic_mean() -> None:
     module = nn.Linear(3, 2).double()
-    average = WeightAverage(module, equal_weights())
+    average = WeightAverage(module, equal_weights)
     seen = []
     for seed in range(7):
         jitter(module, seed)
@@ -145,7 +145,7 @@ def test_equal_weights_make_the_arithmetic_mean() -> None:
 
 def test_before_the_first_update_there_is_nothing_to_show() -> None:
     module = nn.Linear(3, 2)
-    average = WeightAverage(module, equal_weights())
+    average = WeightAverage(module, equal_weights)
     jitter(module, 0)
     before = weights(module)
     average.show()
@@ -155,7 +155,7 @@ def test_before_the_first_update_there_is_nothing_to_show() -> None:
 
 def test_showing_and_hiding_leave_the_weights_as_they_were_to_the_bit() -> None:
     module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
-    average = WeightAverage(module, equal_weights())
+    average = WeightAverage(module, equal_weights)
     for seed in range(3):
         jitter(module, seed)
         average.update()
@@ -174,7 +174,7 @@ def test_showing_and_hiding_leave_the_weights_as_they_were_to_the_bit() -> None:
 def test_tied_weights_are_averaged_once_and_appear_under_each_name() -> None:
     module = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     module["b"].weight = module["a"].weight
-    average = WeightAverage(module, equal_weights())
+    average = WeightAverage(module, equal_weights)
     for seed in range(3):
         jitter(module, seed)
         average.update()
@@ -201,7 +201,7 @@ def test_a_mask_of_infinities_and_integers_are_left_to_the_module() -> None:
 def test_a_buffer_that_the_module_replaces_is_followed() -> None:
     module = nn.Module()
     module.register_buffer("level", torch.zeros(1))
-    average = WeightAverage(module, equal_weights())
+    average = WeightAverage(module, equal_weights)
     for value in (1.0, 2.0, 6.0):
         module.level = torch.full((1,), value)
         average.update()
@@ -656,7 +656,7 @@ def test_evaluating_a_checkpoint_uses_the_average_in_it(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_an_update_on_a_gpu_does_not_wait_for_the_device() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8).half()).cuda()
-    for function in (get_ema_multi_avg_fn(0.9), equal_weights()):
+    for function in (get_ema_multi_avg_fn(0.9), equal_weights):
         average = WeightAverage(module, function)
         average.update()
         torch.cuda.set_sync_debug_mode("error")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ import torch
 import yaml
 from tiny import TinyModule, tiny_loader
 
-from paceline import Trainer
-from paceline.callbacks import ModelCheckpoint
+from paceline import Callback, Trainer
+from paceline.callbacks import ModelCheckpoint, RunReport
+from paceline.callbacks.run_history import read
 from paceline.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from paceline.loggers.messages import PacelineWarning
 
 
 class Module(TinyModule):
@@ -197,3 +201,59 @@ def test_step_counts_are_the_users_where_step_is_logged(tmp_path: Path, read_csv
     logger = CSVLogger(tmp_path)
     trainer(logger, max_epochs=2).fit(OwnAxis(), tiny_loader(2), tiny_loader(2))
     assert [row["step"] for row in read_csv(logger.log_dir) if "val_acc" in row] == ["0", "1"]
+
+
+class Deletes(Callback):
+    """Deletes a folder before the step after ``step``."""
+
+    def __init__(self, folder: str, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            shutil.rmtree(self.folder)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "csv", "report"])
+def test_logging_continues_with_a_warning_where_the_folder_is_deleted_under_a_run(
+    kind: str, read_csv: Any, read_events: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next start resumes the run as ever; only what was written before the deletion is gone."""
+
+    def run(epochs: int, *callbacks: Callback) -> list[str]:
+        module = TinyModule()
+        module.save_hyperparameters({"width": 4})
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            Trainer(
+                logger={"tensorboard": TensorBoardLogger, "csv": CSVLogger}.get(kind, lambda folder: False)("logs"),
+                callbacks=[*callbacks, *([RunReport("logs/paceline_logs/version_0")] if kind == "report" else [])],
+                max_epochs=epochs,
+                log_every_n_steps=1,
+                default_root_dir="logs",
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                accelerator="cpu",
+            ).fit(module, tiny_loader(4), tiny_loader(1), ckpt_path="auto")
+        return [str(one.message) for one in found if issubclass(one.category, PacelineWarning)]
+
+    (said,) = run(2, Deletes("logs", 6))
+    assert "logs/paceline_logs/version_0" in said
+    assert "was deleted while the run was writing" in said
+    assert run(3) == []
+    folder = Path("logs/paceline_logs/version_0")
+    if kind == "tensorboard":
+        events = read_events(str(folder))
+        assert [event.step for event in events.Scalars("train_loss")] == [*range(7, 13)]
+        assert {"_hparams_/session_start_info", "_hparams_/session_end_info"} <= set(events.summary_metadata)
+    elif kind == "csv":
+        steps = [int(row["step"]) for row in read_csv(str(folder)) if "train_loss" in row]
+        assert steps == [*range(5, 13)]  # 5 and 6 were still waiting to be written
+    else:
+        (record,) = folder.glob("*.jsonl")
+        curve = read(record).curves()["train_loss"]
+        assert [step for step, _ in curve] == [*range(1, 13)]
+        assert (folder / "run_report.html").exists()
+    assert kind == "report" or (folder / "hparams.yaml").exists()
+    assert not list(Path("logs/paceline_logs").glob("version_1"))
+    assert "Traceback" not in capfd.readouterr().err

@@ -1,12 +1,14 @@
-"""Where a warning points to: the user's line, or nowhere."""
+"""Where a warning points to (the user's line, or nowhere), and how messages show paths."""
 
 from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,3 +80,19 @@ def test_each_line_is_warned_from_once_as_python_does_it() -> None:
 @pytest.mark.parametrize(("columns", "told"), [(80, "80"), (None, "None")])
 def test_the_width_is_that_of_the_terminal_that_notes_go_to(columns: int | None, told: str) -> None:
     assert seen(lambda: print(messages.columns()), columns).text == told
+
+
+def test_a_path_is_shown_relative_to_the_working_directory_if_it_lies_below(tmp_path: Path) -> None:
+    for path, shown in (
+        (tmp_path / "logs" / "a", "logs/a"),
+        (tmp_path, str(tmp_path)),
+        (f"{tmp_path}s/a", f"{tmp_path}s/a"),
+        ("logs/a", "logs/a"),
+        ("s3://bucket/a", "s3://bucket/a"),
+    ):
+        assert messages.path(path) == shown
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert messages.path(tmp_path / "a") == str(tmp_path / "a")
+    os.chdir(tmp_path)

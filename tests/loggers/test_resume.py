@@ -232,7 +232,7 @@ def test_a_torn_line_and_lost_rows_do_not_stop_a_resume(tmp_path: Path, read_csv
     ]
     assert path.read_text().startswith("step,epoch,wall_time,loss,new,val\n")
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    with pytest.warns(UserWarning, match="has 1 rows where the run that is resumed had written 4: 2 of them are gone"):
+    with pytest.warns(UserWarning, match="has 1 rows, but the resumed run had written 4: 2 of them are lost"):
         resumed()
     assert [row["step"] for row in read_csv(logger.log_dir)] == ["0", "3", "4"]
 
@@ -259,6 +259,16 @@ def test_curves_of_a_plot_and_the_session_are_resumed_too(tmp_path: Path, read_e
     tensors = read_events(logger.log_dir)
     for tag in ("_hparams_/session_start_info", "_hparams_/session_end_info"):
         assert len(tensors.Tensors(tag)) == 1 if tag in tensors.Tags()["tensors"] else tag in tensors.summary_metadata
+
+
+def test_a_finished_run_that_is_started_again_stays_marked_as_ended(tmp_path: Path, read_events: Read) -> None:
+    for _ in range(2):
+        module = TinyModule()
+        module.save_hyperparameters({"width": 4})
+        trainer = Trainer(logger=TensorBoardLogger(tmp_path, name="tb"), max_epochs=1, **QUIET)
+        trainer.fit(module, tiny_loader(), ckpt_path="auto")
+        assert "_hparams_/session_end_info" in read_events(str(trainer.log_dir)).summary_metadata
+    assert os.listdir(tmp_path / "tb") == ["version_0"]
 
 
 def test_wandb_goes_on_with_the_run_of_the_checkpoint(offline_wandb: Path, wandb_history: Read) -> None:

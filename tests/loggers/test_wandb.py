@@ -296,18 +296,36 @@ def test_a_run_without_a_file_of_its_own_ends_too(offline_wandb: Path) -> None:
     logger.finalize("success")
 
 
+def test_the_end_of_a_run_uses_nothing_that_wandb_is_giving_up(offline_wandb: Path, read_wandb: Records) -> None:
+    logger = WandbLogger(save_dir=offline_wandb, offline=True)
+    for step in (1, 2):
+        logger.log_metrics({"loss": 1.0 / step}, step=step)
+        logger.finalize("success")
+    assert {name: logger.experiment.summary[name] for name in ("loss", "trainer/global_step")} == {
+        "loss": 0.5,
+        "trainer/global_step": 2,
+    }
+    logger.close()
+    assert _exit_code(read_wandb, _file(offline_wandb)) == 0  # the last record, after all that was sent before
+    records = read_wandb(_file(offline_wandb))
+    assert [record.telemetry.deprecated.ListFields() for record in records if record.HasField("telemetry")][-1] == []
+    assert not [record.metric for record in records if record.metric.HasField("summary")]
+
+
 def test_what_the_user_has_defined_of_the_steps_stays(offline_wandb: Path, read_wandb: Records) -> None:
     logger = WandbLogger(save_dir=offline_wandb, offline=True)
     logger.experiment.define_metric("trainer/global_step", hidden=True)
     logger.log_metrics({"loss": 1.0}, step=3)
     logger.finalize("success")
     assert logger.experiment.summary["trainer/global_step"] == 3
-    last = [record.metric for record in read_wandb(_file(offline_wandb)) if record.HasField("metric")][-1]
-    assert last.name == "trainer/global_step"
-    assert not last._control.overwrite
+    metrics = [record.metric for record in read_wandb(_file(offline_wandb)) if record.HasField("metric")]
+    assert not any(metric._control.overwrite for metric in metrics)
+    last = [metric for metric in metrics if metric.name == "trainer/global_step"][-1]
+    assert last.options.hidden
+    assert not last.HasField("summary")
 
 
 def test_checkpoints_behind_an_address_are_not_uploaded_which_is_said(offline_wandb: Path) -> None:
     logger = WandbLogger(save_dir=offline_wandb, offline=True, log_model="all")
-    with pytest.warns(PacelineWarning, match=r"s3://bucket/x.ckpt is elsewhere already and is not uploaded"):
+    with pytest.warns(PacelineWarning, match=r"s3://bucket/x.ckpt is not on it and is not uploaded"):
         logger.after_save_checkpoint(SimpleNamespace(best_model_path="s3://bucket/x.ckpt"))

@@ -37,6 +37,7 @@ import torch, torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank, what, one = dist.get_rank(), sys.argv[1], torch.ones(1)
+dist.barrier()  # all have connected to each other before one fails
 
 
 def say(*words):

@@ -11,8 +11,8 @@ from processes import ranks
 from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer
-from paceline.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from paceline.loggers import CSVLogger
+from paceline.callbacks import EarlyStopping, ModelCheckpoint, RunReport, Timer
+from paceline.loggers import CSVLogger, Logger, TensorBoardLogger, messages
 
 
 class Brings(TinyModule):
@@ -185,6 +185,50 @@ def test_max_time_is_a_limit_that_needs_no_other(quiet: dict[str, Any], recwarn:
     trainer.fit(TinyModule(), tiny_loader())
     assert trainer.max_epochs is None
     assert not [w for w in recwarn if "1000 epochs" in str(w.message)]
+
+
+def test_a_person_is_told_once_where_a_run_logs_and_where_each_step_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="paceline")
+
+    def trainer(epochs: int) -> Trainer:
+        loggers: list[Logger] = [TensorBoardLogger("logs"), CSVLogger(tmp_path)]
+        return Trainer(
+            logger=loggers,
+            max_epochs=epochs,
+            log_every_n_steps=1,
+            callbacks=[RunReport()],
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    first = trainer(1)
+    first.fit(TinyModule(), tiny_loader(3), tiny_loader(1))
+    first.test(dataloaders=tiny_loader(1), verbose=False)
+    first.predict(dataloaders=tiny_loader(1))
+    best = "logs/paceline_logs/version_0/checkpoints/epoch=0-step=3.ckpt"
+    assert caplog.messages == [
+        "Logging to logs/paceline_logs/version_0, paceline_logs/version_0",
+        "Report of the run: logs/paceline_logs/version_0/run_report.html",
+        f"test() without a module uses the best checkpoint of the last fit: {best}",
+        f"predict() without a module uses the best checkpoint of the last fit: {best}",
+    ]
+    caplog.clear()
+    messages.forget()
+    trainer(2).fit(TinyModule(), tiny_loader(3), tiny_loader(1), ckpt_path=best)
+    assert caplog.messages == [
+        "Logging continues in logs/paceline_logs/version_0, paceline_logs/version_0",
+        f"Continuing at epoch 1, step 3 from {best}",
+        "Report of the run: logs/paceline_logs/version_0/run_report.html",
+    ]
+    caplog.clear()
+    second = trainer(3)
+    second.fit(TinyModule(), tiny_loader(3), tiny_loader(1), ckpt_path=best, restore=["model"])
+    second.validate(TinyModule(), tiny_loader(1), ckpt_path=best, verbose=False)
+    assert f"Starting at epoch 0, step 0 with 'model' from {best}" in caplog.messages
+    assert caplog.messages[-1] == f"validate() uses the checkpoint {best}"
 
 
 def test_a_run_on_several_processes_says_so_once_and_one_alone_says_nothing(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import TinyModule
+from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, DataModule, Trainer, TrainingModule
 from paceline.callbacks import LambdaCallback
@@ -105,6 +105,37 @@ def test_a_hook_of_a_class_in_between_is_found_and_none_in_a_subclass_takes_it_o
     assert overridden(Child(), "on_fit_start", Callback) is not None
     assert overridden(Without(), "on_fit_start", Callback) is None
     assert overridden(Callback(), "on_fit_start", Callback) is None
+
+
+def test_a_default_hook_carried_by_the_instance_is_not_overridden(quiet: dict[str, Any]) -> None:
+    class OfItself(DataModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+
+        def train_dataloader(self) -> Any:
+            return tiny_loader(1)
+
+    class OfAnother(TinyModule):
+        def __init__(self, data: DataModule) -> None:
+            super().__init__()
+            self.train_dataloader = data.train_dataloader  # type: ignore[method-assign]
+            self.val_dataloader = data.val_dataloader  # type: ignore[method-assign]
+            self.on_after_batch_transfer = data.on_after_batch_transfer
+
+    class OfABase(OfItself):
+        def val_dataloader(self) -> Any:
+            return tiny_loader(2)
+
+    data = OfItself()
+    assert overridden(data, "val_dataloader", DataModule) is None
+    assert overridden(OfABase(), "val_dataloader", DataModule) is None
+    for arguments in ({"model": TinyModule(), "datamodule": data}, {"model": OfAnother(data)}):
+        trainer = Trainer(**quiet, max_epochs=1)
+        trainer.fit(**arguments)  # type: ignore[arg-type]
+        assert (trainer.global_step, trainer.num_val_batches) == (1, [])
+    assert overridden(OfAnother(OfABase()), "on_after_batch_transfer", TrainingModule) is None
+    assert "val: none" in str(data)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer
 from paceline.callbacks import GradientAccumulationScheduler
+from paceline.loggers.messages import PacelineWarning
 from paceline.strategies import DDPStrategy, FSDPStrategy, SingleDevice
 from paceline.strategies.precision.mixed import MixedPrecision
 from paceline.trainer.left_open import fill_in
@@ -172,3 +174,80 @@ def test_d1_a_fit_runs_with_the_settings(elsewhere: Any, quiet: dict[str, Any]) 
     assert trainer.global_step == -(-len(tiny_loader()) // 2)
     assert trainer.compile == {"backend": "eager", "fullgraph": False}
     assert trainer.strategy.device == torch.device("cpu")
+
+
+def variables(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_lightnings_variables_give_arguments_that_code_leaves_out_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quiet: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="paceline")
+    values = {"max_epochs": "3", "limit_train_batches": "0.5", "default_root_dir": str(tmp_path / "x"), "devices": "1"}
+    more = {"inference_mode": "False", "detect_anomaly": "True", "precision": "bf16-mixed", "profiler": ""}
+    variables(monkeypatch, **{f"PL_TRAINER_{name.upper()}": value for name, value in (values | more).items()})
+    trainer = Trainer(**quiet, inference_mode=True, max_epochs=2)
+    assert (trainer.max_epochs, trainer.inference_mode) == (2, True)
+    assert (trainer.limit_train_batches, trainer.detect_anomaly) == (0.5, True)
+    assert (trainer.default_root_dir, trainer.precision) == (str(tmp_path / "x"), "bf16-mixed")
+    (line,) = caplog.messages
+    assert line.startswith("Trainer takes from the settings: ")
+    for name in ("limit_train_batches=0.5", "detect_anomaly=True", "precision='bf16-mixed'", "devices=1"):
+        assert f"{name} (PL_TRAINER_{name.partition('=')[0].upper()})" in line
+    assert "max_epochs" not in line
+    rows = {row.name: row for row in trainer.settings_in_force}
+    assert rows["limit_train_batches"][1:] == (0.5, "settings", "PL_TRAINER_LIMIT_TRAIN_BATCHES")
+    assert (rows["max_epochs"].place, rows["min_epochs"].place) == ("code", "default")
+
+
+@pytest.mark.parametrize(
+    ("places", "value"),
+    [
+        (("code", "flag", "paceline", "lightning", "file"), "64-true"),
+        (("flag", "lightning"), "16-mixed"),
+        (("paceline", "lightning", "file"), "16-mixed"),
+        (("lightning", "file"), "bf16-true"),
+        (("file",), "bf16-mixed"),
+        (("None in code", "lightning"), "bf16-true"),
+        (("plugins", "lightning"), "16-mixed"),
+    ],
+)
+def test_lightnings_variables_count_after_pacelines_and_before_the_file(
+    places: tuple[str, ...],
+    value: str,
+    elsewhere: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="paceline")
+    if "file" in places:
+        elsewhere("mixed_precision: bf16")
+    if "lightning" in places:
+        monkeypatch.setenv("PL_TRAINER_PRECISION", "bf16-true")
+    if "flag" in places or "paceline" in places:
+        monkeypatch.setenv("PACELINE_MIXED_PRECISION", "fp16")
+    if "flag" in places:
+        monkeypatch.setenv("PACELINE_LAUNCH_FLAGS", "mixed_precision")
+    code: dict[str, Any] = {"precision": "64-true"} if "code" in places else {}
+    code |= {"precision": None} if "None in code" in places else {}
+    code |= {"plugins": MixedPrecision("16-mixed")} if "plugins" in places else {}
+    assert Trainer(accelerator="cpu", logger=False, **code).precision == value
+    if places == ("paceline", "lightning", "file"):
+        assert "not 'bf16-true' from PL_TRAINER_PRECISION" in caplog.text
+    if places == ("flag", "lightning"):
+        assert "PL_TRAINER_PRECISION" not in caplog.text  # the launcher has spoken
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [("PL_TRAINER_MAX_EPOCH", "Did you mean 'max_epochs'?"), ("PL_TRAINER_GPUS", "Use accelerator='gpu'")],
+)
+def test_an_unknown_variable_of_that_kind_is_warned_of(
+    variable: str, hint: str, monkeypatch: pytest.MonkeyPatch, quiet: dict[str, Any]
+) -> None:
+    monkeypatch.setenv(variable, "3")
+    with pytest.warns(PacelineWarning, match=rf"{variable} .*no effect.*{re.escape(hint)}") as warned:
+        assert [Trainer(**quiet).max_epochs for _ in range(2)] == [None, None]
+    assert len(warned) == 1

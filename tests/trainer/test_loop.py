@@ -165,27 +165,39 @@ def test_an_endless_loader_is_cut_by_the_limit(quiet: dict[str, Any]) -> None:
     assert module.validated_at == [4, 8]
 
 
-@pytest.mark.parametrize(("says", "word"), [(5, "yielded only 3"), (2, "yielded at least 3")])
-def test_a_length_that_lies_is_an_error(says: int, word: str, quiet: dict[str, Any]) -> None:
-    class Liar:
-        def __len__(self) -> int:
-            return says
+class Liar:
+    """Says that it is longer than it is."""
 
-        def __iter__(self) -> Any:
-            return iter(torch.ones(3, 1))
+    def __len__(self) -> int:
+        return 5
 
-    with pytest.raises(RuntimeError, match=rf"length of {says} batches, but {word} in epoch 0.*correct __len__"):
-        fit(Counting(), Liar(), quiet=quiet)
+    def __iter__(self) -> Any:
+        return iter(torch.ones(3, 1))
+
+
+class Estimated(Liar):
+    """Says as a batch sampler that there are fewer batches than there are."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Any:
+        return iter([[0], [1], [2]])
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (Liar(), "length of 5 batches, but yielded only 3"),
+        (DataLoader(torch.ones(3, 1), batch_sampler=Estimated()), "length of 2 batches, but yielded at least 3"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_length_that_lies_is_an_error(loader: Any, words: str, quiet: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=rf"{words} in epoch 0.*correct __len__"):
+        fit(Counting(), loader, quiet=quiet)
 
 
 def test_an_evaluation_length_that_lies_is_an_error(quiet: dict[str, Any]) -> None:
-    class Liar:
-        def __len__(self) -> int:
-            return 5
-
-        def __iter__(self) -> Any:
-            return iter(torch.ones(3, 1))
-
     with pytest.raises(RuntimeError, match="length of 5 batches, but yielded 3"):
         Trainer(**quiet).validate(Counting(), Liar(), verbose=False)
 

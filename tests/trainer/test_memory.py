@@ -12,10 +12,11 @@ import torch
 from processes import ranks
 from tiny import TinyModule, tiny_loader
 
-from paceline import Accelerator, Trainer, find_executable_batch_size, seed_everything
+from paceline import Accelerator, Trainer, Tuner, find_executable_batch_size, seed_everything
 from paceline.loggers import messages
 from paceline.strategies import SingleDevice
 from paceline.trainer import attempts
+from paceline.trainer.memory import is_out_of_memory
 from paceline.trainer.out_of_memory import TRAINER, Situation, _advice, measure
 
 
@@ -160,6 +161,50 @@ def test_the_batch_size_is_halved_until_it_fits_and_an_update_learns_from_as_man
     assert tried == [(48, 1), (24, 2), (12, 4), (6, 8)]
 
 
+SAID = [
+    torch.OutOfMemoryError("Allocation on device"),
+    RuntimeError("CUDA out of memory."),
+    RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("CUDA error: out of memory"),
+    torch.AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`", 2),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if ..."),
+    RuntimeError("CUDNN_STATUS_NOT_SUPPORTED."),
+    RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"),
+    RuntimeError("XPU out of memory."),
+    RuntimeError("HIP out of memory."),
+    RuntimeError("MPS backend out of memory (MPS allocated: 9.00 GB)"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+]
+
+
+@pytest.mark.parametrize("error", SAID, ids=range(len(SAID)))
+def test_every_text_of_an_end_of_memory_is_known_at_all_doors(error: RuntimeError, quiet: dict[str, Any]) -> None:
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> int:
+        if batch_size > 4:
+            raise error
+        return batch_size
+
+    class Raises(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if len(batch[0]) > 4:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    assert train() == 4
+    trainer = Trainer(**quiet, max_steps=1)
+    assert Tuner(trainer).scale_batch_size(Raises(), tiny_loader(batch_size=8), init_val=8, max_trials=2) == 4
+    with pytest.raises(RuntimeError, match=r"The cpu of rank 0 is out of memory .*\(1\) batch_size=4") as caught:
+        trainer.fit(Raises(), tiny_loader(batch_size=8))
+    assert isinstance(caught.value, torch.OutOfMemoryError) == isinstance(error, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("error", [ValueError("CUDA out of memory."), RuntimeError("2 ran out of memory")], ids=str)
+def test_other_errors_are_no_end_of_memory(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
 def test_sizes_shrink_by_a_given_factor_and_only_to_those_that_divide_where_gradients_are_accumulated() -> None:
     sizes: list[int] = []
 
@@ -245,7 +290,7 @@ def wrong_on_rank_1() -> str:
 
 def test_an_error_of_one_rank_ends_the_search_of_all() -> None:
     first, second = ranks(2, wrong_on_rank_1)
-    assert "ended on rank 1 with an error, so that rank 0 cannot go on alone" in first
+    assert "ended on rank 1 with an error, so rank 0 cannot continue alone" in first
     assert "KeyError: 'mine'" in first
     assert second == "KeyError: 'mine'"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import ranks
 from torch import nn
 
 from paceline import Callback, Trainer, TrainingModule
@@ -845,7 +846,7 @@ def test_the_batch_size_of_a_dict_may_change_and_its_other_arguments_may_not(qui
     )
     assert [value for _, value in memory.of("a")] == [pytest.approx((1 + 4 + 9) / 6)]
     changing = Values(training_step=lambda m, b: m.log_dict({"a": 1.0}, prog_bar=bool(b.mean() > 1)))
-    with pytest.raises(ValueError, match=r"self.log\('a'\) was called twice .* \(prog_bar=False then True\)"):
+    with pytest.raises(ValueError, match=r"self.log\('a'\) was called .* \(prog_bar=False then True\)"):
         fit(changing, [torch.full((2,), 1.0), torch.full((2,), 2.0)], quiet=quiet)
 
 
@@ -953,3 +954,167 @@ def test_on_a_gpu_values_are_kept_as_they_were_and_lose_no_digits() -> None:
     assert memory.of("v_epoch")[0][1] == pytest.approx(sum(want) / 3, rel=1e-12)
     assert trainer.callback_metrics["peak"].item() == max(want)
     assert memory.of("third_step")[0] == (2**24 + 1, 1 / 3)
+
+
+# ---- step values of several processes --------------------------------------------------------------------------------
+
+
+class Together(Values):
+    """Logs step values that processes share, and looks at them before anybody flushes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        mine = float(self.global_rank + 4 * batch_idx)
+        self.log("each", mine, sync_dist=True)
+        self.log("sum", torch.tensor(mine), reduce_fx="sum", sync_dist=True)
+        self.log("most", mine, reduce_fx="max", sync_dist=True)
+        self.log("both", torch.tensor([mine]), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+        self.metrics(batch[0] * 0 + mine)
+        self.log_dict(self.metrics, sync_dist=True)
+        self.log("own", mine)
+        self.log("epoch_value", mine, on_step=False, on_epoch=True, batch_size=1)
+        return self.layer(batch).sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = self.trainer.callback_metrics
+        self.seen.append({name: float(metrics[name]) for name in ("each", "sum", "most", "both", "low", "own")})
+
+
+def logged_together(log_every: int) -> Any:
+    import torchmetrics
+
+    module = Together()
+    module.metrics = torchmetrics.MetricCollection({"low": torchmetrics.MeanMetric()})
+    module.seen = []
+    logger = Memory()
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        logger=logger,
+        log_every_n_steps=log_every,
+        max_epochs=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    reduced: list[str] = []
+    reduce = trainer.strategy.reduce
+    trainer.strategy.reduce = lambda tensor, op="mean", group=None: reduced.append(op) or reduce(tensor, op, group)
+    trainer.fit(module, [torch.ones(1, 1)] * 4)
+    kinds = {value.dtype for value in trainer.callback_metrics.values()}
+    return module.seen, dict(trainer.logged_metrics), reduced, kinds
+
+
+@pytest.mark.parametrize("log_every", [1, 50])
+def test_step_values_that_processes_share_are_reduced_wherever_they_are_read(log_every: int) -> None:
+    pytest.importorskip("torchmetrics")
+    expected = [
+        {"each": 0.5 + 4 * n, "sum": 1.0 + 8 * n, "most": 1.0 + 4 * n, "both": 0.5 + 4 * n, "low": 0.5 + 4 * n}
+        for n in range(2)
+    ]
+    for rank, (seen, logged, reduced, kinds) in enumerate(ranks(2, logged_together, log_every)):
+        assert seen == [{**values, "own": float(rank + 4 * n)} for n, values in enumerate(expected)]
+        last = {**expected[-1], "both_step": expected[-1]["both"]} if log_every == 1 else {}
+        assert {name: logged[name] for name in last if name != "both"} == {n: v for n, v in last.items() if n != "both"}
+        assert logged["both_epoch"] == logged["epoch_value"] == 2.5
+        assert kinds == {torch.float32}
+        assert reduced.count("mean") == 2 * 3  # three names a step
+        assert reduced.count("max") == 2
+
+
+# ---- the hooks that errors name --------------------------------------------------------------------------------------
+
+
+class LogsIn(Values):
+    """Logs ``a`` through a helper in the hooks it is told."""
+
+    def __init__(self, **logged: dict[str, Any]) -> None:
+        super().__init__(validation_step=lambda *args: None)
+        self.logged = logged
+
+    def note(self, hook: str) -> None:
+        if hook in self.logged:
+            self.log("a", 1.0, **self.logged[hook])
+
+    def setup(self, stage: str) -> None:
+        self.note("setup")
+
+    def configure_optimizers(self) -> Any:
+        self.note("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_fit_start(self) -> None:
+        self.note("on_fit_start")
+
+    def on_sanity_check_start(self) -> None:
+        self.note("on_sanity_check_start")
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.note("on_before_batch_transfer")
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.note("on_train_end")
+
+    def on_fit_end(self) -> None:
+        self.note("on_fit_end")
+
+    def teardown(self, stage: str) -> None:
+        self.note("teardown")
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "setup",
+        "configure_optimizers",
+        "on_fit_start",
+        "on_sanity_check_start",
+        "on_before_batch_transfer",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ],
+)
+def test_a_call_where_no_metrics_are_kept_names_the_hook_that_made_it(hook: str, quiet: dict[str, Any]) -> None:
+    trainer = Trainer(**quiet, max_epochs=1)
+    with pytest.raises(RuntimeError, match=rf"^self\.log\('a'\) was called in {hook}, where no metrics are kept\. Log"):
+        trainer.fit(LogsIn(**{hook: {}}), [torch.ones(1, 1)], [torch.ones(1, 1)])
+
+
+def test_a_name_with_different_arguments_names_the_hooks_that_log_it(quiet: dict[str, Any]) -> None:
+    class Logs(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            pl_module.log("a", 1.0, prog_bar=True)
+
+    def fit_with(module: Any, *callbacks: Callback) -> None:
+        Trainer(**quiet, max_epochs=1, callbacks=list(callbacks)).fit(module, [torch.ones(1, 1)] * 2)
+
+    different = r"with different arguments \(prog_bar=False then True\), so it is not clear how to reduce it"
+    with pytest.raises(ValueError, match=rf"'a'\) was called in on_train_batch_start and training_step {different}"):
+        fit_with(LogsIn(on_train_batch_start={}, training_step={"prog_bar": True}))
+    with pytest.raises(ValueError, match=rf"'a'\) was called in training_step and on_train_batch_end {different}"):
+        fit_with(LogsIn(training_step={}), Logs())
+    changing = Values(training_step=lambda m, b: m.log("a", 1.0, prog_bar=m.trainer.global_step > 0))
+    with pytest.raises(ValueError, match=rf"'a'\) was called in training_step {different}"):
+        fit_with(changing)
+
+
+def test_an_integer_says_how_to_make_it_a_float(quiet: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
+    def log(module: Any, batch: Any) -> None:
+        module.log("tensor", torch.tensor(3))
+        module.log("number", 3)
+
+    fit(Values(training_step=log), batches(1), quiet=quiet)
+    said = [str(one.message) for one in recwarn.list if "integer" in str(one.message)]
+    assert said == [
+        "self.log('tensor') got an integer; it is kept as torch.float32. Pass value.float() to say so.",
+        "self.log('number') got an integer; it is kept as torch.float32. Pass float(value) to say so.",
+    ]

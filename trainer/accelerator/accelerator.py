@@ -18,6 +18,7 @@ from ...strategies.precision.base import Precision
 from ..arguments import named
 from .accumulation import GradientState, Window
 from .arguments import read_arguments
+from .copies import connect, put_back, state_of
 from .errors import answer, answer_uncaught
 from .examined import examine_if_planned
 from .facts import Facts
@@ -157,9 +158,6 @@ class Accelerator(Facts):
         )
         self.gradient_state = GradientState(**arguments.accumulation)
         self.gradient_state.window = Window(self.gradient_state, self._strategy)
-        self.gradient_state.on_pass = partial(_settle_buffers, weakref.ref(self))
-        self.gradient_state.explain = partial(answer, weakref.ref(self), None)
-        answer_uncaught(weakref.ref(self))
         self._windows: dict[tuple[int, ...], Window] = {}
         self._models: list[nn.Module] = []
         self._placements: dict[int, PreparedModel] = {}
@@ -174,7 +172,15 @@ class Accelerator(Facts):
         self._backward: Callable[..., None] | None = None
         self._replicas: list[Strategy] = []
         self._norm: Tensor | None = None
+        connect(self)
+        answer_uncaught(weakref.ref(self))
         examine_if_planned(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        put_back(self, state)
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
@@ -638,16 +644,3 @@ class Accelerator(Facts):
         from .loaders import skip_first_batches
 
         return skip_first_batches(dataloader, num_batches)
-
-
-def _settle_buffers(accelerator: Callable[[], Accelerator | None], loader: Any) -> None:
-    """A pass begins: models that are evaluated get rank 0's buffers, which are those that a checkpoint holds.
-
-    The Accelerator is referred to weakly, so that a loader, and its workers, end when nobody has them any more.
-    """
-    found = accelerator()
-    for model in found._placements.values() if found is not None else ():
-        if not model.frozen:
-            model.strategy.find_latecomers(model.module)
-            if not model.module.training:
-                model.strategy.before_evaluation(model.module)

@@ -68,6 +68,17 @@ class GradientState:
         for tell in waiting:
             tell()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what goes on in this process: passes over loaders, open blocks, whom to call."""
+        return vars(self) | {
+            "speaker": None,
+            "on_pass": None,
+            "explain": None,
+            "depth": 0,
+            "active_dataloader": None,
+            "dataloader_references": [],
+        }
+
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch under way is its loader's last."""
@@ -169,6 +180,11 @@ class Window:
         self.local: set[int] = set()
         self._scale: Any = None
         self._factor: float | Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Where the window stands. Ids mean nothing elsewhere: an optimizer says itself that it has stepped."""
+        stepped = {0} if self.stepped else set()
+        return vars(self) | {"settled": set(), "stepped": stepped, "local": set(), "_outer": [], "_communicates": True}
 
     def __enter__(self) -> None:
         state, loader = self.state, self.state.active_dataloader

@@ -219,7 +219,7 @@ def _tell(where: str, missing: list[str], strict: bool) -> None:
             f"{text} Nothing was loaded. Prepare and register what was there when the state was saved, in the same "
             "order; or leave strict=True out."
         )
-    messages.warn(f"{text} What is not restored keeps the state that it has. strict=True makes this an error.")
+    messages.warn(f"{text} What is not restored keeps its current state. strict=True makes this an error.")
 
 
 # ---- registered objects and hooks ------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ class Restored:
         self._too_many("loader", loaders, accelerator._dataloaders, [])
         self._compare_custom(own.get("custom", []))
         if accelerator._strategy.precision.state_dict() and not self.section.get("precision"):
-            self.missing.append("the loss scale, which begins anew")
+            self.missing.append("the loss scale, which starts over")
         if not self.ranks:
             self.missing.append("random states and the place in the data, since save_state did not write the file")
 
@@ -268,7 +268,7 @@ class Restored:
     def _too_many(self, what: str, saved: Sequence[Any], present: Sequence[Any], names: Sequence[str]) -> None:
         for index in range(len(present), len(saved)):
             name = f" ({names[index]})" if index < len(names) else ""
-            self.missing.append(f"{what} {index}{name} of the state, which finds no place")
+            self.missing.append(f"{what} {index}{name} of the state, which has no counterpart here")
 
     # ---- put in force ------------------------------------------------------------------------------------------------
 
@@ -303,8 +303,8 @@ class Restored:
             load_weights(module, state, not partly, _silent(load) if partly else load, _ADVICE)
             if partly:
                 messages.info_once(
-                    f"The state holds what is trained of {type(module).__name__}: {len(state)} weights and buffers; "
-                    f"the {len(left_out)} frozen ones stay as they were built (only_trainable=True)."
+                    f"The state holds the {len(state)} trained weights and buffers of {type(module).__name__}; the "
+                    f"{len(left_out)} frozen ones keep their current values (only_trainable=True)."
                 )
         if self.alike and self.own is not None:
             loaded = {id(placement) for placement, _, _ in self.weights}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def answer(
-    reference: weakref.ref[Accelerator], model: PreparedModel | None, error: BaseException
+    reference: Callable[[], Accelerator | None], model: PreparedModel | None, error: BaseException
 ) -> BaseException | None:
     """An error of the same type that says what to do; None if there is nothing to add to ``error``.
 
     Args:
-        reference: to the Accelerator; one that is gone has nothing to say.
+        reference: a weak one to the Accelerator; one that is gone has nothing to say.
         model: whose forward, backward or step it was; None: not known.
         error: what was raised.
     """
@@ -51,6 +52,10 @@ def answer(
             training=bool(trained) and (model is None or model.module.training),
         ),
     )
+
+
+def nobody() -> None:
+    """Stands for the reference to an Accelerator where there is none."""
 
 
 def answer_uncaught(reference: weakref.ref[Accelerator]) -> None:

@@ -119,7 +119,7 @@ def _next_numbered(folder: Location, config: Any) -> Location:
         number = max([*taken, number]) + 1
         messages.info(
             f"{folder / f'{_NUMBERED}{config.iteration}'} exists already, so this state is saved as number {number}. "
-            "accelerator.load_state() goes on from the newest."
+            "accelerator.load_state() continues from the newest."
         )
         config.iteration = number
     return folder / f"{_NUMBERED}{number}"
@@ -226,7 +226,9 @@ def delete_old(saves: Saves, newest: Location, limit: int | None) -> None:
         try:
             _delete(state)
         except OSError as error:
-            messages.warn(f"{newest} is saved; {state.parent}, which total_limit={limit} drops, stays: {error}")
+            messages.warn(
+                f"{newest} is saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: {error}"
+            )
 
 
 def _delete(state: Location) -> None:

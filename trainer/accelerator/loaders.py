@@ -364,9 +364,9 @@ class PreparedLoader(DataLoader[Any]):
         if loaded is not None and epoch not in (loaded.position["epoch"], loaded.next_epoch):
             if not loaded.by_script:
                 messages.warn(
-                    f"set_epoch({epoch}) leaves the place that was loaded, batch {loaded.position['batches']} of epoch "
-                    f"{loaded.position['epoch']}: the next pass is epoch {epoch} from its beginning. Begin your epochs "
-                    f"at {loaded.next_epoch} to go on there."
+                    f"set_epoch({epoch}) leaves the position that was loaded, batch {loaded.position['batches']} of "
+                    f"epoch {loaded.position['epoch']}: the next pass is epoch {epoch} from its beginning. Start your "
+                    f"epochs at {loaded.next_epoch} to continue there."
                 )
             place.resume = None
         place.epoch = epoch
@@ -410,7 +410,9 @@ class PreparedLoader(DataLoader[Any]):
         if saved != now and done:
             done, left = divmod(done * saved, now)
             again = "; what does not fill one of its batches is read again" if left else ""
-            own["derived"] = f"the position, batch {done} of the epoch, which was batch {state['batches']} there{again}"
+            own["derived"] = (
+                f"the position, batch {done} of the epoch (batch {state['batches']} in the saved run){again}"
+            )
         if self.seed is not None and state["seed"] is not None:
             own["seed"] = state["seed"]
         length, place.current, place.left_out = length_of(self._source), None, None

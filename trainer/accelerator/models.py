@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ...loggers import messages
 from ...strategies.base import Strategy
+from .errors import answer, nobody
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -35,8 +36,7 @@ class PreparedModel:
         self.module = module
         self.strategy = strategy
         self.frozen = frozen
-        self.parameters = dict(module.named_parameters())
-        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._know_parameters()
         self._before = {id(parameter): (weakref.ref(parameter), name) for name, parameter in self.parameters.items()}
 
     def set_up(self, place: bool) -> None:
@@ -44,8 +44,14 @@ class PreparedModel:
         if place and self.strategy.places(self.module):
             self.module = self.strategy.setup_module(self.module)
             self.strategy.settle_weights(self.module, required=False)
+        self._know_parameters()
+        self._wrap()
+
+    def _know_parameters(self) -> None:
         self.parameters = dict(self.module.named_parameters())
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def _wrap(self) -> None:
         self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
 
     def current(self, parameter: Tensor) -> Tensor | None:
@@ -69,11 +75,12 @@ class PreparedModel:
     def route(
         self,
         output_dtype: str,
-        compile_with: Callable[[Any], Any] | None,
+        compiler: Callable[[nn.Module], Callable[[Any], Any] | None],
         explain: Callable[[BaseException], BaseException | None],
     ) -> None:
         """Let the module's forward go through wrapper, precision and compiler; ``explain`` finds words for an error."""
-        module, strategy = self.module, self.strategy
+        self._output_dtype, self._compiler = output_dtype, compiler
+        module, strategy, compile_with = self.module, self.strategy, compiler(self.module)
         plain = step = module.forward
         if compile_with is not None:
             step = compile_with(step)
@@ -86,11 +93,53 @@ class PreparedModel:
         if train is not plain or evaluate is not plain:
             module.forward = Routed(module, train, evaluate, explain)
 
+    def explain_with(self, accelerator: Callable[[], Any]) -> None:
+        """Let errors of the forward be answered by this Accelerator, of which there is a weak reference."""
+        routed: Any = vars(self.module).get("forward")
+        if isinstance(routed, Routed):
+            routed.explain = partial(answer, accelerator, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        refuse_processes(self.strategy, f"A prepared {type(self.module).__name__}")
+        names = ("module", "strategy", "frozen", "_output_dtype", "_compiler")
+        return {name: vars(self)[name] for name in names} | {"gradients": self.strategy.window_gradients(self.module)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        gradients = state["gradients"]
+        vars(self).update({name: value for name, value in state.items() if name != "gradients"})
+        if "_parameters" not in vars(self.module):
+            raise TypeError(
+                f"{type(self.module).__name__} holds the Accelerator, or an optimizer, that it was prepared with, and "
+                "neither can be made before the other. Pickle the Accelerator, which brings the module, or keep it out "
+                "of the module."
+            )
+        self.strategy.setup_environment()
+        self._know_parameters()
+        self._before = {}
+        self._wrap()
+        self.route(self._output_dtype, self._compiler, partial(answer, nobody, self))
+        self.strategy.load_window_gradients(self.module, gradients or {})
+
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step of a model that needs weights which nobody had loaded when it was prepared."""
         if self.strategy.waiting.unfilled:
             self.strategy.settle_weights(self.module)
         return step(*args, **kwargs)
+
+
+def refuse_processes(strategy: Strategy, what: str) -> None:
+    """Raise if what a strategy holds cannot be copied, since several processes share it.
+
+    Raises:
+        TypeError: there are several processes, or the strategy splits models into parts.
+    """
+    if strategy.world_size > 1 or strategy.communicates_forward:
+        name, several = type(strategy).__name__, strategy.world_size > 1
+        why = f"{strategy.world_size} processes share it" if several else "it keeps models in parts"
+        raise TypeError(
+            f"{what} cannot be copied or pickled under {name}, because {why}. Save everything with "
+            "accelerator.save_state(folder), or the weights with accelerator.get_state_dict(model)."
+        )
 
 
 class Routed:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from ...strategies.base import Strategy
 from ...strategies.precision.base import Precision
+from .models import refuse_processes
 from .scaler import refuse_scaler
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class AcceleratedOptimizer(Optimizer):
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":
+        if name == "optimizer" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -169,10 +170,25 @@ class AcceleratedOptimizer(Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "explain"}
+        refuse_processes(self.strategy, f"A prepared {type(self.optimizer).__name__}")
+        window = self._state_of_gradients.window
+        groups = () if self.placements else self.optimizer.param_groups  # gradients of models are with them
+        return {
+            "own": {name: value for name, value in vars(self).items() if name not in ("explain", "strategies")},
+            "gradients": [(parameter, parameter.grad) for group in groups for parameter in group["params"]],
+            "settled": id(self) in window.settled,
+            "stepped": id(self) in window.stepped,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state["own"])
+        self.strategies = {id(one.strategy) for one in self.placements}
+        window = self._state_of_gradients.window
+        for done, optimizers in ((state["settled"], window.settled), (state["stepped"], window.stepped)):
+            if done:
+                optimizers.add(id(self))
+        for parameter, gradient in state["gradients"]:
+            parameter.grad = gradient
 
 
 def _call(optimizer: Optimizer, name: str) -> None:

@@ -172,7 +172,14 @@ class Place:
         self.left_out: LeftOut | None = None
 
     def __reduce__(self) -> Any:
-        return type(self), ()
+        """A copy begins the pass under way anew."""
+        return _place_at, ((self.epoch, self.resume) if self.current is None else (self.current.epoch, None))
+
+
+def _place_at(epoch: int, resume: Loaded | None) -> Place:
+    made = Place()
+    made.epoch, made.resume = epoch, resume
+    return made
 
 
 def _batches(after: int, to: int) -> str:

@@ -103,9 +103,13 @@ def finish_model(accelerator: Accelerator, model: PreparedModel, compiler: Calla
         if own:
             model.strategy.setup_optimizers(own)
     words = partial(answer, weakref.ref(accelerator), model)
-    model.route(accelerator.output_dtype, compiler or accelerator._compiler(model.module), words)
+    model.route(accelerator.output_dtype, partial(_given, compiler) if compiler else accelerator._compiler, words)
     accelerator._windows.pop((), None)
     accelerator._checked = False
+
+
+def _given(compiler: Callable[[Any], Any], module: nn.Module) -> Callable[[Any], Any]:
+    return compiler
 
 
 def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> AcceleratedOptimizer:

@@ -114,6 +114,10 @@ class PartialState(Processes):
         self._own = _process.strategy
         self._resets = _process.resets
 
+    def __reduce__(self) -> Any:
+        """The place of the process that reads it."""
+        return _place_here, (self.device.type == "cpu",)
+
     @classmethod
     def of(cls, strategy: Strategy) -> PartialState:
         """The state of a strategy that is set up; the first one becomes that of the process."""
@@ -245,6 +249,11 @@ class AcceleratorState:
         _process.state = state
         return state
 
+    def __reduce__(self) -> Any:
+        """The same settings, at the place of the process that reads it."""
+        plugins = {name: value for name, value in vars(self).items() if name not in ("_partial", "device_mesh")}
+        return _state_here, (self._partial, plugins)
+
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget the Accelerators; with ``reset_partial_state`` the process's place too."""
@@ -290,6 +299,16 @@ class AcceleratorState:
 
     def __repr__(self) -> str:
         return f"{self._partial!r}\nMixed precision type: {self.mixed_precision}\n"
+
+
+def _place_here(cpu: bool) -> PartialState:
+    return PartialState(cpu=cpu and _process.strategy is None)
+
+
+def _state_here(partial: PartialState, settings: dict[str, Any]) -> AcceleratorState:
+    state = object.__new__(AcceleratorState)
+    vars(state).update(settings, _partial=partial, device_mesh=None)
+    return state
 
 
 def is_initialized() -> bool:

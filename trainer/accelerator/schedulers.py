@@ -78,6 +78,6 @@ class AcceleratedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":
+        if name == "scheduler" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.scheduler, name)

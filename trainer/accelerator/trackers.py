@@ -10,7 +10,8 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from ...loggers import messages
 from ...loggers.base import Logger, Nothing
-from ..checkpoint.loggers import named
+from ...loggers.values import present
+from ..checkpoint.loggers import named, say_where
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -146,7 +147,7 @@ class LoggerTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.is_used = True
-        self.logger.log_record(values, step, **kwargs)
+        self.logger.log_record(present(values), step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
@@ -154,7 +155,7 @@ class LoggerTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        for name, images in values.items():
+        for name, images in present(values).items():
             self._call("log_images", "log_image", name, images, step=step, **kwargs)
 
     @on_main_process
@@ -250,7 +251,7 @@ class WandBTracker(LoggerTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        super().log_images({name: list(images) for name, images in values.items()}, step, **kwargs)
+        super().log_images({name: list(images) for name, images in present(values).items()}, step, **kwargs)
 
     def go_on(self, state: Mapping[str, Any]) -> bool:
         went_on = super().go_on(state)
@@ -447,7 +448,8 @@ class Trackers(list[GeneralTracker]):
         """Send the values of one step to every tracker.
 
         Args:
-            values: numbers, or tensors of one element; texts and more as far as the trackers show them.
+            values: numbers, or tensors of one element; texts and more as far as the trackers show them. Paceline's
+                trackers leave out a value that is None; one of your own gets it.
             step: place on the x axis.
             log_kwargs: more arguments of :meth:`GeneralTracker.log`, by the tracker's name.
 
@@ -508,8 +510,8 @@ class Trackers(list[GeneralTracker]):
             return
         if newer is not None:
             messages.info(
-                f"The state that was loaded is not the newest of its run, {newer} is: what follows is logged as "
-                "another run, so that nothing of that one is lost."
+                f"The state that was loaded is not the newest of its run ({newer} is newer), so what follows is logged "
+                "as a new run and the logs of the other one stay whole."
             )
             return
         if not self._started:
@@ -517,9 +519,7 @@ class Trackers(list[GeneralTracker]):
             return
         self._resumed = {}
         going = {name: one for name, one in self._loggers().items() if name in states and one.go_on(states[name])}
-        folders = [one.logger.log_dir for one in going.values() if one.logger.log_dir]
-        if folders:
-            messages.info(f"The run is logged on where it was: {messages.names(folders, last='and')}.")
+        say_where("Logging continues in", (one.logger for one in going.values()))
 
     def _loggers(self) -> dict[str, LoggerTracker]:
         mine = {id(one._logger): one for one in self if isinstance(one, LoggerTracker)}

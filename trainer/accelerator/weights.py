@@ -97,7 +97,6 @@ def save_model(
 
     Raises:
         ValueError: the size is not one.
-        ModuleNotFoundError: the package safetensors is not installed.
         OSError: a file could not be written; raised on every rank.
     """
     limit = size_in_bytes(max_shard_size, "max_shard_size")
@@ -123,7 +122,6 @@ def write_model(state: Mapping[str, Any], folder: Location, limit: int, layout: 
     safe = layout is SAFETENSORS
     found = bare.bare(state, tied)
     if safe:
-        bare.safetensors_writer("save_model (safe_serialization=True)")
         _say_left_out(found.others)
     groups = _groups(found.tensors if safe else state)
     plan = _shards(groups, limit)
@@ -136,7 +134,7 @@ def write_model(state: Mapping[str, Any], folder: Location, limit: int, layout: 
             path = stack.enter_context(replace.written_aside(folder / name))
             if safe:
                 twins = {twin: key for twin, key in found.twins.items() if key in keys}
-                bare.write_safetensors({key: found.tensors[key] for key in keys}, path, twins, "save_model")
+                bare.write_safetensors({key: found.tensors[key] for key in keys}, path, twins)
             else:
                 bare.write_torch({key: state[key] for key in keys}, path)
     current = {*names, *([layout.listing] if len(plan) > 1 else [])}
@@ -218,7 +216,7 @@ def save(obj: Any, f: Any, accelerator: Accelerator, safe_serialization: bool = 
         if found is None:
             bare.write_torch(obj, path)
         else:
-            bare.write_safetensors(found.tensors, path, found.twins, "save(..., safe_serialization=True)")
+            bare.write_safetensors(found.tensors, path, found.twins)
 
 
 def _writes(accelerator: Accelerator) -> bool:

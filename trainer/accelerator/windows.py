@@ -59,7 +59,7 @@ def _say_lost(accelerator: Accelerator, models: list[int]) -> None:
         listed = messages.names([type(accelerator._models[index]).__name__ for index in models], "and")
         messages.warn_once(
             f"{type(accelerator._strategy).__name__} has no way to save gradients that wait for an optimizer step, so "
-            f"those of {listed} are not in this state: a loop that goes on from it lacks the micro-batches of the "
+            f"those of {listed} are not in this state: a loop that continues from it lacks the micro-batches of the "
             "window under way. Call save_state where accelerator.sync_gradients is True."
         )
 
@@ -89,9 +89,9 @@ def restore_windows(accelerator: Accelerator, own: Mapping[str, Any] | None, ran
             placements[index].strategy.load_window_gradients(placements[index].module, gradients)
     derived = []
     if lost:
-        derived.append("the accumulation window, which begins anew without its micro-batches")
+        derived.append("the accumulation window, which starts over without its micro-batches")
     elif found and not exact:
-        derived.append("the gradients of the window under way (the mean of those that the ranks had)")
+        derived.append("the gradients of the window under way (the mean over the saved ranks)")
     return derived
 
 

@@ -80,19 +80,16 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)
 
 
-def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str], who: str) -> None:
+def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write a file of the safetensors format, synced to disk.
 
     Args:
         tensors: by name; views of one memory are copied, since the format refuses them.
         path: on this machine.
         metadata: goes into the head of the file, beside ``format``.
-        who: asks for it, for the error.
-
-    Raises:
-        ModuleNotFoundError: the package safetensors is not installed.
     """
-    save_file = safetensors_writer(who)
+    from safetensors.torch import save_file
+
     seen: set[Any] = set()
     apart: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -116,19 +113,6 @@ def _head_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> i
         start, end = end, end + tensor.nbytes
         entries[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     return 8 + len(json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode())
-
-
-def safetensors_writer(who: str) -> Any:
-    """The function that writes the format.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message has the line that installs it.
-    """
-    try:
-        from safetensors.torch import save_file
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(messages.missing(who, "safetensors")) from error
-    return save_file
 
 
 def write_torch(value: Any, path: Path) -> None:

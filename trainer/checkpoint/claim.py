@@ -74,9 +74,9 @@ def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
             if time.monotonic() > deadline:
                 raise BlockingIOError(
                     error.errno,
-                    "Another run is writing checkpoints to this folder, so this one cannot go on from them: both would "
-                    "train the same steps. Wait for it or end it; or give this run another folder (default_root_dir, "
-                    "dirpath). Folder",
+                    "Another run is writing checkpoints to this folder, so this one cannot continue from them: both "
+                    "would train the same steps. Wait for the other run or end it, or give this one another folder "
+                    "(default_root_dir, dirpath). Folder",
                     folder,
                 ) from None
             time.sleep(0.05)

@@ -182,7 +182,7 @@ def restore_model(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str
     call(module, "on_load_checkpoint", checkpoint)
     datamodule = trainer.datamodule
     if "model" in parts:
-        load_weights(module, checkpoint["state_dict"], module.strict_loading, trainer.strategy.load_model_state)
+        load_weights(module, checkpoint["state_dict"], is_strict(module), trainer.strategy.load_model_state)
         state = checkpoint.get(type(datamodule).__qualname__)
         if datamodule is not None and state is not None:
             datamodule.load_state_dict(state)
@@ -208,9 +208,14 @@ def _restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if states:
         messages.warn(
             f"The checkpoint holds the state of callbacks that this Trainer does not have: "
-            f"{messages.names(states, last='and')}. Their state is dropped. To go on where they were, pass them to "
-            "Trainer(callbacks=[...]) with the arguments they had."
+            f"{messages.names(states, last='and')}. Their state is dropped. To restore it, pass these "
+            "callbacks to Trainer(callbacks=[...]) with the arguments they had."
         )
+
+
+def is_strict(module: Any) -> bool:
+    """Whether names have to match; a class may have ``strict_loading = None`` as an attribute, which means yes."""
+    return module.strict_loading is not False
 
 
 def load_weights(
@@ -301,13 +306,13 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[
     if parts != ("model",) and "optimizer_states" not in checkpoint:
         raise ValueError(
             "The checkpoint holds weights only (it was saved with weights_only=True or save_weights_only=True), so a "
-            f"fit cannot go on from it. Use its weights in a new fit: {type(trainer.training_module).__name__}."
+            f"fit cannot continue from it. Use its weights in a new fit: {type(trainer.training_module).__name__}."
             "load_from_checkpoint(path), then trainer.fit without ckpt_path; or trainer.fit(..., restore=['model'])."
         )
     if parts != ("model",) and "accelerator" in section:
         raise ValueError(
-            "The checkpoint was written by Accelerator.save_state: the loop that it is of was not fit's, so fit cannot "
-            "go on in it. Go on with Accelerator.load_state, or use its weights in a new fit: "
+            "The checkpoint was written by Accelerator.save_state: it belongs to a loop of your own, which fit cannot "
+            "continue. Continue with Accelerator.load_state, or use its weights in a new fit: "
             "trainer.fit(..., restore=['model'])."
         )
     if "optimizer" in parts:
@@ -325,7 +330,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[
     if not section:
         messages.info(
             "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "
-            "no random states, so what is drawn from here on differs from the run that was saved."
+            "no random states, so random numbers differ from those of the saved run from here on."
         )
     return resumed
 

@@ -27,12 +27,7 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
         reused: the module is that of the run before; then None means its best checkpoint, if there is one.
     """
     if ckpt_path is None:
-        best = _best(trainer) if reused and fn != "fit" else None
-        if best is not None:
-            messages.info(
-                f"No module was passed to {fn}(): its best checkpoint is used. Pass the module to use it as it is."
-            )
-        return best
+        return _best(trainer) if reused and fn != "fit" else None
     if ckpt_path == "best":
         best = _best(trainer)
         if best is None:

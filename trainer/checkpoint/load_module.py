@@ -72,7 +72,7 @@ def load_from_checkpoint(
 def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -> None:
     contents.call(module, "on_load_checkpoint", checkpoint)
     state = checkpoint["state_dict"]
-    wanted: bool = module.strict_loading if strict is None else strict
+    wanted = contents.is_strict(module) if strict is None else strict
     contents.load_weights(module, state, wanted, lambda module, *args: module.load_state_dict(*args))
     device = next((value.device for value in state.values() if isinstance(value, Tensor)), None)
     if device is not None:
@@ -83,22 +83,23 @@ def _arguments(cls: type, checkpoint: dict[str, Any], prefix: str, given: dict[s
     """The arguments for ``cls``: those saved, replaced by those given, and of them the ones that ``cls`` takes."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     saved = AttributeDict(checkpoint.get(f"{prefix}hyper_parameters", {}))
     for key in ("_instantiator", "_class_path"):
         saved.pop(key, None)
     name = checkpoint.get(f"{prefix}hparams_name")
-    if name is not None and name in parameters:
+    if name in named:
         arguments: dict[str, Any] = {name: _attribute_dicts(saved | given)}
-        known = {*parameters, *saved}
+        known = [*named, *saved]
     else:
-        arguments, known = saved, {*parameters}
+        arguments, known = saved, list(named)
     unknown = [key for key in given if key not in known]
     if unknown and not takes_any:
         raise TypeError(
             f"load_from_checkpoint: {messages.unknown(f'argument of {cls.__name__}.__init__', unknown[0], known)}"
         )
-    arguments = {key: value for key, value in {**arguments, **given}.items() if takes_any or key in parameters}
-    _must_be_complete(cls, parameters, arguments, list(saved))
+    arguments = {key: value for key, value in {**arguments, **given}.items() if takes_any or key in named}
+    _must_be_complete(cls, named, arguments, list(saved))
     return arguments
 
 
@@ -109,12 +110,8 @@ def _attribute_dicts(value: Any) -> Any:
     return value
 
 
-def _must_be_complete(cls: type, parameters: Any, arguments: dict[str, Any], saved: list[str]) -> None:
-    lacking = [
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in arguments
-    ]
+def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: list[str]) -> None:
+    lacking = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
     if lacking:
         held = f"({', '.join(saved)})" if saved else "(it has none)"
         again = ", ".join(f"{name}=..." for name in lacking)

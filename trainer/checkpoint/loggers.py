@@ -40,8 +40,8 @@ def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
         newer = newer_of_its_run(location(path)) if found else None
         if newer is not None:
             messages.info(
-                f"{path} is not the newest checkpoint of its run, {newer.name} is: what follows is logged as another "
-                "run, so that nothing of that one is lost."
+                f"{path} is not the newest checkpoint of its run ({newer.name} is newer), so this fit is logged as a "
+                "new run and the logs of the other one stay whole."
             )
             return {}
         if found and not is_remote(path):
@@ -52,9 +52,15 @@ def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
     for name, logger in named(trainer.loggers):
         if name in found:
             logger.take_over(found[name])
-    folders = [logger.log_dir for name, logger in named(trainer.loggers) if name in found and logger.log_dir]
+    say_where("Logging continues in", (logger for name, logger in named(trainer.loggers) if name in found))
+
+
+def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
+    """Name the folders of the records, once in a process."""
+    folders = dict.fromkeys(messages.path(folder) for logger in loggers if (folder := logger.records_dir))
     if folders:
-        messages.info(f"The run is logged on where it was: {messages.names(folders, last='and')}.")
+        text = ", ".join(folders)
+        messages.info_once(f"{beginning} {text}", key=f"records in {text}")
 
 
 def restore(trainer: Trainer, section: Mapping[str, Any]) -> None:

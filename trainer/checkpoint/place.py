@@ -91,8 +91,8 @@ def progress(trainer: Trainer, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     if not state.step_failed:
         messages.info_once(
             f"{type(trainer.strategy).__name__} has no way to save gradients that wait for an optimizer step, so a "
-            f"resume from a checkpoint inside an accumulation window goes over its {state.window} micro-batches once "
-            "more. Save where an update has been made (every_n_train_steps of ModelCheckpoint does)."
+            f"resume from a checkpoint inside an accumulation window runs its {state.window} micro-batches again. Save "
+            "right after an update (every_n_train_steps of ModelCheckpoint does)."
         )
     return without_window(counters)
 
@@ -150,7 +150,7 @@ class Resumed:
         if counters["window"] and not (self._has_window() and counters["accumulate"] == accumulate):
             waiting = counters["batches"] - counters["settled"]
             counters = without_window(counters)
-            self.derived.append(f"the accumulation window, which begins anew ({waiting} batches are trained on again)")
+            self.derived.append(f"the accumulation window, which starts over ({waiting} batches are trained on again)")
         return counters
 
     def find_batch(self) -> None:
@@ -164,7 +164,7 @@ class Resumed:
         if self.in_loops and batch and not state.epoch_done and saved != now:
             here, left = divmod(batch * saved, now)
             again = "; what does not fill one of its batches is trained on again" if left else ""
-            self.derived.append(f"the position, batch {here} of the epoch, which was batch {batch} there{again}")
+            self.derived.append(f"the position, batch {here} of the epoch (batch {batch} in the saved run){again}")
             state.next_batch, state.batch_idx = here, here - 1
         self._tell()
 
@@ -178,7 +178,7 @@ class Resumed:
             )
         if not self._alike and any(kept["metrics"] or kept["torchmetrics"] for kept in self.ranks):
             self.derived.append(
-                "the epoch's running metric values (those of all ranks of then, dealt out to the ranks)"
+                "the epoch's running metrics (those of the saved run's ranks, divided among the ranks of this run)"
             )
         tell_derived(self.derived, self._alike, self._world, world)
 

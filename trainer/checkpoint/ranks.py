@@ -45,7 +45,7 @@ def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> No
     if derived:
         other = f" was written on {_count(then)}, and this run has {_count(now)}: it"
         messages.info(
-            f"The checkpoint{'' if alike else other} does not say everything of where this run goes on. "
+            f"The checkpoint{'' if alike else other} does not hold everything that this run continues with. "
             f"Derived rather than restored: {'; '.join(derived)}."
         )
 

@@ -140,7 +140,7 @@ def _write_parts(parts: dict[str, Any], folder: Path, strategy: Strategy) -> Non
         rank, failure = next(iter(error.failures.items()))
         raise OSError(
             f"The checkpoint was not saved: rank {rank} could not write its part to {str(folder.parent)!r} "
-            f"({failure[0]!r}). Make the folder writable from every process, free space there, or save elsewhere."
+            f"({failure[0]!r}). Make the folder writable from every process, free space on the disk, or save elsewhere."
         ) from error
 
 
@@ -191,7 +191,7 @@ def _upload_manifest(temporary: Path, target: Remote) -> None:
         if target.is_file():  # behind an address a file can be there too, under the same name
             target.unlink()
     except OSError as error:
-        messages.warn(f"The checkpoint {str(target)!r} is saved; what it replaces could not be deleted: {error}")
+        messages.warn(f"The checkpoint {str(target)!r} is saved, but the one it replaces could not be deleted: {error}")
 
 
 def _clear(temporary: Path, target: Location) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ from ...callbacks.locations import Location
 
 _BUFFER_BYTES = 1 << 24
 _DOS_FOLDER = 0x10
+#: Bytes of the last record of a zip file, whose last two say how long the comment behind it is.
+_ENDING = 22
+_LONGEST_ENDING = _ENDING + 0xFFFF
 
 
 class Problem(NamedTuple):
@@ -62,13 +66,30 @@ def file_problem(stream: IO[bytes]) -> Problem | None:
         with zipfile.ZipFile(stream) as archive:
             endings = {record.rpartition("/")[2] for record in archive.namelist()}
             bad_record = _damaged_record(archive)
+            end, size = _end(stream)
     except Exception as error:
         return Problem(f"its records cannot be read ({error!r})")
     if "constants.pkl" in endings:
         return Problem("it is a TorchScript program", foreign=True, fix="Load it with torch.jit.load.")
     if bad_record is not None:
         return Problem(f"its record {bad_record!r} does not match its checksum")
-    return None if "data.pkl" in endings else Problem("it is a zip file of something else", foreign=True)
+    if "data.pkl" not in endings:
+        return Problem("it is a zip file of something else", foreign=True)
+    if size != end:
+        why = f"it has {size} bytes and should end after {end}"
+        return Problem(why, fix=f"If something was appended to it, cut that off: truncate -s {end} FILE.")
+    return None
+
+
+def _end(stream: IO[bytes]) -> tuple[int, int]:
+    """Where a zip file ends by what it says itself, and how long it is. Readers pass over what was appended to it."""
+    size = stream.seek(0, os.SEEK_END)
+    start = max(0, size - _LONGEST_ENDING)
+    stream.seek(start)
+    ending = stream.read()
+    place = ending.rindex(b"PK\x05\x06")
+    comment = int.from_bytes(ending[place + _ENDING - 2 : place + _ENDING], "little")
+    return start + place + _ENDING + comment, size
 
 
 def _damaged_record(archive: zipfile.ZipFile) -> str | None:

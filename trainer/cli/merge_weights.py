@@ -29,7 +29,7 @@ def run(arguments: Namespace) -> int:
         )
     if arguments.remove_checkpoint_dir:
         raise ValueError(
-            "--remove_checkpoint_dir: the parts are all that training can go on from, so they are not deleted. Leave "
+            "--remove_checkpoint_dir: training can continue only from the parts, so they are not deleted. Leave "
             "the flag out, and delete the folder yourself."
         )
     inside = Path(arguments.directory) / _STATE

@@ -44,7 +44,7 @@ def main() -> int:
             messages.answer(f"ok  {name}")
     if accelerator.is_main_process:
         messages.answer(
-            f"paceline test: all is right with {accelerator.num_processes} process"
+            f"All checks passed: {accelerator.num_processes} process"
             f"{'es' * (accelerator.num_processes > 1)} on {accelerator.device.type}, "
             f"{type(accelerator._strategy).__name__}, mixed_precision={accelerator.mixed_precision}."
         )

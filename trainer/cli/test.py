@@ -13,7 +13,7 @@ from .launch_script import Script
 def add_arguments(parser: ArgumentParser) -> None:
     """What the command takes: the flags of ``paceline launch``."""
     add_flags(parser, script=False)
-    parser.epilog = "Starts the processes that paceline launch would start, and ends with status 0 if all is right."
+    parser.epilog = "Starts the processes that paceline launch would start, and ends with status 0 if all checks pass."
 
 
 def run(arguments: Namespace) -> int:

@@ -15,7 +15,7 @@ from ...loggers import messages
 from ...strategies.transfer import ahead
 from ..seed import mixed
 from .combined import CombinedLoader, close_iterator
-from .order import can_jump, iterate
+from .order import can_jump, iterate, within_length
 from .rounds import Shard
 
 _END = object()
@@ -32,7 +32,8 @@ class Batches:
         move: brings a batch to the device; None if there is nothing to do.
         lookahead: fetch (and move) a batch before the one in front of it is handed out, so that the last one is known
             as such. If fetching fails, the batch in front of it is handed out first.
-        limit: where the epoch ends if the loader does not end before; ``inf`` for nowhere. Nothing is fetched past it.
+        limit: where the epoch ends if the loader does not end before; ``inf`` for nowhere. Nothing is fetched past it,
+            nor past the loader's length.
         agree: with several processes whose loaders do not say how long they are: whether all of them have a batch.
             The epoch ends for all when it ends for one; needs ``lookahead``.
         skip: how many batches at the beginning were done already (they count towards ``limit``). A map-style
@@ -114,6 +115,8 @@ class Batches:
         source, dropped = self._open()
         self._source = source
         self._drop(source, dropped)  # at once, so that random states can be restored after it
+        if not isinstance(self._loader, CombinedLoader):
+            source = within_length(self._loader, source, self._skip)
         if limited:
             source = islice(source, int(self._limit) - self._skip)
         if self._agree is not None:
@@ -151,9 +154,9 @@ class Batches:
         begun = perf_counter()
         next(islice(source, count, count), None)
         messages.info_once(
-            f"Going on at batch {count} of the epoch: {count} batches were loaded and thrown away to get there, which "
-            f"took {perf_counter() - begun:.1f} s, because a {type(self._loader).__name__} of this kind cannot be "
-            "entered in the middle. A map-style data set can, and so can a loader (or, without workers, an iterable "
+            f"Continuing at batch {count} of the epoch: {count} batches were loaded and thrown away to get there, "
+            f"which took {perf_counter() - begun:.1f} s, because a {type(self._loader).__name__} of this kind cannot "
+            "start in the middle. A map-style data set can, and so can a loader (or, without workers, an iterable "
             "data set) that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
             key="batches thrown away",
         )

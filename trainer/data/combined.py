@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...loggers import messages
-from .order import iterate, pass_over
+from .order import iterate, length_of, pass_over, within_length
 
 Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 Limit = int | float | None
@@ -200,8 +200,9 @@ class CombinedLoader:
 
     def _limited(self, index: int) -> tuple[Iterator[Any], Iterator[Any]]:
         """A fresh iterator of one loader: the one to read, which ends at the limit, and the one to close."""
-        iterator = iterate(self._flattened[index])
-        return islice(iterator, self._limit(index)), iterator
+        loader = self._flattened[index]
+        iterator = iterate(loader)
+        return islice(within_length(loader, iterator), self._limit(index)), iterator
 
     def _parts(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
         """The loaders' batches side by side."""
@@ -244,7 +245,8 @@ class _Pass:
         self.iterator = (
             iterate(loader) if self.open_leaf is None else self.open_leaf(loader, start, self.index, self.number)
         )
-        self.source = islice(self.iterator, None if limit is None else max(limit - start, 0))
+        inside = within_length(loader, self.iterator, start)
+        self.source = inside if limit is None else islice(inside, max(limit - start, 0))
 
     def start_over(self) -> Any:
         """The first batch of a new pass."""
@@ -276,14 +278,6 @@ def is_loader(value: Any) -> bool:
 def holds_loaders(value: Any) -> bool:
     """Whether a list, tuple, mapping or dataclass has a loader in it, at any depth."""
     return any(is_loader(entry) or holds_loaders(entry) for entry in _entries(value))
-
-
-def length_of(loader: Any) -> int | None:
-    """Number of batches, or None if the loader does not know."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def close_iterator(iterator: Iterator[Any]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ...callbacks.base import overridden
 from ...strategies import transfer
 from ..hparams import HyperparametersMixin
 from .combined import length_of
@@ -42,9 +43,14 @@ class DataModule(HyperparametersMixin):
         ...         return DataLoader(self.data, batch_size=4, shuffle=True)
     """
 
+    _defines_defaults: ClassVar[bool] = True
+
     trainer: Trainer | None = None
     prepare_data_per_node: bool = True
     allow_zero_length_dataloader_with_multiple_devices: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "trainer"}
 
     def prepare_data(self) -> None:
         """Before :meth:`setup`, in one process a node (or one at all). Download and unpack here; keep no state."""
@@ -146,7 +152,7 @@ class DataModule(HyperparametersMixin):
             checkpoint_path: the file.
             map_location: where its tensors go, as for ``torch.load``.
             hparams_file: a ``.yaml`` or ``.csv`` file whose hyperparameters replace those of the checkpoint.
-            weights_only: False unpickles whatever is in the file, which runs code that it names: for your own files.
+            weights_only: always True in effect: a file can hold data, not code. False is refused.
             **kwargs: arguments of ``__init__`` that win over those saved.
         """
         from ..checkpoint.load_module import load_from_checkpoint
@@ -159,13 +165,8 @@ class DataModule(HyperparametersMixin):
         lines = [f"  {hook.removesuffix('_dataloader')}: {self._describe(hook)}" for hook in _LOADER_HOOKS]
         return "\n".join([f"{type(self).__name__}:", *lines])
 
-    def _defines(self, hook: str) -> bool:
-        if hook in vars(self):
-            return vars(self)[hook] is not None
-        return getattr(type(self), hook) is not getattr(DataModule, hook)
-
     def _describe(self, hook: str) -> str:
-        if not self._defines(hook):
+        if overridden(self, hook, DataModule) is None:
             return "none"
         try:
             return _describe_loaders(getattr(self, hook)())

@@ -166,8 +166,9 @@ def load_loader_state(
     leaves, states = list(leaves_of(loader)), state["loaders"]
     if len(leaves) != len(states):
         messages.warn(
-            f"The checkpoint holds the states of {len(states)} loaders, this run trains from {len(leaves)}. They are "
-            "left out, so the data start anew. Give fit the loaders of then to continue where it was."
+            f"The checkpoint holds the states of {len(states)} loaders, but this run trains from {len(leaves)}, so "
+            "they are ignored and the data start over. Give fit the loaders of the saved run to continue with their "
+            "next batch."
         )
         return False
     positioned = _knows_place(loader)
@@ -424,8 +425,8 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
         lost.append(f"the states of {len(saved)} random generators (the loader has {len(generators)} now)")
     if lost:
         messages.warn(
-            f"The checkpoint holds of the training loader ({type(loader).__name__}) {' and '.join(lost)}, which finds "
-            "no place. The order of the data will differ from the run before. Give fit the loader of then."
+            f"The checkpoint holds {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
+            "take. The order of the data will differ from the saved run. Give fit the loader of that run."
         )
     return positioned
 

@@ -19,8 +19,10 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from ...loggers import messages
 from .. import seed as randomness
 from .in_memory import rows_of
+from .rounds import Shard
 from .workers import start_iterating
 
 #: Where torchdata's BatchSampler is from, which cuts as torch's does and can save its place.
@@ -167,6 +169,61 @@ class Order:
             return
         for number, indices in enumerate(items, start):
             yield NumberedIndices(indices, seed, number)
+
+
+def length_of(loader: Any) -> int | None:
+    """Number of batches, or None if the loader does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Iterator[Any]:
+    """A loader's iterator, which stands at batch number ``start``, as far as its length goes.
+
+    The end is asked for only where that reads nothing: of torch's DataLoader with a sampler or with workers. It is also
+    asked for where a position that can be saved has to return to the beginning.
+    """
+    length = length_of(loader)
+    if length is None or isinstance(loader, (list, tuple, Shard)) or _has_torchs_sampler(loader):
+        return iterator
+    inside = islice(iterator, max(length - start, 0))
+    return chain(inside, _past_length(loader, iterator, length)) if _is_asked_for_its_end(loader) else inside
+
+
+def _has_torchs_sampler(loader: Any) -> bool:
+    if not takes_indices(loader):
+        return False
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else batches.sampler if cuts(batches) else batches
+    return type(sampler).__module__.startswith("torch.")
+
+
+def _is_asked_for_its_end(loader: Any) -> bool:
+    if takes_indices(loader):
+        return True
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and loader.num_workers:
+        return True
+    places = (loader, getattr(loader, "dataset", None))
+    return any(callable(getattr(place, "state_dict", None)) for place in places)
+
+
+def _past_length(loader: Any, iterator: Iterator[Any], length: int) -> Iterator[Any]:
+    """What a loader yields past its length, which is for the reader to judge; if it fails there, it has ended."""
+    try:
+        batch = next(iterator, _REACHED)
+    except Exception as error:
+        words = str(error).strip().splitlines()
+        raised = words[-1] if len(words) > 1 else f"{type(error).__name__}: {error}"  # a worker's ends with its error
+        messages.warn_once(
+            f"A {type(loader).__name__} has a length of {length} batches and raised {raised} when asked whether that "
+            "was its end, which counts as its end. Let it end by itself, or correct __len__."
+        )
+        return
+    if batch is not _REACHED:
+        yield batch
+        yield from iterator
 
 
 def takes_indices(loader: Any) -> bool:

@@ -108,6 +108,7 @@ def resolve(
     config_file: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
     door: str = "Accelerator",
+    late_variables: Mapping[str, Given] | None = None,
 ) -> Settings:
     """Find every setting's value. None means not set; a no or False that somebody gave counts.
 
@@ -117,6 +118,7 @@ def resolve(
         config_file: the file to read; None: that of the environment, the folder or the user, if there is one.
         environment: variables; None: those of this process.
         door: whose arguments ``code`` are, for messages.
+        late_variables: what other variables gave, which count less than those of the settings.
 
     Raises:
         ValueError: an unknown name, or a value that its setting does not have.
@@ -132,7 +134,7 @@ def resolve(
     launched = variables.get(FLAGS)
     said = {}
     for one in SETTINGS.values():
-        found = list(_candidates(one, code or {}, flags or {}, variables, file, door))
+        found = list(_candidates(one, code or {}, flags or {}, variables, late_variables or {}, file, door))
         _report(one.name, found, of_code_only=launched is not None)
         said[one.name] = found[0]
     settings = Settings(said, None if file is None else file.path)
@@ -146,6 +148,7 @@ def _candidates(
     code: Mapping[str, Any],
     flags: Mapping[str, Any],
     variables: Mapping[str, str],
+    late_variables: Mapping[str, Given],
     file: ConfigFile | None,
     door: str,
 ) -> Iterator[_Said]:
@@ -168,6 +171,9 @@ def _candidates(
         is_flag = variable == one.variable and one.name in from_flags
         origin = Origin("flag", f"--{one.name}") if is_flag else Origin("env", variable)
         yield _Said(one.parsed(variables[variable], origin.where), origin)
+    late = late_variables.get(one.name)
+    if late is not None and late.value is not None:
+        yield _Said(late.value, Origin("env", late.where))
     if file is not None and one.name in file.values:
         yield _Said(file.values[one.name], Origin("file", f"{file.path}: {file.keys[one.name]}"))
     yield _Said(one.default, Origin("default", ""))

@@ -72,7 +72,7 @@ def effective_now(trainer: Trainer, places: list[Place], given: Any, wanted: Any
         if isinstance(wanted, bool) or not isinstance(wanted, int):
             raise ValueError(
                 f"scale_batch_size(effective_batch={wanted!r}): pass a number of samples over all processes, 'keep' "
-                "for that of now, or None."
+                "for the current number, or None."
             )
         return wanted
     size = size_of(given) if given is not None else places[0].get()
@@ -158,7 +158,7 @@ class Trials:
         """Go on with what a run before found."""
         given = self.trainer._source.given.get("train")
         put_size(self.trainer, SizePlaces(name, "fit")(self.trainer), given, Plan(size, accumulate))
-        messages.info(f"The run goes on with its batch_size={size} and accumulate_grad_batches={accumulate}.")
+        messages.info(f"The run continues with its batch_size={size} and accumulate_grad_batches={accumulate}.")
         self.take_loaders("fit")
 
     def take_loaders(self, method: str) -> None:

@@ -253,8 +253,8 @@ def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
     if made[0] == made[1]:
         where, owner = messages.names([place.words for place in places], "and"), type(module).__name__
         messages.warn(
-            f"lr_find sets {where}, but {owner}.configure_optimizers() makes the same optimizer whatever the value "
-            f"there is, so a fit will not use the rate that is found. Build it with lr=self.{places[0].key}, or name "
+            f"lr_find sets {where}, but {owner}.configure_optimizers() makes the same optimizer whatever that "
+            f"value is, so a fit will not use the rate that was found. Build it with lr=self.{places[0].key}, or name "
             "the place that it reads: attr_name='hparams.training.lr'."
         )
 

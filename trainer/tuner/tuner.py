@@ -204,7 +204,7 @@ class Tuner:
         trainer = self.trainer
         if trainer._ckpt_asked is not None:
             raise RuntimeError(
-                f"The trainer is to go on from {trainer._ckpt_asked} (trainer.ckpt_path), with the values of that run, "
+                f"The trainer continues from {trainer._ckpt_asked} (trainer.ckpt_path), with the values of that run, "
                 "so there is nothing to search for. Search before the first fit, or set "
                 "trainer.ckpt_path = None."
             )

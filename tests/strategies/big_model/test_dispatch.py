@@ -163,7 +163,7 @@ def test_any_map_gives_the_same(device_map: Any, kind: str, tmp_path: Path) -> N
 
 
 def test_weights_that_another_module_reads_are_there(tmp_path: Path) -> None:
-    """They are the same values; with a folder also where it matters for the bits."""
+    """They are the same values; of an aligned file also where it matters for the bits."""
 
     class Reads(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_weights_that_another_module_reads_are_there(tmp_path: Path) -> None:
 
     model, other = spread(Reads, tmp_path, "misaligned")
     assert torch.allclose(model(ROW), other(ROW))
-    model, other = spread(Reads, tmp_path, "misaligned", offload_folder=tmp_path / "folder")
+    model, other = spread(Reads, tmp_path)
     assert torch.equal(model(ROW), other(ROW))
 
 
@@ -191,10 +191,47 @@ def test_types_are_converted_into_the_folder(tmp_path: Path) -> None:
         spread(Net, tmp_path, dtype="bfloat16")
 
 
-def test_a_folder_makes_what_is_misaligned_usable_where_it_is(tmp_path: Path) -> None:
-    model, other = spread(Net, tmp_path, "misaligned", offload_folder=tmp_path / "offload")
-    assert all(parameter.data_ptr() % 64 == 0 for parameter in other.parameters())
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_in_a_file_is_not_written_to_the_folder_again(kind: str, tmp_path: Path) -> None:
+    model, other = spread(Net, tmp_path, kind, offload_folder=tmp_path / "offload")
     assert torch.equal(model(X), other(X))
+    assert not (tmp_path / "offload").exists()
+
+
+def index_of(model: nn.Module, file: Path, dtype: str = "float32") -> dict[str, Any]:
+    """Where the weights of a model lie, as libraries say it that offload to the files of a checkpoint."""
+    entries = {
+        name: {"safetensors_file": str(file), "weight_name": name, "dtype": dtype} for name in model.state_dict()
+    }
+    return {**entries, "head.weight": entries["start.weight"]}
+
+
+@pytest.mark.parametrize("folder", [None, "offload"])
+@pytest.mark.parametrize("misaligned", [False, True], ids=["aligned", "misaligned"])
+def test_weights_that_an_index_finds_in_a_file_are_read_there(
+    misaligned: bool, folder: str | None, tmp_path: Path
+) -> None:
+    model = made(Net)
+    file = write(model.state_dict(), tmp_path / "model.safetensors", misaligned)
+    other = dispatch_model(
+        empty(Net), {"": "cpu", "blocks": "disk"}, offload_dir=folder, offload_index=index_of(model, file)
+    )
+    assert torch.equal(model(X), other.eval()(X))
+    assert all(Pages().holds(parameter) for parameter in other.blocks.parameters())  # type: ignore[union-attr]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_folder_is_needed_for_weights_of_an_index_in_another_dtype(tmp_path: Path) -> None:
+    model = made(Net)
+    file = write(model.state_dict(), tmp_path / "model.safetensors")
+    index = index_of(model, file, "bfloat16")
+    with pytest.raises(
+        ValueError, match=r"on disk as torch\.bfloat16, where its file has torch\.float32, .* offload_dir="
+    ):
+        dispatch_model(empty(Net), {"": "disk"}, offload_index=index)
+    other = dispatch_model(empty(Net), {"": "disk"}, offload_dir=tmp_path / "offload", offload_index=index)
+    assert torch.equal(model.to(torch.bfloat16)(X.bfloat16()), other.eval()(X.bfloat16()))
+    assert (tmp_path / "offload" / "start.weight.dat").stat().st_size == 2 * 64 * 64
 
 
 @pytest.mark.parametrize("offload_buffers", [False, True])
@@ -413,7 +450,9 @@ def test_copying_and_pickling_a_spread_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_disk_needs_a_folder_where_values_are_in_memory(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"device_map puts 'shift' on disk, .* Pass offload_dir="):
+    with pytest.raises(
+        ValueError, match=r"device_map puts 'shift' on disk as torch\.float32, but .* Pass offload_dir="
+    ):
         dispatch_model(made(Net), {"": "disk"})
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"'shift' \(256 bytes\) cannot be offloaded"):

@@ -99,6 +99,11 @@ def test_tensors_come_from_memory_files_and_prefixes(tmp_path: Path) -> None:
     found = OffloadedWeightsLoader({"a.w": torch.zeros(1)}, index=entries)
     assert set(found) == {"a.w", "y"}
     assert found["y"].dtype == torch.float16
+    twice = OffloadedWeightsLoader(index={"y": {"safetensors_file": str(file), "weight_name": "x"}, "z": entries["y"]})
+    twice["y"].add_(1)
+    assert torch.equal(twice["z"], torch.ones(3, dtype=torch.float16))  # changing one does not change another
+    with pytest.raises(ValueError, match=r"looks for 'X' in .*m\.safetensors', which does not have it\. The file was"):
+        OffloadedWeightsLoader(index={"X": {"safetensors_file": str(file)}})["X"]
     inside = PrefixedDataset(found, "a.")
     assert (list(inside), len(inside)) == (["w"], 1)
     assert torch.equal(inside["w"], torch.zeros(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -194,6 +195,16 @@ def test_without_limits_what_is_free_is_taken_less_a_tenth() -> None:
     assert [device for device in found if not isinstance(device, int)][-2:] == ["cpu", "disk"]
     assert 0 < found["cpu"] < 2**50
     assert list(get_max_memory({"disk": "1GB", "cpu": 0, "cuda:1": "1GB", 0: 5})) == [0, 1, "cpu", "disk"]
+
+
+def test_sizes_given_as_text_become_bytes_in_the_callers_dict_too() -> None:
+    """Transformers compares the numbers it gets with those of its own dict."""
+    for ask in (get_max_memory, lambda limits: get_balanced_memory(Net(), limits)):
+        limits = {"cuda:1": "1MB", "cpu": "12KB", "disk": 0}
+        found = ask(limits)
+        assert limits == {"cuda:1": 10**6, "cpu": 12_000, "disk": 0}
+        assert all(size == found[1 if device == "cuda:1" else device] for device, size in limits.items())
+    assert get_max_memory(MappingProxyType({"cpu": "12KB"}))["cpu"] == 12_000  # cannot be changed
 
 
 def test_as_little_is_kept_free_as_is_fetched() -> None:

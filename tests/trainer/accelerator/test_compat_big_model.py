@@ -23,6 +23,7 @@ def test_maps_are_shortened_below_a_module_only() -> None:
     assert compat.clean_device_map({"a.0": 0, "a.1": 0, "ab": 0, "b": 1}, "a") == {"a": 0, "ab": 0, "b": 1}
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_largest_parts_are_named() -> None:
     net = Net(2)
     sizes = compute_module_sizes(net)

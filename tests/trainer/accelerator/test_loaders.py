@@ -607,7 +607,7 @@ def test_u6_two_ranks_go_on_as_one_at_the_same_sample() -> None:
     iterators = [iter(loader) for loader in two]
     seen = [i for _ in range(3) for iterator in iterators for i in next(iterator).tolist()]
     alone = one_rank(two[0].state_dict())
-    assert alone.derived == "the position, batch 6 of the epoch, which was batch 3 there"
+    assert alone.derived == "the position, batch 6 of the epoch (batch 3 in the saved run)"
     rest = [i for batch in alone for i in batch.tolist()]
     assert seen + rest == [i for batch in prepared(DataLoader(Numbers(22), 2, shuffle=True)) for i in batch.tolist()]
 
@@ -724,7 +724,7 @@ def test_set_epoch_to_another_one_leaves_the_loaded_place_and_says_so() -> None:
     fresh.load_state_dict(loader.state_dict())
     fresh.set_epoch(1)
     with pytest.warns(
-        messages.PacelineWarning, match=r"set_epoch\(0\) leaves the place that was loaded, batch 1 of epoch 1"
+        messages.PacelineWarning, match=r"set_epoch\(0\) leaves the position that was loaded, batch 1 of epoch 1"
     ):
         fresh.set_epoch(0)
     assert len(list(fresh)) == 4
@@ -752,3 +752,38 @@ def test_tensor_data_sets_are_read_as_they_are() -> None:
     x = torch.arange(6.0)
     (found,) = prepared(DataLoader(TensorDataset(x, x + 1), 6))
     assert torch.equal(found[0], x)
+
+
+class Sized(Stream):
+    """Raises when it is read past its length."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from map(torch.tensor, range(self.count))
+        raise ValueError("past the end")
+
+
+class Own(DataLoader):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+        raise ValueError("past the end")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Sized(4), batch_size=2),
+        lambda: DataLoader(Sized(4), batch_size=2, num_workers=1),
+        lambda: Own(Numbers(4), batch_size=2),
+    ],
+    ids=["stream", "worker", "own"],
+)
+def test_a_loader_is_not_read_past_its_length(make: Any) -> None:
+    loader = prepared(make())
+    for _ in range(2):
+        passed = [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+        assert passed == [([0, 1], False), ([2, 3], True)]
+    if not isinstance(loader.base, Own):
+        assert [[batch.tolist() for batch in prepared(make(), rank, 2)] for rank in range(2)] == [[[0, 1]], [[2, 3]]]

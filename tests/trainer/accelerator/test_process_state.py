@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from processes import RanksError, ranks
 
+from paceline import Accelerator
 from paceline.strategies import SingleDevice
 from paceline.trainer.accelerator.enums import DistributedType
 from paceline.trainer.accelerator.process_state import AcceleratorState, PartialState, is_initialized
@@ -199,3 +201,14 @@ def test_an_error_on_one_rank_names_it() -> None:
 
 def _raise() -> None:
     raise ValueError("mine")
+
+
+def test_a_pickled_state_is_that_of_the_process_that_reads_it() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    written = [pickle.dumps(accelerator.state), pickle.dumps(accelerator.state._partial)]
+    read = [pickle.loads(one) for one in written]
+    assert AcceleratorState() is accelerator.state
+    assert (read[0].mixed_precision, accelerator.state.mixed_precision) == ("bf16", "bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for one in written:
+        assert (pickle.loads(one).num_processes, PartialState().device.type) == (1, "cpu")

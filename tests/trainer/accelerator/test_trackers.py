@@ -260,6 +260,23 @@ def test_texts_and_plots_of_several_curves_are_recorded(tmp_path: Path) -> None:
     assert scalars(tmp_path / "p" / "version_0" / "loss_a") == {"loss": [(1, 1.0)]}
 
 
+def test_a_value_that_is_none_is_left_out(tmp_path: Path, offline: Any) -> None:
+    """A tracker of the user's own gets it and decides for itself."""
+    trackers = Trackers(["tensorboard", "csv", "wandb", Notes], tmp_path)
+    trackers.start("p", {"best": None}, {"wandb": {"dir": tmp_path}})
+    trackers.log({"x": None}, step=0)
+    trackers.log({"x": None, "loss": 1.0, "note": "hello", "both": {"a": None, "b": 2.0}, "none": {"c": None}}, step=1)
+    for name in ("tensorboard", "wandb"):
+        trackers.get(name).log_images({"seen": None}, step=1)
+    assert dict(offline.run.summary)["both/b"] == 2
+    assert {"x", "both/a", "none"}.isdisjoint(offline.run.summary.keys())
+    trackers.finish()
+    assert rows(tmp_path / "p" / "version_1")[-1] == {"step": "1", "loss": "1.0", "note": "hello", "both/b": "2.0"}
+    assert all(row["step"] == "0" for row in rows(tmp_path / "p" / "version_1")[:-1])
+    assert scalars(tmp_path / "p" / "version_0") == {"loss": [(1, 1.0)]}
+    assert json.loads((tmp_path / "p.jsonl").read_text().splitlines()[2]) == ["log", {"x": None}, 0, {}]
+
+
 def test_get_tracker_gives_the_tracker_or_what_is_behind_it(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, name="mine")
     trackers = Trackers(["csv", logger], tmp_path)

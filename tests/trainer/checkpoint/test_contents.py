@@ -264,6 +264,38 @@ def test_strict_loading_off_loads_what_matches_and_says_what_did_not(tmp_path: P
     assert torch.equal(module.layer.weight, file.read(tmp_path / "x.ckpt")["state_dict"]["layer.weight"])
 
 
+class NotSet(TinyModule):
+    strict_loading = None
+
+
+class Off(TinyModule):
+    strict_loading = False
+
+
+def set_to(value: bool | None) -> TinyModule:
+    module = TinyModule()
+    module.strict_loading = value
+    return module
+
+
+@pytest.mark.parametrize("make", [TinyModule, NotSet, lambda: set_to(None), lambda: set_to(True)])
+def test_strict_loading_that_is_not_set_is_strict(make: Any, tmp_path: Path):
+    fit(path=tmp_path / "x.ckpt")
+    module = make()
+    assert module.strict_loading in ((None,) if make is NotSet else (True,))
+    module.extra = nn.Linear(1, 1)
+    with pytest.raises(RuntimeError, match="2 missing in it"):
+        Trainer(**QUIET).test(module, tiny_loader(), ckpt_path=tmp_path / "x.ckpt")
+
+
+def test_strict_loading_may_be_switched_off_in_the_class(tmp_path: Path):
+    fit(path=tmp_path / "x.ckpt")
+    module = Off()
+    module.extra = nn.Linear(1, 1)
+    with pytest.warns(UserWarning, match="in part"):
+        Trainer(**QUIET).test(module, tiny_loader(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+
+
 def test_a_fit_cannot_go_on_from_weights_only(tmp_path: Path):
     fit().save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
     with pytest.raises(ValueError, match=r"holds weights only .*TinyModule\.load_from_checkpoint\(path\)"):

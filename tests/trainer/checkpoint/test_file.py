@@ -20,6 +20,7 @@ import torch
 
 from paceline.loggers import CSVLogger
 from paceline.trainer.checkpoint import file
+from paceline.trainer.checkpoint.verify import problem
 
 
 def checkpoint(value: float = 1.0, numel: int = 12) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def test_a_read_only_folder_leaves_the_old_file_and_says_what_to_do(small_disk: 
     with pytest.raises(OSError, match=r"Read-only file system: the checkpoint was not saved.*Make its folder writable"):
         file.write(checkpoint(2.0), path)
     logger = CSVLogger(small_disk / "logs")
-    with pytest.raises(OSError, match=r"CSVLogger cannot write to its folder.*save_dir.*Folder: '.*logs"):
+    with pytest.raises(OSError, match=r"CSVLogger cannot .*Make the folder writable, .*save_dir.*Folder: '.*logs"):
         logger.log_metrics({"loss": 1.0}, step=0)
     assert value_in(path) == 1.0
     assert os.listdir(small_disk) == ["x.ckpt"]
@@ -320,6 +321,24 @@ def test_a_file_cut_anywhere_is_refused(good: Path):
     for length in [*range(8), *range(8, len(data), 37), len(data) - 1]:
         with pytest.raises(ValueError, match=r"damaged\.ckpt' is (damaged or cut short|not a checkpoint): "):
             file.read(written(good, data[:length]))
+
+
+@pytest.mark.parametrize("more", [b"\n", b"garbage", b"\0" * 4096, b"PK\x05\x06", b"x" * 100_000])
+def test_a_file_to_which_something_was_appended_is_refused(more: bytes, good: Path):
+    data = good.read_bytes()
+    longer = written(good, data + more)
+    with pytest.raises(ValueError, match=r"damaged\.ckpt' is damaged or cut short: ") as caught:
+        file.read(longer)
+    assert problem(longer) is not None
+    if len(more) < 2**16 and more[:2] != b"PK":
+        said = f"it has {len(data) + len(more)} bytes and should end after {len(data)}. If something was appended"
+        assert said in str(caught.value)
+        assert f"truncate -s {len(data)} FILE" in str(caught.value)
+    foreign = good.with_name("foreign.ckpt")
+    torch.save({"state_dict": {}}, foreign)
+    assert file.read(foreign) == {"state_dict": {}}
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        file.read(written(good, foreign.read_bytes() + more))
 
 
 def test_noise_in_any_byte_is_refused_or_changes_nothing(good: Path):

@@ -186,7 +186,7 @@ def test_a_start_of_a_run_that_is_over_says_what_to_raise(tmp_path: Path, caplog
         caplog.clear()
         messages.forget()
         start(tmp_path / folder, epochs, max_steps=steps)
-        assert caplog.text.count(f"Nothing to train: the run has made {said} train on.") == 1
+        assert caplog.text.count(f"Nothing to train: the run has made {said} continue.") == 1
         assert caplog.text.count("Nothing to train") == 1
 
 

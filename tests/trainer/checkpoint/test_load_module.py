@@ -79,6 +79,45 @@ def test_a_class_with_open_keywords_gets_all(tmp_path: Path):
     assert Open.load_from_checkpoint(tmp_path / "x.ckpt", more=3).options == {"depth": 2, "more": 3}
 
 
+class Keywords(TinyModule):
+    """Names one argument of its own; the others of its base go through ``**kwargs``."""
+
+    def __init__(self, width: int = 2, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+        self.width = width
+
+
+class DeepKeywords(Keywords):
+    def __init__(self, depth: int = 1, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.depth = depth
+
+
+class KeywordData(DataModule):
+    def __init__(self, batch_size: int = 1, **kwargs: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size, self.lr = batch_size, kwargs.get("lr", 0.1)
+
+
+@pytest.mark.parametrize("prefix", ["", "datamodule_"])
+@pytest.mark.parametrize("name", ["kwargs", "args"])
+def test_named_arguments_are_filled_from_the_file_and_the_rest_goes_through_the_open_keywords(
+    prefix: str, name: str, tmp_path: Path
+):
+    kinds: list[Any] = [KeywordData] if prefix else [Keywords, DeepKeywords]
+    own: dict[Any, dict[str, int]] = {KeywordData: {"batch_size": 3}, Keywords: {"width": 3}}
+    own[DeepKeywords] = {"width": 3, "depth": 4}
+    for kind in kinds:
+        arguments = {"lr": 0.7, **own[kind]}
+        content = {"state_dict": TinyModule().state_dict(), f"{prefix}hparams_name": name}
+        file.write(content | {f"{prefix}hyper_parameters": dict(kind(**arguments).hparams)}, tmp_path / "x.ckpt")
+        loaded = kind.load_from_checkpoint(tmp_path / "x.ckpt")
+        assert {key: getattr(loaded, key) for key in arguments} == arguments == dict(loaded.hparams)
+        assert kind.load_from_checkpoint(tmp_path / "x.ckpt", lr=0.5).lr == 0.5
+
+
 class FromConfig(TinyModule):
     def __init__(self, conf: Any) -> None:
         super().__init__()
@@ -239,3 +278,23 @@ def test_a_file_with_no_data_module_state_still_makes_one(tmp_path: Path):
     content = {"state_dict": {}, "datamodule_hparams_name": "kwargs", "datamodule_hyper_parameters": {"batch_size": 6}}
     file.write(content, tmp_path / "x.ckpt")
     assert Data.load_from_checkpoint(tmp_path / "x.ckpt").batch_size == 6
+
+
+@pytest.mark.parametrize("own", [None, True, False])
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_names_must_match_unless_the_argument_or_else_the_module_says_otherwise(
+    strict: bool | None, own: bool | None, tmp_path: Path
+):
+    class Larger(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strict_loading = own
+            self.extra = nn.Linear(1, 1)
+
+    file.write({"epoch": 0, "global_step": 0, "state_dict": TinyModule().state_dict()}, tmp_path / "x.ckpt")
+    if strict is False or (strict is None and own is False):
+        with pytest.warns(UserWarning, match="in part"):
+            assert Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict).extra is not None
+    else:
+        with pytest.raises(RuntimeError, match="2 missing in it"):
+            Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict)

@@ -176,7 +176,7 @@ def test_reading_in_parts_reads_no_whole_tensor(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata", "contents.ckpt", "manifest.json"])
-@pytest.mark.parametrize("how", ["missing", "cut", "changed"])
+@pytest.mark.parametrize("how", ["missing", "cut", "changed", "appended to"])
 def test_a_damaged_folder_is_refused(name: str, how: str, folder: Path, tmp_path: Path) -> None:
     copied = tmp_path / "it.ckpt"
     copied.mkdir()
@@ -186,6 +186,8 @@ def test_a_damaged_folder_is_refused(name: str, how: str, folder: Path, tmp_path
             continue
         if path.name == name and how == "cut":
             data = data[:-7]
+        if path.name == name and how == "appended to":
+            data += b"\n"
         if path.name == name and how == "changed":
             data[len(data) // 2] ^= 1
         (copied / path.name).write_bytes(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,14 @@ def test_verify_finds_a_single_changed_bit(tmp_path: Path, capsys: Any) -> None:
     assert "does not match its checksum" in lines[1]
 
 
+def test_verify_finds_what_was_appended(tmp_path: Path, capsys: Any) -> None:
+    path = write(tmp_path / "it.ckpt", 1)
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes() + b"garbage")
+    found = said(capsys, "verify", path, status=1)
+    assert f"it.ckpt: it has {size + 7} bytes and should end after {size}" in found
+
+
 def test_verify_of_something_else_is_a_failure(tmp_path: Path, capsys: Any) -> None:
     other = tmp_path / "x.ckpt"
     other.write_bytes(b"hello")
@@ -261,6 +270,11 @@ def test_a_folder_in_parts_becomes_one_file(tmp_path: Path, capsys: Any) -> None
     ranks(2, save)
     assert json.loads(said(capsys, "ls", tmp_path, "--json"))[0]["kind"] == "sharded"
     assert "parts.ckpt: ok" in said(capsys, "verify", tmp_path)
+    with (tmp_path / "parts.ckpt" / "__1_0.distcp").open("ab") as part:
+        end = part.tell()
+        part.write(b"x")
+    assert f"'__1_0.distcp' has {end + 1} bytes" in said(capsys, "verify", tmp_path, status=1)
+    os.truncate(part.name, end)
     said(capsys, "export", tmp_path / "parts.ckpt", tmp_path / "whole.ckpt", "--format", "full")
     parts, whole = read(tmp_path / "parts.ckpt"), read(tmp_path / "whole.ckpt")
     assert list(whole) == list(parts)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline.trainer.checkpoint import file
 from paceline.trainer.cli.main import FAILED, main
 
-safetensors = pytest.importorskip("safetensors.torch")
 WEIGHTS = {"layer.weight": torch.full((2, 2), 0.5), "layer.bias": torch.zeros(2)}
 
 
@@ -24,7 +24,7 @@ def test_weights_become_one_file_of_safetensors(out: str, tmp_path: Path) -> Non
     (tmp_path / "saved").mkdir()
     write(tmp_path / "saved" / "state.ckpt")
     assert main(["merge-weights", str(tmp_path / "saved"), out]) == 0
-    found = safetensors.load_file(out if out.endswith("safetensors") else f"{out}/model.safetensors")
+    found = load_file(out if out.endswith("safetensors") else f"{out}/model.safetensors")
     assert found.keys() == WEIGHTS.keys()
     assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
 
@@ -36,7 +36,7 @@ def test_weights_become_one_file_of_safetensors(out: str, tmp_path: Path) -> Non
             ["merge-weights", "x", "y", "--unsafe_serialization"],
             "--unsafe_serialization: only safetensors are",
         ),
-        (["merge-weights", "x", "y", "--remove-checkpoint-dir"], "--remove_checkpoint_dir: the parts are all that"),
+        (["merge-weights", "x", "y", "--remove-checkpoint-dir"], "--remove_checkpoint_dir: training can continue only"),
         (["to-fsdp2", "--config_file", "x"], "FSDP is version 2 here"),
         (["tpu-config"], "There is nothing to configure"),
     ],

@@ -27,7 +27,7 @@ def test_c14_two_cpu_processes_are_checked_as_they_are_configured(monkeypatch: p
     assert done.returncode == 0, done.stderr
     *checks, last = done.stdout.splitlines()
     assert checks == [f"ok  {name}" for name in self_check.CHECKS]
-    assert last == "paceline test: all is right with 2 processes on cpu, DDPStrategy, mixed_precision=bf16."
+    assert last == "All checks passed: 2 processes on cpu, DDPStrategy, mixed_precision=bf16."
 
 
 def wrong_data(accelerator: Accelerator) -> None:

@@ -14,6 +14,8 @@ from tiny import tiny_loader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from paceline import Callback, CombinedLoader, DataModule, Trainer, TrainingModule
+from paceline.trainer.data.batches import Batches
+from paceline.trainer.data.sharding import shard_evaluation, shard_training
 
 
 class Seen(TrainingModule):
@@ -342,3 +344,159 @@ class Positioned:
 def test_a_resumed_run_goes_on_where_a_stateful_loader_is(tmp_path, trainer, saved_after):
     expected, together = orders_of_a_resumed_run(trainer, Positioned, saved_after, tmp_path / "on_the_way.ckpt")
     assert together == expected == [[0], [1], [2], [3]] * 3
+
+
+class Strict:
+    """Batches out of ``zip(strict=True)``, which raises when it is read past the length."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.count, self.closed = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for number, _ in zip(torch.arange(self.count), range(self.count + 1), strict=True):
+                yield number
+        finally:
+            self.closed += 1
+
+
+class StrictStream(Strict, IterableDataset[Any]):
+    """The same as a data set; several workers deal its samples out among themselves."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        every, first = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        for number, sample in enumerate(super().__iter__()):
+            if number % every == first:
+                yield sample
+
+
+class StrictSampler(Strict):
+    def __iter__(self) -> Iterator[Any]:
+        return ([int(number)] for number in super().__iter__())
+
+
+def stream(count: int = 3, **options: Any) -> DataLoader[Any]:
+    return DataLoader(StrictStream(count), batch_size=None, **options)
+
+
+ENDS: dict[str, Callable[[], Any]] = {
+    "iterable": Strict,
+    "stream": stream,
+    "worker": lambda: stream(num_workers=1),
+    "workers": lambda: stream(4, num_workers=2, persistent_workers=True),
+    "sampler": lambda: DataLoader(range(3), batch_sampler=StrictSampler()),  # type: ignore[arg-type]
+    "min_size": lambda: CombinedLoader([Strict(3), Strict(4)], "min_size"),
+    "max_size": lambda: CombinedLoader([Strict(3), stream(4)], "max_size"),
+    "max_size_cycle": lambda: CombinedLoader([Strict(3), Strict(4)], "max_size_cycle"),
+    "sequential": lambda: CombinedLoader([Strict(3), Strict(4)], "sequential"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_no_stage_asks_a_loader_for_more_batches_than_its_length(name: str, trainer: Callable[..., Trainer]) -> None:
+    class OfIterator(Seen):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            return super().training_step(*next(dataloader_iter)[:2])
+
+    class Evaluates(SeenValidating):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.validation_step(batch, batch_idx)
+
+    loader = ENDS[name]()
+    for module in (Seen(), OfIterator()) if name != "sequential" else ():
+        trainer(max_epochs=2).fit(module, loader)
+        assert len(module.trained) == 2 * len(loader)
+    module = Evaluates()
+    runs = trainer()
+    for stage in (runs.validate, runs.test):
+        stage(module, loader, verbose=False)
+    assert len(module.validated) == 2 * len(loader)
+    predicted: Any = runs.predict(Seen(), loader)
+    assert len([batch for one in predicted for batch in one] if name == "sequential" else predicted) == len(loader)
+
+
+def test_generators_and_workers_of_loaders_that_are_not_read_past_their_length_end(
+    trainer: Callable[..., Trainer],
+) -> None:
+    for combined in (False, True):
+        loader = Strict()
+        trainer(max_epochs=2).fit(Seen(), CombinedLoader([loader]) if combined else loader)
+        assert loader.closed == 2
+    before = multiprocessing.active_children()
+    trainer(max_epochs=2).fit(Seen(), stream(num_workers=2))
+    assert multiprocessing.active_children() == before
+
+
+def test_a_failure_past_the_length_of_a_loader_that_is_asked_for_its_end_is_told(trained: Any) -> None:
+    with pytest.warns(UserWarning, match=r"DataLoader has a length of 3 batches and raised ValueError.*counts as its"):
+        assert trained(ENDS["sampler"]()) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_streams_that_processes_share_are_not_read_past_their_length(workers: int) -> None:
+    for count in (4, 5):
+        for split in (shard_training, shard_evaluation):
+            parts = [split(stream(count, num_workers=workers), rank, 2) for rank in range(2)]
+            found = [int(batch) for part in parts for batch in Batches(part)]
+            assert sorted({*found}) == list(range(count))
+
+
+class Asked(DataModule):
+    """Counts how often its loaders are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def train_dataloader(self) -> Any:
+        self.asked.append("train")
+        return numbers(4)
+
+    def val_dataloader(self) -> Any:
+        self.asked.append("val")
+        return numbers(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "validates"),
+    [
+        ({"check_val_every_n_epoch": 3, "max_epochs": 2}, False),
+        ({"check_val_every_n_epoch": 2, "max_epochs": 2}, True),
+        ({"check_val_every_n_epoch": 5, "max_epochs": -1, "max_steps": 22}, True),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 2}, True),
+        ({"limit_val_batches": 0}, False),
+        ({"limit_train_batches": 0}, False),
+    ],
+)
+def test_validation_loaders_are_asked_for_early_and_only_where_an_epoch_validates(
+    options: dict[str, Any], validates: bool, trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    class Starts(Callback):
+        seen: tuple[str, ...] = ()
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.seen = tuple(data.asked)
+
+    for steps in (0, 2):
+        data, module, starts = Asked(), SeenValidating(), Starts()
+        trainer(num_sanity_val_steps=steps, callbacks=[starts], **options).fit(module, datamodule=data)
+        assert data.asked.count("val") == validates
+        assert bool(module.validated) == validates
+        assert not validates or "val" in starts.seen
+
+
+def test_a_resumed_fit_asks_for_validation_loaders_where_its_remaining_epochs_validate(
+    trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    every_second: dict[str, Any] = {"check_val_every_n_epoch": 2}
+    for ended, epochs, expected in ((2, 3, False), (2, 4, True), (1, 2, True)):
+        first = trainer(max_epochs=ended, **every_second)
+        first.fit(SeenValidating(), datamodule=Asked())
+        first.save_checkpoint(tmp_path / "x.ckpt")
+        data = Asked()
+        trainer(max_epochs=epochs, **every_second).fit(SeenValidating(), datamodule=data, ckpt_path=tmp_path / "x.ckpt")
+        assert ("val" in data.asked) == expected

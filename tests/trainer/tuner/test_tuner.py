@@ -494,7 +494,7 @@ def test_contradictions_are_told_before_anything_runs() -> None:
         Tuner(Trainer(**QUIET)).lr_find(Net(), method="test")  # type: ignore[arg-type]
     trainer = Trainer(**QUIET)
     trainer.ckpt_path = "last"
-    with pytest.raises(RuntimeError, match=r"is to go on from last \(trainer.ckpt_path\)"):
+    with pytest.raises(RuntimeError, match=r"continues from last \(trainer.ckpt_path\)"):
         Tuner(trainer).lr_find(FromHooks())
 
 

@@ -39,6 +39,11 @@ class Accelerator(accelerator.Accelerator):
         super().__init__(*args, **kwargs)
         _OfTheLast.last = weakref.ref(self.gradient_state)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if _OfTheLast.last is None or _OfTheLast.last() is None:
+            _OfTheLast.last = weakref.ref(self.gradient_state)
+
     @property
     def _script_skips(self) -> bool:
         """Such loops skip to the position in the data, but for that of a loader which is asked to know it itself."""

@@ -18,6 +18,7 @@ from ....strategies.big_model.hooks import AlignDevicesHook, SequentialHook, add
 from ....strategies.big_model.offload import OffloadedWeightsLoader, Part
 from ....strategies.big_model.placement import smallest_parts
 from ....strategies.big_model.sizes import Sizes, compute_module_sizes, named_tensors, non_persistent_buffers
+from ....strategies.dtypes import in_dtype
 
 
 def set_module_tensor_to_device(
@@ -53,7 +54,8 @@ def set_module_tensor_to_device(
         raise ValueError(f"{tensor_name} has a shape and no value yet, so it cannot be moved to {device}. Pass value=.")
     if value is not None and value.shape != old.shape:
         raise ValueError(f"{tensor_name} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}.")
-    new = (old if value is None else value).detach().to(device, dtype or old.dtype)
+    new = (old if value is None else value).detach()
+    new = new.to(device, old.dtype if dtype is None else in_dtype(new.dtype, dtype))
     held[name] = like(old, new) if isinstance(old, nn.Parameter) else new
 
 
@@ -95,7 +97,9 @@ def get_max_layer_size(
     """
     found: list[tuple[int, str]] = []
     for prefix, module in modules:
-        parts = smallest_parts(module, no_split_module_classes) if isinstance(module, nn.Module) else [("", module)]
+        inside = {type(part).__name__ for part in module.modules()} if isinstance(module, nn.Module) else set()
+        whole = [name for name in no_split_module_classes if name in inside]
+        parts = smallest_parts(module, whole) if isinstance(module, nn.Module) else [("", module)]
         names = [".".join(filter(None, (prefix, name))) for name, _ in parts]
         found += [(module_sizes[name], name) for name in names]
     largest = max((size for size, _ in found), default=0)

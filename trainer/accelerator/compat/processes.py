@@ -72,7 +72,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     if not safe_serialization:
         torch.save(obj, f)
         return
-    from safetensors.torch import save_file  # type: ignore[reportMissingImports]
+    from safetensors.torch import save_file
 
     save_file(obj, f, metadata={"format": "pt"})
 

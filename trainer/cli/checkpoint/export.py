@@ -64,7 +64,7 @@ def _write_safetensors(state: dict[str, Any], out: Location) -> None:
 
     found = bare(state)
     with replace.written_aside(out) as temporary:
-        write_safetensors(found.tensors, temporary, found.twins, "checkpoint export --format safetensors")
+        write_safetensors(found.tensors, temporary, found.twins)
     for name, kind in found.others.items():
         messages.answer(f"Left out {name}: it is {kind}, and the format holds tensors only.")
     for name, first in found.twins.items():

@@ -106,5 +106,7 @@ def _first_whole(candidates: Iterable[Found], number: int, why: dict[Location, s
 
 def _agreed(total: str) -> bool:
     if not sys.stdin.isatty():
-        raise RuntimeError(f"To delete {total} it needs a yes, and nobody can be asked here. Pass --yes or --dry-run.")
+        raise RuntimeError(
+            f"Deleting {total} needs a yes, and there is no terminal to ask in. Pass --yes or --dry-run."
+        )
     return input(f"Delete {total}? [y/N] ").strip().lower() in ("y", "yes")

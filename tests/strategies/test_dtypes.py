@@ -1,0 +1,141 @@
+"""Complex tensors stay complex wherever floating-point ones are converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from processes import ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paceline import Trainer, TrainingModule
+from paceline.loggers import messages
+from paceline.strategies.big_model.dispatch import attach_layerwise_casting_hooks
+from paceline.strategies.dtypes import convert, in_dtype
+from paceline.trainer.accelerator.compat.big_model import set_module_tensor_to_device
+from paceline.trainer.estimating import estimate_memory
+
+BECOMES = {
+    "64-true": (torch.float64, torch.complex128),
+    "16-true": (torch.float16, torch.complex64),
+    "bf16-true": (torch.bfloat16, torch.complex64),
+}
+
+
+class Waves(TrainingModule):
+    """Turns its complex input by complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.turn = nn.Parameter(torch.full((4, 4), 0.1 + 0.5j))
+        self.register_buffer("shift", torch.full((4,), 1 + 2j))
+        self.register_buffer("order", torch.arange(4))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        self.seen = [x.dtype, z.dtype]
+        return self.line(x).float().mean() + (z @ self.turn + self.shift).abs().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(*batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(2, 4), torch.full((2, 4), 1j, dtype=torch.complex64)
+
+
+def check(module: Waves, precision: str) -> None:
+    real, complex_ = BECOMES[precision]
+    assert module.seen == [real, complex_]
+    assert module.line.weight.dtype == real
+    assert module.turn.dtype == module.shift.dtype == complex_
+    assert module.order.dtype == torch.int64
+    torch.testing.assert_close(module.turn.detach().cpu(), torch.full((4, 4), 0.1 + 0.5j), check_dtype=False)
+    assert module.shift.cpu().tolist() == [1 + 2j] * 4
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("precision", BECOMES)
+def test_complex_weights_and_inputs_stay_complex_in_true_precisions(precision: str, quiet: dict[str, Any]) -> None:
+    module = Waves()
+    Trainer(**quiet, max_epochs=1, precision=precision).fit(module, [batch()])
+    check(module, precision)
+
+
+def test_complex_buffers_stay_complex_beside_sharded_weights(quiet: dict[str, Any]) -> None:
+    class Turned(Waves):
+        def __init__(self) -> None:
+            super().__init__()
+            turn = self.turn.detach()
+            del self.turn
+            self.register_buffer("turn", turn)
+
+    def run() -> None:
+        module = Turned()
+        Trainer(**quiet, max_epochs=1, precision="64-true", strategy="fsdp").fit(module, [batch()])
+        assert isinstance(module.line.weight, DTensor)
+        check(module, "64-true")
+
+    ranks(1, run)
+
+
+def test_an_estimate_counts_complex_weights_as_they_are_converted() -> None:
+    plain, double = (estimate_memory(Waves(), batch(), precision=name) for name in ("32-true", "64-true"))
+    assert double.weights - plain.weights == 4 * (16 + 4) + 8 * (16 + 4)
+
+
+def test_layerwise_casting_leaves_complex_layers_alone() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64))
+    before = model[1].weight.detach().clone()
+    attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
+    assert [layer.weight.dtype for layer in model] == [torch.bfloat16, torch.complex64]
+    model[1](torch.ones(1, 2, dtype=torch.complex64))
+    assert torch.equal(model[1].weight, before)
+
+
+def test_a_tensor_set_by_name_keeps_its_kind() -> None:
+    model = Waves()
+    for name, value in (("turn", torch.full((4, 4), 2j)), ("order", torch.arange(4)), ("line.bias", torch.ones(4))):
+        set_module_tensor_to_device(model, name, "cpu", value, dtype=torch.float16)
+    assert model.turn[0, 0] == 2j
+    assert (model.order.dtype, model.line.bias.dtype) == (torch.int64, torch.float16)
+
+
+def test_ranks_whose_weights_differ_in_what_is_imaginary_are_told(quiet: dict[str, Any]) -> None:
+    def run() -> list[str]:
+        said: list[str] = []
+        messages.info_once = said.append
+        module = Waves()
+        trainer = Trainer(**quiet, max_epochs=1, devices=2, strategy="ddp")
+        trainer.strategy.setup_environment()
+        if trainer.global_rank:
+            module.turn.data += 1j
+        trainer.strategy.same_model(module)  # type: ignore[attr-defined]
+        return said
+
+    for said in ranks(2, run):
+        assert len(said) == 1
+        assert "with different weights (turn)" in said[0]
+
+
+def test_the_kinds() -> None:
+    kinds = (torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool)
+    assert [in_dtype(kind, torch.float64) for kind in kinds] == [
+        torch.float64,
+        torch.float64,
+        torch.complex128,
+        torch.int8,
+        torch.bool,
+    ]
+    assert [in_dtype(kind, torch.float16) for kind in kinds[2:]] == list(kinds[2:])
+    layer = nn.Linear(2, 2, dtype=torch.complex64)
+    weight = layer.weight
+    assert convert(layer, torch.float64) is layer
+    assert layer.weight is weight
+    assert layer.weight.dtype == torch.complex128

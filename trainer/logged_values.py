@@ -1,0 +1,109 @@
+"""Logged values as a user reads them: where one is missing, the error says when it comes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..loggers import messages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .metrics import MetricStore
+    from .records import Record
+
+Value = TypeVar("Value")
+
+_ENDS = {"train": "the training epoch", "validate": "the validation", "test": "the test"}
+
+
+class MissingValueError(KeyError):
+    """No value of that name is there.
+
+    Args:
+        name: what was asked for.
+        text: why it is not there, and when it comes.
+    """
+
+    def __init__(self, name: Any, text: str = "") -> None:
+        super().__init__(name)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text or super().__str__()
+
+    def __reduce__(self) -> Any:
+        return type(self), (*self.args, self.text)
+
+
+class LoggedValues(dict[str, Value]):
+    """A dict of logged values by name, which becomes an ordinary one when it is copied or pickled.
+
+    Args:
+        values: by name.
+        why: the sentence about a name that is not there.
+    """
+
+    __slots__ = ("_why",)
+
+    def __init__(self, values: Mapping[str, Value], why: Callable[[LoggedValues[Value], str], str]) -> None:
+        super().__init__(values)
+        self._why = why
+
+    def __missing__(self, name: str) -> Value:
+        raise MissingValueError(name, self._why(self, name))
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # which torch.load(weights_only=True) takes
+
+
+def callback_values(store: MetricStore) -> LoggedValues[Tensor]:
+    """``trainer.callback_metrics``."""
+
+    def held_back(record: Record, name: str) -> str:
+        return "logged with rank_zero_only=True, so nobody can monitor it" if record.options.rank_zero_only else ""
+
+    return LoggedValues(store.callback_metrics(), partial(_why, store, held_back))
+
+
+def bar_values(store: MetricStore) -> LoggedValues[float]:
+    """``trainer.progress_bar_metrics``."""
+
+    def held_back(record: Record, name: str) -> str:
+        return "" if record.options.prog_bar else "logged without prog_bar=True"
+
+    return LoggedValues(store.progress_bar_metrics(), partial(_why, store, held_back))
+
+
+def sent_values(store: MetricStore) -> LoggedValues[float]:
+    """``trainer.logged_metrics``."""
+
+    def held_back(record: Record, name: str) -> str:
+        if not record.logger:
+            return "logged with logger=False"
+        waits = record.on_step and name == record.step_key
+        return "a step's value, which goes to the loggers every log_every_n_steps steps" if waits else ""
+
+    return LoggedValues(store.sent, partial(_why, store, held_back))
+
+
+def _why(store: MetricStore, held_back: Callable[[Record, str], str], there: Mapping[str, Any], name: str) -> str:
+    """Why no value of that name is there, and when one comes."""
+    listed = f"There are: {messages.names(sorted(there), 'and')}." if there else "There is none yet."
+    for stage, record in store.known():
+        if name not in record.keys:
+            continue
+        reason = held_back(record, name)
+        if reason:
+            return f"{name!r} is {reason}. {listed}"
+        if record.on_epoch and (name == record.epoch_key or not record.on_step):
+            return (
+                f"{name!r} is logged with on_epoch=True, on_step={record.on_step}: it appears at the end of "
+                f"{_ENDS.get(stage, 'the epoch')}. {listed}"
+            )
+        return f"{name!r} was not logged in this epoch yet. {listed}"
+    choices = {*there, *(key for _, record in store.known() for key in record.keys)}
+    return f"{name!r} was not logged so far.{messages.did_you_mean(name, choices)} {listed}"
