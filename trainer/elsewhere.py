@@ -52,9 +52,8 @@ _OF_A_FIT: dict[str, Callable[[], Any]] = {
 #: What ``fully_shard`` adds to a module.
 _SHARDED = "_is_fsdp_managed_module"
 _OF_SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
-#: Attributes of a module that are torch's, or tie it to its run; ``forward`` is set by strategies that split layers.
-_OF_ITS_RUN = {"_trainer", "_metric_store", "_compiled_call_impl", "forward"}
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | _OF_ITS_RUN
+#: Attributes of a module that are torch's, or tie it to its run.
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", "_compiled_call_impl"}
 
 
 def run_elsewhere(trainer: Trainer, launcher: Callable[..., Any], request: Request) -> Any:

@@ -261,10 +261,17 @@ class PreparedLoader(DataLoader[Any]):
         reads = not isinstance(source, Dispatched) or strategy.global_rank == 0
         fetched = None if resume is None or not self._is_mine(resume) else resume["random_before_fetch"]
         before_fetch = None if fetched is None else partial(set_random_states, fetched)
-        move = strategy.batch_mover() if self.device_placement else None
-        changes = what_fetching_changes(order) if ahead and reads else None
-        most = skip if ended else limit
-        return Batches(source, move, ahead, most, skip, self._keeps_step(), seed, changes, before_fetch)
+        return Batches(
+            source,
+            strategy.batch_mover() if self.device_placement else None,
+            ahead,
+            skip if ended else limit,
+            skip,
+            self._keeps_step(),
+            seed,
+            what_fetching_changes(order) if ahead and reads else None,
+            before_fetch,
+        )
 
     def _looks_ahead(self) -> bool:
         """Whether batches are fetched one ahead: to overlap copies to a device, or where a length cannot be relied on.
