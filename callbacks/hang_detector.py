@@ -25,10 +25,10 @@ class HangDetector(Callback):
     """Ends a run whose counters stand still: prints every rank's step, phase and stacks, once, on standard error.
 
     A thread of each rank compares counters, so a batch costs nothing. Progress is any of these: a training or
-    evaluation batch, a step, another stage or epoch, a boundary passed. Whatever else takes long counts as standing
-    still: preparing data, the first batch of a compiled model, a checkpoint, a slow hook. Choose a time well above
-    the longest of them. A rank that sits in compiled code which holds the interpreter cannot answer; the report says
-    so, and whoever started the processes ends it.
+    evaluation batch, a step, another stage or epoch, a boundary passed. Anything else that takes long counts as
+    standing still: preparing data, the first batch of a compiled model, a checkpoint, a slow hook. Choose a time well
+    above the longest of them. A rank in compiled code that holds the interpreter cannot answer; the report says so,
+    and the launcher ends it.
 
     Args:
         timeout_seconds: how long the counters may stand still.
@@ -43,8 +43,8 @@ class HangDetector(Callback):
     def __init__(self, timeout_seconds: float = 1800.0, abort: bool = True) -> None:
         if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, (int, float)) or timeout_seconds <= 0:
             raise ValueError(
-                f"HangDetector(timeout_seconds={timeout_seconds!r}) is no time to wait. Pass seconds, more than the "
-                "longest step, checkpoint or preparation takes."
+                f"HangDetector(timeout_seconds={timeout_seconds!r}) is not a time to wait. Pass a number of "
+                "seconds that is more than the longest step, checkpoint or preparation takes."
             )
         self.timeout_seconds = timeout_seconds
         self.abort = abort
@@ -94,4 +94,4 @@ def _mark(trainer: Trainer) -> tuple[Any, ...]:
 
 
 def _told(rank: int, report: str) -> str:
-    return f"Rank {rank}: {report or 'does not answer (it has ended, or compiled code holds its interpreter)'}"
+    return f"Rank {rank}: {report or 'does not answer (it has ended, or compiled code is holding its interpreter)'}"

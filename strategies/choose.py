@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -119,7 +120,7 @@ def choose_strategy(
     if isinstance(strategy, DistributedStrategy):
         kind = find_kind(accelerator)
         _with_precision(strategy, precision, plugins, kind)
-        strategy.place(_places(devices, kind, cluster), _nodes(num_nodes, cluster))
+        strategy.place(_places(devices, kind, cluster), _nodes(num_nodes, cluster, strategy))
         return strategy
     if isinstance(strategy, Strategy):
         _refuse_cluster(type(strategy).__name__, cluster)
@@ -163,7 +164,7 @@ def _by_name(
             )
         made = _make("ddp", chosen)
     if isinstance(made, DistributedStrategy):
-        made.place(found, _nodes(num_nodes, cluster))
+        made.place(found, _nodes(num_nodes, cluster, made, strategy))
         return made
     if len(found) > 1 or num_nodes > 1:
         raise ValueError(
@@ -219,15 +220,35 @@ def _places(devices: Any, kind: str, cluster: Cluster | None) -> list[torch.devi
     return find_devices(1 if present == 1 else started, kind)  # 1: the launcher shows each process a GPU of its own
 
 
-def _nodes(num_nodes: int, cluster: Cluster | None) -> int:
-    if cluster is None or num_nodes == 1:
-        return cluster.num_nodes if cluster else num_nodes
+def _nodes(num_nodes: int, cluster: Cluster | None, strategy: DistributedStrategy, name: str = "") -> int:
+    if num_nodes == 1:
+        return cluster.num_nodes if cluster else 1
+    if cluster is None:
+        if strategy.start_method not in ("auto", "popen"):
+            _refuse_machines(num_nodes, strategy, name)
+        return num_nodes
     if num_nodes != cluster.num_nodes:
         raise ValueError(
             f"Trainer(num_nodes={num_nodes}) contradicts {cluster.name}, which started processes on "
             f"{cluster.num_nodes} machines. Leave num_nodes out, or start as many."
         )
     return num_nodes
+
+
+def _refuse_machines(num_nodes: int, strategy: DistributedStrategy, name: str) -> NoReturn:
+    """No machine can start processes on another one, unless a launcher is there."""
+    kind, method = type(strategy).__name__, strategy.start_method
+    said = f"strategy={name!r}" if name in SEVERAL else f"{kind}(start_method={method!r})"
+    instead = (
+        f"strategy={re.sub('_(spawn|fork|notebook)', '', name)!r}"
+        if name in SEVERAL
+        else f"{kind} without start_method"
+    )
+    raise ValueError(
+        f"Trainer(num_nodes={num_nodes}) asks for {num_nodes} machines, but {said} starts all processes from this one, "
+        f"and so on this machine only. Run the same script on each machine with {instead}, or start it there with "
+        "torchrun or `paceline launch`."
+    )
 
 
 def _refuse_cluster(strategy: str, cluster: Cluster | None) -> None:

@@ -189,7 +189,7 @@ def numa_of(devices_kind: str, numa: bool) -> Any:
         why = (
             f"the processes compute on {devices_kind!r}" if devices_kind != "cuda" else "this machine has one NUMA node"
         )
-        messages.info_once(f"numa=True binds nothing: {why}.")
+        messages.info_once(f"numa=True has no effect: {why}.")
         return None
     from torch.numa.binding import AffinityMode, NumaOptions
 
@@ -255,7 +255,7 @@ def _cannot_meet(error: Exception, place: Place) -> OSError:
             f"meet there. Set {port} to a free port{others}",
         )
     return OSError(
-        f"The machines could not meet at {where} ({address}:{port}): this is {node}={place.node_rank} of "
+        f"The machines could not find each other at {where} ({address}:{port}): this is {node}={place.node_rank} of "
         f"{place.num_nodes}. Start the same command on all of them within 15 minutes, with an address of machine 0 "
-        f"that the others reach and a port that no firewall closes. ({str(error).splitlines()[0]})"
+        f"that the others can reach and a port that no firewall blocks. ({str(error).splitlines()[0]})"
     )

@@ -166,7 +166,7 @@ def start_method_in(
         return "popen" if asked == "auto" else asked
     if num_nodes > 1:
         raise RuntimeError(
-            f"A run on {num_nodes} machines starts by the same command on each, but this is {host.name}, so there is "
+            f"A run on {num_nodes} machines starts with the same command on each, but this is {host.name}, so there is "
             f"no such command. To fix it, {_A_FILE} on each machine."
         )
     if asked == "popen":

@@ -163,7 +163,7 @@ def start(
             job = _Job(folder, start_method, work, stack.enter_context(Relay(num_processes)))
         else:
             _refuse_definitions(work)
-            _save(work, Path(folder) / "work.pt", "The work for new processes", _PICKLE_FIX)
+            _save(work, Path(folder) / "work.pt", "What the new processes run", _PICKLE_FIX)
             job = _Job(folder, start_method)
         with environment(threads):
             options_for_numa = numa_of(devices_kind, numa)
@@ -189,8 +189,8 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
             number = _ended_by(error)
             if number is not None and not joined.exists():
                 messages.error(
-                    f"{signal_name(number)} stopped {num_processes} processes while they started: nothing was trained "
-                    "or saved yet."
+                    f"{signal_name(number)} stopped {num_processes} processes while they were starting: nothing "
+                    "has been trained or saved."
                 )
             raise
 
@@ -258,8 +258,8 @@ def find_place(
         values = {"address": address or "<host of machine 0>", "port": port_text or 29500}
         raise RuntimeError(
             f"There are {num_nodes} machines, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
-            f"set, so they cannot find each other. Type on the first:\n  {line.format(**values, node=0)}\nand so on "
-            f"to the last:\n  {line.format(**values, node=num_nodes - 1)}\n"
+            f"set, so they cannot find each other. On the first, type:\n  {line.format(**values, node=0)}\nand so on, "
+            f"up to the last:\n  {line.format(**values, node=num_nodes - 1)}\n"
             "or start the script with torchrun, srun or mpirun."
         )
     try:
@@ -267,7 +267,7 @@ def find_place(
     except OSError as error:
         raise OSError(
             f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set it to "
-            "one of machine 0 that the others reach."
+            "one of machine 0 that the others can reach."
         ) from error
     return Place(
         num_nodes, _whole(node_name, node_text, num_nodes), address, _whole(port_name, port_text, 65536), names
@@ -320,7 +320,7 @@ def _run(job: _Job) -> None:
     if job.relay is not None:
         job.relay.enter(int(os.environ["LOCAL_RANK"]))
     try:
-        work = job.work or _load(folder / "work.pt", None)
+        work = job.work or _load_work(folder / "work.pt")
         result = work.function(*work.args)
         if rank == 0:
             _save(
@@ -333,6 +333,19 @@ def _run(job: _Job) -> None:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         write_failure(error, folder / f"rank{rank}.json")
         sys.exit(1)
+
+
+def _load_work(file: Path) -> _Work:
+    """The work for this fresh process, which imports what the work names."""
+    try:
+        return _load(file, None)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"A fresh process cannot import what the run uses ({error}). It finds what is defined at the top level of "
+            "a .py file in a folder of sys.path, but nothing below a main guard, and no test file that pytest loads "
+            "by --import-mode=importlib. Move the definition to such a file (pytest's setting `pythonpath` adds "
+            "folders), or write strategy='ddp_fork', which copies this process."
+        ) from error
 
 
 @cache
@@ -394,7 +407,7 @@ def _save(value: Any, file: Path, what: str, fix: str) -> None:
     except Exception as error:
         name, culprit = _culprit(value)
         raise TypeError(
-            f"{what} goes from process to process by pickling, and {name} ({culprit!r:.200}) cannot be pickled: "
+            f"{what} is sent to another process by pickling, but {name} ({culprit!r:.200}) cannot be pickled: "
             f"{error}. {fix}"
         ) from error
 

@@ -30,8 +30,8 @@ def require_main_guard(who: str) -> None:
         return
     file, number, statement = found
     raise RuntimeError(
-        f"{who} starts fresh processes, and each runs {file} again from the top: in line {number} each would start "
-        "processes of its own. Put what only the first process is to do under a main guard:\n\n"
+        f"{who} starts fresh processes, and each runs {file} again from the top: on line {number}, each would start "
+        "processes of its own. Put what only the first process should do under a main guard:\n\n"
         f'    if __name__ == "__main__":\n        {statement}\n'
     )
 

@@ -109,9 +109,9 @@ class StopVote:
             if time.monotonic() > deadline:
                 missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise RuntimeError(
-                    f"Rank {self.rank} asked the others to stop, but heard nothing from {missing} in "
-                    f"{ANSWER_SECONDS:.0f} s. They have ended, or compiled code holds their interpreter: look into "
-                    "their output."
+                    f"Rank {self.rank} asked the others to stop, but got no answer from {missing} in "
+                    f"{ANSWER_SECONDS:.0f} s. They have ended, or compiled code is holding their interpreter: look "
+                    "at their output."
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02 + self.world_size / _LOOKS_PER_SECOND)

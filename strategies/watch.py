@@ -29,7 +29,7 @@ from .stopping import Run, StopVote
 NOTICE_SECONDS = 60.0
 _LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
-_SILENT = "does not answer (it has ended, or its machine is out of reach)"
+_SILENT = "does not answer (it has ended, or its machine cannot be reached)"
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOMS = ("trainer", "callbacks", "strategies", "loggers")
 #: Folders whose lines say nothing to the user: ours, torch's, Python's own.
@@ -103,16 +103,16 @@ class Watch:
             return None
         if any(sign in text for sign in _TIMED_OUT):
             return _RankError(
-                f"Rank {self.rank} waited in vain for another rank at {self._here()}. {self._where_all_are()} Every "
-                "rank must make the same calls in the same order: look for one inside `if trainer.is_global_zero`, "
-                "for ranks with different numbers of batches, and for a rank that is slower than the time limit "
-                "(timeout=timedelta(...) of the strategy)."
+                f"Rank {self.rank} timed out waiting for another rank at {self._here()}. {self._where_all_are()} "
+                "Every rank must make the same calls in the same order: look for a call inside `if "
+                "trainer.is_global_zero`, for ranks with different numbers of batches, and for a rank that is slower "
+                "than the time limit (the strategy's timeout=timedelta(...))."
             )
         if any(sign in text for sign in _GONE):
             return _RankError(
                 f"Rank {self.rank} lost the connection to another rank, which has ended, at {self._here()}. The error "
-                "of the rank that ended first says why; if it ended well, it did not make this call: look for it "
-                "inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+                "of the rank that ended first says why; if it ended without one, it never made this call: look for a "
+                "call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
         return None
 
@@ -190,7 +190,7 @@ class Watch:
             told = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
         except RuntimeError:  # the store has gone with the rank that held it
             told = None
-        return self._told(json.loads(told)) if told is not None else "Where the others are is not known."
+        return self._told(json.loads(told)) if told is not None else "It is not known where the others are."
 
     def _is_mine(self, question: int, store: Any) -> bool:
         """Whether this rank is the first to ask it."""
@@ -226,7 +226,7 @@ def _read(store: Any, key: str, deadline: float) -> str | None:
 
 
 def _plural(place: str) -> str:
-    return "do not answer (they have ended, or are out of reach)" if place == _SILENT else f"are{place[2:]}"
+    return "do not answer (they have ended, or cannot be reached)" if place == _SILENT else f"are{place[2:]}"
 
 
 class _RankError(RuntimeError):
@@ -245,4 +245,4 @@ def _users_line(frame: FrameType | None) -> str:
         if not name.startswith(("<", *_NOT_THE_USERS)):
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
-    return f"{innermost.f_code.co_filename}:{innermost.f_lineno}" if innermost else "an unknown place"
+    return f"{innermost.f_code.co_filename}:{innermost.f_lineno}" if innermost else "an unknown line"

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import threading
 import types
+import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -325,6 +326,10 @@ def _run(program: list[str]) -> NoReturn:
             sys.argv[:] = rest
             sys.path.insert(0, os.getcwd())
             runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+        elif os.path.isdir(first) or zipfile.is_zipfile(first):
+            sys.argv[:] = program
+            sys.path.insert(0, first)
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         else:
             if first == "-c":
                 sys.argv[:] = ["-c", *rest[1:]]

@@ -309,12 +309,12 @@ class _Writer(pickle.Pickler):
 
 
 class _WriterOfLayers(_Writer):
-    """Layers as they were before ``fully_shard``, with room for the weights that lie in parts."""
+    """Layers as they were before they were split, with room for the weights that lie in parts."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module) and _SHARDED in vars(obj):
+        if isinstance(obj, nn.Module) and (_SHARDED in vars(obj) or "forward" in vars(obj)):
             own = vars(obj) | {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
-            own = {name: value for name, value in own.items() if not name.startswith(_OF_SHARDING)}
+            own = {name: v for name, v in own.items() if not name.startswith(_OF_SHARDING) and name != "forward"}
             return object.__new__, (type(obj).__mro__[2 if isinstance(obj, FSDPModule) else 0],), own
         if isinstance(obj, DTensor):
             room = torch.empty(obj.shape, dtype=obj.dtype)

@@ -1,6 +1,6 @@
 """Randomness: one seed for everything, and the random states that a checkpoint keeps.
 
-numpy is asked only where somebody has imported it already.
+numpy is asked only if it is imported already, as it is by torch, where torch is built with numpy and finds it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ _MAX_SEED = 2**32 - 1
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed python's ``random``, numpy and torch (all devices); processes started later learn the seed too.
 
+    numpy is seeded, and kept in checkpoints, if it is imported when this is called. ``import torch`` imports it, except
+    where torch is built without numpy: there, import numpy at the top of the script, since what is first imported
+    during the run draws other numbers each time.
+
     Args:
         seed: 0 to 4294967295. None takes ``PACELINE_GLOBAL_SEED``, then ``PL_GLOBAL_SEED``, then 0.
         workers: also seed data loading workers by rank. Within one process torch gives every worker a seed of its own
@@ -44,11 +48,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     os.environ[WORKERS_VARIABLE] = str(int(workers))
     if verbose:
         messages.info(f"Seed set to {value}")
-    random.seed(value)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(value)
-    torch.manual_seed(value)
+    seed_all(value)
     return value
 
 
@@ -93,18 +93,26 @@ def random_states() -> dict[str, Any]:
 def host_random_states() -> dict[str, Any]:
     """:func:`random_states` of the generators on the host alone: nothing waits for a device."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy.random" in sys.modules:
-        name, keys, *rest = sys.modules["numpy.random"].get_state()
+    numpy = numpy_random()
+    if numpy is not None:
+        name, keys, *rest = numpy.get_state()
         states["numpy"] = (name, keys.tolist(), *rest)
     return states
+
+
+def numpy_random() -> Any:
+    """``numpy.random`` if numpy is imported, though numpy itself loads it only when it is first used; None if not."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
 
 
 def seed_host(value: int) -> None:
     """Seed python's ``random``, numpy and torch on the CPU, and nothing else."""
     random.seed(value)
     torch.default_generator.manual_seed(value)  # torch.manual_seed would seed the devices too
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(value % 2**32)
+    numpy = numpy_random()
+    if numpy is not None:
+        numpy.seed(value % 2**32)
 
 
 def seed_all(value: int) -> None:
@@ -142,11 +150,11 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def _set_numpy_state(state: tuple[Any, ...]) -> bool:
-    numpy = sys.modules.get("numpy")
+    numpy = numpy_random()
     if numpy is None:
         return False
     name, keys, *rest = state
-    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    numpy.set_state((name, sys.modules["numpy"].array(keys, dtype="uint32"), *rest))
     return True
 
 
@@ -198,7 +206,7 @@ class PrivateRandomness:
 
 
 def _host_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy.random")
+    numpy = numpy_random()
     return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.get_state()
 
 
@@ -207,4 +215,4 @@ def _set_host_states(states: tuple[Any, ...]) -> None:
     random.setstate(python)
     torch.set_rng_state(host)
     if numpy is not None:
-        sys.modules["numpy.random"].set_state(numpy)
+        numpy_random().set_state(numpy)

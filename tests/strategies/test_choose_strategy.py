@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline import Trainer, TrainingModule
-from paceline.strategies import SingleDevice, Strategy, choose_strategy
+from paceline.strategies import DDPStrategy, FSDPStrategy, SingleDevice, Strategy, choose_strategy
 
 QUIET = {
     "logger": False,
@@ -67,6 +67,27 @@ def test_mps_is_taken_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_strategy().device.type == choose_strategy(accelerator="gpu").device.type == "mps"
 
 
+#: Strategies whose processes come from this one; what an error calls them, and what it says to write.
+STARTED_HERE = (
+    ("ddp_spawn", "strategy='ddp_spawn'", "strategy='ddp'"),
+    ("ddp_fork", "strategy='ddp_fork'", "strategy='ddp'"),
+    ("ddp_notebook_find_unused_parameters_true", "strategy='ddp_notebook_.*'", "strategy='ddp_find_unused_.*_true'"),
+    (DDPStrategy(start_method="forkserver"), r"DDPStrategy\(start_method='forkserver'\)", "DDPStrategy without start_"),
+    (FSDPStrategy(start_method="spawn"), r"FSDPStrategy\(start_method='spawn'\)", "FSDPStrategy without start_method"),
+)
+
+
+@pytest.mark.parametrize("strategy", [*(strategy for strategy, *_ in STARTED_HERE), "ddp"])
+def test_where_a_launcher_started_the_ranks_any_strategy_has_several_machines(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "one"}
+    for name, value in {**torchrun, "MASTER_PORT": 1, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    chosen = choose_strategy(strategy=strategy, accelerator="cpu", num_nodes=2)
+    assert (chosen.num_nodes, chosen.world_size, chosen.global_rank) == (2, 2, 0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -83,6 +104,10 @@ def test_mps_is_taken_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) ->
         ({"devices": "two"}, ValueError, r"devices='two'\) is not a number of devices"),
         ({"devices": 1.5}, ValueError, r"devices=1.5\) is not a number of devices"),
         ({"strategy": SingleDevice("cpu"), "accelerator": "mps"}, (ValueError, RuntimeError), "mps"),
+        *(
+            ({"strategy": strategy, "num_nodes": 2}, ValueError, f"2 machines, but {said} .* each machine with {fix}")
+            for strategy, said, fix in STARTED_HERE
+        ),
     ],
 )
 def test_what_does_not_exist_or_fit_is_refused(

@@ -488,7 +488,7 @@ def test_a_collective_on_one_rank_only_names_both_places(what: str, place: str) 
     with pytest.raises(RanksError) as caught:
         ranks(2, on_one_rank, what)
     said = str(caught.value.errors[0])
-    assert "Rank 0 waited in vain for another rank at" in said
+    assert "Rank 0 timed out waiting for another rank at" in said
     assert "in training_step (train, epoch 0, batch 1, " in said
     assert place in said
     assert "Rank 1 " in said

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -327,7 +328,7 @@ def test_start_returns_rank_zeros_result_or_raises_the_first_failure(
     script = tmp_path / "start.py"
     script.write_text(START)
     code, out, err = finish(begin([str(script), method, *kinds], environ, tmp_path))
-    assert err == "numa=True binds nothing: the processes compute on 'cpu'.\n"
+    assert err == "numa=True has no effect: the processes compute on 'cpu'.\n"
     assert code == 0
     result = dict(zip(kinds, map(json.loads, out.splitlines()), strict=True))
     threads = 1 if method == "fork" else max(1, len(os.sched_getaffinity(0)) // 2)
@@ -456,7 +457,7 @@ class Holder:
 def test_what_cannot_be_pickled_is_named(start_method: Any) -> None:
     holder = Holder([torch.nn.ReLU(), lambda x: x])
     with pytest.raises(
-        TypeError, match=r"and Holder\.value\[1\] \(<function .*<lambda>.*cannot be pickled.*'ddp_fork'"
+        TypeError, match=r"but Holder\.value\[1\] \(<function .*<lambda>.*cannot be pickled.*'ddp_fork'"
     ):
         launch.start(print, (1, holder), 2, start_method)
     with pytest.raises(TypeError, match=r"Holder\.value\[1\] "):
@@ -465,8 +466,30 @@ def test_what_cannot_be_pickled_is_named(start_method: Any) -> None:
     def local() -> None:
         raise AssertionError("is not called")
 
-    with pytest.raises(TypeError, match=r"and test_what_.*<locals>\.local \("):
+    with pytest.raises(TypeError, match=r"but test_what_.*<locals>\.local \("):
         launch.start(local, (), 2, start_method)
+
+
+@pytest.mark.parametrize(
+    ("on_path", "reason"),
+    [(False, "No module named 'loaded_otherwise'"), (True, "Can't get attribute 'made_later' on .*")],
+)
+def test_what_a_fresh_process_cannot_import_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_path: bool, reason: str
+) -> None:
+    """As test files are under ``pytest --import-mode=importlib``, and as what is defined below a main guard is."""
+    (tmp_path / "loaded_otherwise.py").touch()
+    module: Any = types.ModuleType("loaded_otherwise")
+    exec("def made_later(): raise AssertionError('is not called')", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    if on_path:
+        monkeypatch.syspath_prepend(tmp_path)
+    said = (
+        rf"(?s)A fresh process cannot import what the run uses \({reason}\)\. .* "
+        r"top level of a \.py file.*`pythonpath`.*strategy='ddp_fork'"
+    )
+    with pytest.raises(RuntimeError, match=said):
+        launch.start(module.made_later, (), 1, "spawn")
 
 
 def test_numa_on_one_node_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -474,7 +497,7 @@ def test_numa_on_one_node_says_so_once(caplog: pytest.LogCaptureFixture) -> None
     assert elastic.numa_of("cuda", False) is None
     one_node = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2
     assert [elastic.numa_of("cuda", True) is None for _ in range(2)] == [one_node] * 2
-    assert caplog.messages == ["numa=True binds nothing: this machine has one NUMA node."] * one_node
+    assert caplog.messages == ["numa=True has no effect: this machine has one NUMA node."] * one_node
 
 
 @pytest.mark.gpu

@@ -339,6 +339,19 @@ def test_a_model_of_configure_model_and_a_datamodule_are_there_after_a_forked_fi
     assert torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
 
 
+def test_layers_that_setup_made_come_back_whole_though_the_ranks_had_split_them() -> None:
+    class Late(TinyModule):
+        def setup(self, stage: str) -> None:
+            self.layer = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    module = Late()
+    del module.layer
+    trainer = Trainer(**QUIET, enable_checkpointing=False, strategy="model_parallel", devices=2, max_epochs=1)
+    trainer.fit(module, tiny_loader(batches=2, batch_size=4))
+    assert [tuple(weight.shape) for weight in module.parameters()] == [(8, 4), (8,), (1, 8), (1,)]
+    assert module(torch.ones(2, 4)).shape == (2, 1)
+
+
 def test_an_error_in_a_forked_process_comes_back(tmp_path: Path) -> None:
     class Fails(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -143,6 +143,35 @@ def test_cuda_states_come_back():
     assert torch.equal(torch.rand(4, device="cuda"), expected)
 
 
+LAZY_NUMPY = """
+import os
+import sys
+import numpy as np
+import torch
+from paceline.trainer.seed import PrivateRandomness, random_states, seed_host, set_random_states
+
+def a_seed():
+    seed_host(5)
+    assert np.random.rand() == np.random.RandomState(5).rand()
+
+def a_checkpoint():
+    states = random_states()
+    drawn = np.random.rand()
+    set_random_states(states)
+    assert np.random.rand() == drawn
+
+def a_loader():
+    with PrivateRandomness(5):
+        drawn = np.random.rand()
+    assert drawn == np.random.RandomState(5).rand()
+
+assert "numpy.random" not in sys.modules  # numpy loads it when it is first used
+for case in (a_seed, a_checkpoint, a_loader):
+    if os.fork() == 0:
+        case()
+        sys.exit()
+    assert os.wait()[1] == 0, case.__name__
+"""
 WITHOUT_NUMPY = """
 import sys
 import torch
@@ -159,13 +188,22 @@ sys.stdout.write(" ".join(sorted(states)))
 """
 
 
-@pytest.mark.cold
-def test_numpy_is_never_imported_for_it():
+def run(program: str) -> str:
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root.parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-2:] == ["python", "torch"]
+    return done.stdout
+
+
+@pytest.mark.cold
+def test_numpy_counts_from_its_import_on_though_it_loads_its_random_numbers_later():
+    run(LAZY_NUMPY)
+
+
+@pytest.mark.cold
+def test_numpy_is_never_imported_for_it():
+    assert run(WITHOUT_NUMPY).split()[-2:] == ["python", "torch"]
 
 
 def test_private_randomness_goes_on_where_it_was_left_and_leaves_no_trace():

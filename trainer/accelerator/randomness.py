@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from ...loggers import messages
 from ...strategies.cluster import find_cluster
-from ..seed import seed_everything
+from ..seed import numpy_random, seed_everything
 from .process_state import PartialState
 
 _KINDS = ("torch", "cuda", "mps", "python", "numpy", "generator")
@@ -43,9 +42,10 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         raise ValueError(messages.unknown("rng_type", kind, _KINDS))
     if kind == "python":
         random.setstate(strategy.broadcast(random.getstate()))
-    elif kind == "numpy" and "numpy.random" in sys.modules:
-        numpy = sys.modules["numpy.random"]
-        numpy.set_state(strategy.broadcast(numpy.get_state()))
+    elif kind == "numpy":
+        numpy = numpy_random()
+        if numpy is not None:
+            numpy.set_state(strategy.broadcast(numpy.get_state()))
     elif kind == "torch":
         torch.set_rng_state(strategy.broadcast(torch.get_rng_state()))
     elif kind == "cuda" and torch.cuda.is_available():

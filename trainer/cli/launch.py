@@ -287,7 +287,7 @@ def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict
     where, found = settings.origin("enable_cpu_affinity").where, len(nodes(folder))
     if found < 2 or (kind == "cpu" and local == 1):
         why = "this machine has one NUMA node" if found < 2 else "one process has all of the machine"
-        return False, f"{where} binds nothing: {why}", {}
+        return False, f"{where} has no effect: {why}", {}
     if kind == "cuda":
         return True, f"each process on the cores of its GPU's node ({where})", {}
     return False, f"each process on the cores of its node, of {found} ({where})", {BIND: str(folder)}

@@ -330,7 +330,7 @@ def test_e11_processes_keep_to_the_cores_of_their_nodes(
     monkeypatch.setenv("PACELINE_BIND", str(tmp_path / "none"))
     _, out, err = launched(capfd, *words)
     assert [one["cores"] for one in told(out)] == [cores] * 2
-    assert "--enable_cpu_affinity binds nothing: this machine has one NUMA node" in err
+    assert "--enable_cpu_affinity has no effect: this machine has one NUMA node" in err
 
 
 # ---- what cannot be ------------------------------------------------------------------------------------------------
