@@ -143,7 +143,9 @@ def deepspeed_imported() -> None:
     It chooses its device once, so where there are GPUs it is left to the ranks.
     """
     if importlib.util.find_spec("deepspeed") is not None and not torch.cuda.is_available():
-        use_device("cpu")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DS_ACCELERATOR", "cpu")  # is as it was again for the tests that follow
+            use_device("cpu")
         for name in ("engine", "zero.stage3", "zero.stage_1_and_2", "zero.muon.muon_optimizer"):
             importlib.import_module(f"deepspeed.runtime.{name}")
 
