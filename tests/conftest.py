@@ -121,7 +121,7 @@ def no_leftovers(fresh_start: None) -> Iterator[None]:
     yield
     started = [t for t in threading.enumerate() if t not in threads and not t.daemon]
     for thread in started:  # one that was told to end may still be at it
-        thread.join(10)
+        thread.join(120)
     leftovers = [t.name for t in started if t.is_alive()]
     assert not leftovers, f"still running: {leftovers}"
     try:
