@@ -123,7 +123,7 @@ def no_leftovers(fresh_start: None) -> Iterator[None]:
     yield
     started = [t for t in threading.enumerate() if t not in threads and not t.daemon]
     for thread in started:  # one that was told to end may still be at it
-        thread.join(10)
+        thread.join(120)
     leftovers = [t.name for t in started if t.is_alive()]
     assert not leftovers, f"still running: {leftovers}"
     try:
@@ -145,7 +145,9 @@ def deepspeed_imported() -> None:
     It chooses its device once, so where there are GPUs it is left to the ranks.
     """
     if importlib.util.find_spec("deepspeed") is not None and not torch.cuda.is_available():
-        use_device("cpu")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DS_ACCELERATOR", "cpu")  # is as it was again for the tests that follow
+            use_device("cpu")
         for name in ("engine", "zero.stage3", "zero.stage_1_and_2", "zero.muon.muon_optimizer"):
             importlib.import_module(f"deepspeed.runtime.{name}")
 

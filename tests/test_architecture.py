@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from functools import cache
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
 ROOMS = ("loggers", "strategies", "callbacks", "trainer")
 FILES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
@@ -250,3 +252,26 @@ def undescribed(module: ModuleType) -> Iterator[str]:
             yield from (f"{name}.{m.__name__}" for m in methods if not inspect.getdoc(getattr(value, m.__name__)))
         if (inspect.isclass(value) or inspect.isfunction(value)) and not value.__doc__:
             yield name
+
+
+#: Where tests may let real time pass: in the one loop that polls, and in work that is made slow to be looked at.
+SLEEPS = {
+    "faults/train.py": "a step that is worth striking in, of a process that is killed at any moment",
+    "processes.py": "until(), for which every other test waits",
+    "trainer/doctor/test_findings.py": "a slow network, which torch's own timers measure",
+}
+
+
+def test_tests_wait_for_what_they_need_and_not_for_seconds() -> None:
+    found = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py") if sleeps(path.read_text())}
+    assert found == set(SLEEPS)
+
+
+def test_a_sleep_is_found_in_a_program_too_that_a_test_starts() -> None:
+    assert sleeps("import time\ntime." + "sleep(1)")
+    assert sleeps("SCRIPT = 'from time " + "import sleep'")
+    assert not sleeps("CLOCK.sleep(1)")
+
+
+def sleeps(text: str) -> bool:
+    return re.search(r"\b(time|asyncio)\.sleep\b|from (time|asyncio) import .*\bsleep\b", text) is not None

@@ -812,7 +812,7 @@ def test_a_signal_after_a_failed_write_in_the_background_still_saves(
 
     def full_disk(checkpoint: dict[str, Any], path: Any) -> None:
         if checkpoint["global_step"] == 2:
-            stopping.wait(60)
+            stopping.wait(120)
             raise OSError(28, "No space left on device", str(path))
         write(checkpoint, path)
 

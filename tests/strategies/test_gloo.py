@@ -28,7 +28,7 @@ busy, done = threading.Event(), threading.Event()
 
 class Ending:
     def __del__(self, done=done):
-        done.wait(10)
+        done.wait(120)
 
 
 def work_on(_):

@@ -26,7 +26,7 @@ def machines() -> tuple[rendezvous.Rendezvous, rendezvous.Rendezvous]:
     def met(rank: int) -> rendezvous.Rendezvous:
         endpoint = f"127.0.0.1:{server.port}"
         made = rendezvous.create(
-            RendezvousParameters(rendezvous.register(), endpoint, "test", 2, 2, rank=rank, timeout=60)
+            RendezvousParameters(rendezvous.register(), endpoint, "test", 2, 2, rank=rank, timeout=120)
         )
         made.next_rendezvous()
         return made
@@ -50,7 +50,7 @@ def test_the_machine_with_the_store_leaves_last(
     leaving.join(0.3)
     assert leaving.is_alive()
     assert second.shutdown()
-    leaving.join(60)
+    leaving.join(120)
     assert not leaving.is_alive()
 
 

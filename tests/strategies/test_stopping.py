@@ -43,7 +43,7 @@ class Rank:
         counts = self.counts
         for boundary in itertools.count(1):
             if self.together is not None:
-                self.together.wait(30)  # the collective of the batch
+                self.together.wait(120)  # the collective of the batch
             if boundary == self.asks:
                 counts.stop = True
             stops = self.at(boundary) if counts.stop else False

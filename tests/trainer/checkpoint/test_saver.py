@@ -51,7 +51,7 @@ class Held:
 
     def __call__(self) -> None:
         self.reached.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(120)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -213,7 +213,7 @@ def test_a_fit_that_raises_finishes_the_write_in_flight(tmp_path: Path, monkeypa
     class Late(TinyModule):
         def on_train_batch_start(self, *_: Any) -> None:
             if self.global_step == 1:
-                held.reached.wait(60)
+                held.reached.wait(120)
                 threading.Timer(0.2, held.go_on.set).start()
 
     monkeypatch.setattr(file, "write", slow)
@@ -287,7 +287,7 @@ def test_workers_that_are_forked_while_a_thread_writes_leave_the_file_alone(tmp_
     class Forks(TinyModule):
         def on_train_batch_start(self, *_: Any) -> None:
             if self.global_step == 2:
-                assert held.reached.wait(60)
+                assert held.reached.wait(120)
                 list(DataLoader(list(range(8)), num_workers=2))  # pyright: ignore[reportArgumentType]
                 held.go_on.set()
 

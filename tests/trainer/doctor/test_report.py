@@ -162,10 +162,10 @@ def test_the_page_opens_in_a_browser(tmp_path: Path) -> None:
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
     quiet = "--disable-component-update --disable-sync --window-size=900,1600"
     base = [str(CHROMIUM), *flags.split(), *quiet.split(), f"--user-data-dir={tmp_path / 'profile'}"]
-    dom = subprocess.run([*base, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=100, check=True)
+    dom = subprocess.run([*base, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     seen = html.unescape(dom.stdout)
     assert "Waiting for data takes 50 % of each step" in seen
     assert len(re.findall(r"<path [^>]*d=\"M95", seen)) >= 6, "the wedges of two pies"
     assert "<polyline" in seen
-    subprocess.run([*base, f"--screenshot={picture}", page.as_uri()], capture_output=True, timeout=100, check=True)
+    subprocess.run([*base, f"--screenshot={picture}", page.as_uri()], capture_output=True, timeout=120, check=True)
     assert picture.stat().st_size > 10_000
