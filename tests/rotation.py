@@ -1,6 +1,7 @@
-"""Which cells of a large matrix this run takes: ``make test`` takes a share that moves on with every commit.
+"""Which cells of a large matrix this run takes: ``make test`` takes a share that moves on with every landing.
 
-Ten commits in a row take all of them; ``make test-all`` takes all at once, ``--rotation N`` those of one commit.
+Landings (commits of the first line of parents) in a row take one share after the other, so ten take all cells.
+``make test-all`` takes all at once, ``--rotation N`` those of one landing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Cell = TypeVar("Cell")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cells", action="store_true", help="every cell of every matrix, not a share of them")
-    parser.addoption("--rotation", type=int, help=f"which share, 0 to {PERIOD - 1}; by default the commit says it")
+    parser.addoption("--rotation", type=int, help=f"which share, 0 to {PERIOD - 1}; by default the landing says it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     elif (asked := config.getoption("--rotation")) is not None:
         os.environ[VARIABLE] = str(asked % PERIOD)
     else:
-        os.environ.setdefault(VARIABLE, str(_commits() % PERIOD))
+        os.environ.setdefault(VARIABLE, str(_landings() % PERIOD))
 
 
 def pytest_report_header() -> str:
@@ -48,9 +49,9 @@ def share(cells: Sequence[Cell], runs: int = PERIOD) -> list[Cell]:
     return list(cells) if chosen == "all" else list(cells[int(chosen) % runs :: runs])
 
 
-def _commits() -> int:
-    """How many commits lead here; 0 outside of a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "HEAD"]
+def _landings() -> int:
+    """How many landings lead here; 0 outside of a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "--first-parent", "HEAD"]
     try:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     except (OSError, subprocess.CalledProcessError):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 #: Updates of a fit after which its optimizers are no longer watched.
-UPDATES = 2
+UPDATES = 8
 _SECOND_BACKWARD = "backward through the graph a second time"
 
 
@@ -51,7 +51,7 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
 
 
 class HandSteps:
-    """Refuses, until the first updates of a fit are made, an optimizer of its that the person's code steps itself.
+    """Refuses, during the first updates of a fit, an optimizer of its that the person's code steps itself.
 
     What ``self.optimizers()`` gives refuses always; the optimizer is asked no more after :data:`UPDATES`.
 
