@@ -804,3 +804,19 @@ def test_a_loader_is_not_read_past_its_length(make: Any) -> None:
         assert passed == [([0, 1], False), ([2, 3], True)]
     if not isinstance(loader.base, Own):
         assert [[batch.tolist() for batch in prepared(make(), rank, 2)] for rank in range(2)] == [[[0, 1]], [[2, 3]]]
+
+
+class FailsAtLast(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == len(self) - 1:
+            raise ValueError("within")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_the_last_batch_of_a_prepared_loader_is_raised(workers: int) -> None:
+    loader = prepared(DataLoader(FailsAtLast(4), 2, sampler=Raises([0, 1, 2, 3]), num_workers=workers))
+    found = []
+    with pytest.raises(ValueError, match="within"):
+        found.extend(batch.tolist() for batch in loader)
+    assert found == [[0, 1]]
