@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -19,7 +19,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from ...loggers import messages
 from .. import seed as randomness
 from .in_memory import rows_of
 from .rounds import Shard
@@ -27,6 +26,9 @@ from .workers import start_iterating
 
 #: Where torchdata's BatchSampler is from, which cuts as torch's does and can save its place.
 _STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
+
+#: Iterators that run nobody's code: to ask them for their end draws and reads nothing.
+RUN_NOTHING = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 _REACHED = object()
 #: Batches whose indices are cut out at a time.
@@ -37,8 +39,11 @@ def from_item(sampler: Any, count: int) -> Iterator[Any]:
     """What a sampler yields from its item number ``count`` on.
 
     What torch's own samplers leave out costs next to nothing, what a sampler of the user's leaves out costs its
-    iterating. The items before have been drawn when this returns; no item after them has.
+    iterating. The items before have been drawn when this returns; no item after them has. What is not torch's is not
+    asked for an item past its length.
     """
+    if not count:
+        return _from_first(sampler)
     own = getattr(sampler, "from_item", None)
     if own is not None:
         return own(count)
@@ -52,9 +57,52 @@ def from_item(sampler: Any, count: int) -> Iterator[Any]:
     if type(sampler) is SubsetRandomSampler and sampler.generator is not None:
         places = torch.randperm(len(sampler.indices), generator=sampler.generator)[count:].tolist()
         return map(sampler.indices.__getitem__, places)
-    items = iter(sampler)
+    items = _from_first(sampler)
     next(islice(items, count, count), None)
     return items
+
+
+class _Inside:
+    """What a sampler yields, as far as its length goes; opened when it is iterated over, as torch does."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        items = iter(self.sampler)
+        is_stream = isinstance(self.sampler, IterableDataset)  # what processes share is weighed by its length
+        if type(items) in RUN_NOTHING and not is_stream:
+            return items
+        return _first(items, length_of(self.sampler), close=items is not self.sampler)
+
+
+def _first(items: Iterator[Any], count: int | None, close: bool) -> Iterator[Any]:
+    try:
+        yield from islice(items, count)
+    finally:
+        if close and isinstance(items, Generator):
+            items.close()
+
+
+def _from_first(sampler: Any) -> Iterator[Any]:
+    """``iter(sampler)``, which asks nothing that is not torch's for an item past its length."""
+    if _ends_by_itself(sampler):
+        return iter(sampler)
+    if cuts(sampler):
+        return iter(BatchSampler(_Inside(sampler.sampler), sampler.batch_size, sampler.drop_last))  # type: ignore[arg-type]
+    return iter(_Inside(sampler))
+
+
+def _ends_by_itself(sampler: Any) -> bool:
+    """Whether a sampler has to be asked for its end: torch's draw from their generators there.
+
+    So does a data set that saves its position, for it to return to the beginning.
+    """
+    source = sampler.sampler if cuts(sampler) else sampler
+    module = type(source).__module__
+    ours_or_torchs = isinstance(source, Shard) or module.startswith("torch.") or module == _STATEFUL_SAMPLERS
+    saves_place = isinstance(source, IterableDataset) and callable(getattr(source, "state_dict", None))
+    return ours_or_torchs or saves_place
 
 
 def cuts(sampler: Any) -> bool:
@@ -80,7 +128,7 @@ def _at_once(sampler: Any, start: int) -> Iterator[Any]:
     source = sampler.sampler if cuts(sampler) else None
     if type(source) is SequentialSampler or (type(source) is RandomSampler and _is_one_permutation(source)):
         return _cut(sampler, source, start)
-    return from_item(sampler, start) if start else iter(sampler)
+    return from_item(sampler, start)
 
 
 def _cut(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Tensor]:
@@ -159,11 +207,8 @@ class Order:
         yield from items
 
     def _numbered(self) -> Iterator[Any]:
-        start, seed = (
-            self.start,
-            self.seed,
-        )  # when the first item is asked for: a loader with workers calls iter() twice
-        items = from_item(self.sampler, start) if start else iter(self.sampler)
+        start, seed = self.start, self.seed  # at the first item: a loader with workers calls iter() twice
+        items = from_item(self.sampler, start)
         if seed is None:
             yield from items
             return
@@ -182,48 +227,44 @@ def length_of(loader: Any) -> int | None:
 def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Iterator[Any]:
     """A loader's iterator, which stands at batch number ``start``, as far as its length goes.
 
-    The end is asked for only where that reads nothing: of torch's DataLoader with a sampler or with workers. It is also
-    asked for where a position that can be saved has to return to the beginning.
+    The end is asked for only where that runs no code of the user's in this process, or where a position that can be
+    saved has to return to the beginning.
     """
     length = length_of(loader)
-    if length is None or isinstance(loader, (list, tuple, Shard)) or _has_torchs_sampler(loader):
+    if length is None or isinstance(loader, Shard) or _stops_inside(loader, iterator):
         return iterator
     inside = islice(iterator, max(length - start, 0))
-    return chain(inside, _past_length(loader, iterator, length)) if _is_asked_for_its_end(loader) else inside
+    return chain(inside, _past_length(iterator)) if _is_asked_for_its_end(loader) else inside
 
 
-def _has_torchs_sampler(loader: Any) -> bool:
-    if not takes_indices(loader):
-        return False
-    batches = loader.batch_sampler
-    sampler = loader.sampler if batches is None else batches.sampler if cuts(batches) else batches
-    return type(sampler).__module__.startswith("torch.")
+def _stops_inside(loader: Any, iterator: Iterator[Any]) -> bool:
+    """Whether an iterator that is read to its end asks nothing of the user's for more than its length."""
+    if takes_indices(loader):
+        return can_jump(loader) or _ends_by_itself(_sampler_of(loader))
+    fetcher = getattr(iterator, "_dataset_fetcher", None)  # of torch's iterator, without workers
+    return type(getattr(fetcher, "dataset_iter", iterator)) in RUN_NOTHING
 
 
 def _is_asked_for_its_end(loader: Any) -> bool:
-    if takes_indices(loader):
-        return True
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and loader.num_workers:
-        return True
+        return not takes_indices(loader)  # workers that read a stream have read ahead
     places = (loader, getattr(loader, "dataset", None))
     return any(callable(getattr(place, "state_dict", None)) for place in places)
 
 
-def _past_length(loader: Any, iterator: Iterator[Any], length: int) -> Iterator[Any]:
+def _past_length(iterator: Iterator[Any]) -> Iterator[Any]:
     """What a loader yields past its length, which is for the reader to judge; if it fails there, it has ended."""
     try:
         batch = next(iterator, _REACHED)
-    except Exception as error:
-        words = str(error).strip().splitlines()
-        raised = words[-1] if len(words) > 1 else f"{type(error).__name__}: {error}"  # a worker's ends with its error
-        messages.warn_once(
-            f"A {type(loader).__name__} has a length of {length} batches and raised {raised} when asked whether that "
-            "was its end, which counts as its end. Let it end by itself, or correct __len__."
-        )
-        return
+    except Exception:
+        return  # no batch that anyone asked for failed
     if batch is not _REACHED:
         yield batch
         yield from iterator
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def takes_indices(loader: Any) -> bool:
@@ -252,11 +293,11 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     """
     if not can_jump(loader):
         return start_iterating(loader)
-    running, workers, rows = loader._iterator, loader.num_workers > 0, rows_of(loader)
-    if running is None and rows is None and not start and (seed is None or not workers):
+    running, workers, rows, sampler = loader._iterator, loader.num_workers > 0, rows_of(loader), _sampler_of(loader)
+    as_torch_does = not start and (seed is None or not workers) and _ends_by_itself(sampler)
+    if running is None and rows is None and as_torch_does:
         return start_iterating(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = getattr(loader, name)
     order = Order(sampler, workers, rows is not None) if running is None else running._index_sampler
     order.start, order.seed = start, seed
     loader.__dict__[name] = order  # the loader refuses a plain assignment; its iterator reads it once
@@ -276,8 +317,7 @@ def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
         first: it is the first pass; persistent workers get their seed in that one alone.
         limit: the pass ends after so many batches; workers have been given some more by then.
     """
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    items = iter(sampler)
+    items = _from_first(_sampler_of(loader))
     if first or not loader.persistent_workers:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if limit is not None:

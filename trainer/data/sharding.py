@@ -35,14 +35,11 @@ from ...loggers import messages
 from ..seed import PrivateRandomness
 from .combined import CombinedLoader, close_iterator, length_of
 from .loaders import replaced, samplers_of, shard_of, whole_of
-from .order import cuts, from_item
+from .order import RUN_NOTHING, cuts, from_item
 from .rounds import Division, Part, Shard
 
 #: Samplers whose order a generator of their own decides (or nothing), so that it is the same on every process.
 _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-#: Iterators that run nobody's code, so that nothing is drawn while they are read: changing states costs 0.2 ms.
-_DRAWS_NOTHING = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 #: What iterable data sets keep that ask for the process's rank themselves: of Hugging Face, LitData and Mosaic.
 _KNOWS_RANKS = ("_distributed", "distributed_env", "_unique_rank_world")
@@ -217,7 +214,7 @@ class RankStream(Shard, IterableDataset[Any]):
         end = self._ends[0 if worker is None else worker.id]
         end[0], end[1] = 0, 1
         seed = self.order_seed if worker is None else None  # a worker's random states are nobody else's
-        for part, share in _parts(self.division, self.whole_dataset, seed, limit=self._most_samples()):
+        for part, share in _parts(self.division, self.whole_dataset, seed):
             if share == 0 and self.division.evaluation and self._workers > 1:
                 return  # only of the very last batch of a loader it could be told that it is surplus
             end[0] += 1
@@ -241,11 +238,6 @@ class RankStream(Shard, IterableDataset[Any]):
             return self.division.share(total)
         ends = list(enumerate(self._ends.tolist()))  # workers take turns: of those with most batches the last ends last
         return max(ends, key=lambda entry: (entry[1][0], entry[0]))[1][1]
-
-    def _most_samples(self) -> int | None:
-        """After how many samples not to ask the data set for more; None to read it until it ends."""
-        asked = callable(getattr(self.whole_dataset, "state_dict", None))  # its position has to return to the beginning
-        return None if asked else length_of(self.whole_dataset)
 
     def share_of(self, number: int) -> float:
         """The share of batch ``number`` of the pass: that of a worker's last, if it is one, otherwise 1.0."""
@@ -326,33 +318,30 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
     return replaced(loader, **{place: sampler}, paceline_whole=loader)
 
 
-def _parts(
-    division: Division, source: Any, seed: int | None, start: int = 0, limit: int | None = None
-) -> Iterator[Part]:
+def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[Part]:
     """This rank's parts of what ``source`` yields, which draws from random states of its own if a seed is given.
 
-    The first ``start`` items, full rounds, are left out; no more than ``limit`` are asked for.
+    The first ``start`` items, full rounds, are left out.
     """
-    items = from_item(source, start) if seed is None else _privately(source, seed, division.round_size, start, limit)
+    items = from_item(source, start) if seed is None else _privately(source, seed, division.round_size, start)
     try:
-        yield from division.parts(islice(items, limit))
+        yield from division.parts(items)
     finally:
         _close(items, source)
 
 
-def _privately(source: Any, seed: int, at_once: int, start: int, limit: int | None) -> Iterator[Any]:
+def _privately(source: Any, seed: int, at_once: int, start: int) -> Iterator[Any]:
     """What ``source`` yields, read so many items at a time under random states of their own."""
     states = PrivateRandomness(seed)
     with states:
         items = from_item(source, start)
-    if type(items) in _DRAWS_NOTHING:
+    if type(items) in RUN_NOTHING:  # changing states costs 0.2 ms
         yield from items
         return
-    inside = islice(items, limit)
     try:
         while True:
             with states:
-                found = list(islice(inside, at_once))
+                found = list(islice(items, at_once))
             yield from found
             if len(found) < at_once:
                 return

@@ -25,6 +25,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     SequentialSampler,
     TensorDataset,
 )
@@ -765,6 +766,20 @@ class Sized(Stream):
         raise ValueError("past the end")
 
 
+class Raises(Sampler[Any]):
+    """Raises when it is read past its length."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.items
+        raise ValueError("past the end")
+
+
 class Own(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         yield from super().__iter__()
@@ -777,8 +792,10 @@ class Own(DataLoader):
         lambda: DataLoader(Sized(4), batch_size=2),
         lambda: DataLoader(Sized(4), batch_size=2, num_workers=1),
         lambda: Own(Numbers(4), batch_size=2),
+        lambda: DataLoader(Numbers(4), batch_size=2, sampler=Raises([0, 1, 2, 3])),
+        lambda: DataLoader(Numbers(4), batch_sampler=Raises([[0, 1], [2, 3]]), num_workers=1),
     ],
-    ids=["stream", "worker", "own"],
+    ids=["stream", "worker", "own", "sampler", "batch_sampler"],
 )
 def test_a_loader_is_not_read_past_its_length(make: Any) -> None:
     loader = prepared(make())
@@ -787,3 +804,19 @@ def test_a_loader_is_not_read_past_its_length(make: Any) -> None:
         assert passed == [([0, 1], False), ([2, 3], True)]
     if not isinstance(loader.base, Own):
         assert [[batch.tolist() for batch in prepared(make(), rank, 2)] for rank in range(2)] == [[[0, 1]], [[2, 3]]]
+
+
+class FailsAtLast(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == len(self) - 1:
+            raise ValueError("within")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_the_last_batch_of_a_prepared_loader_is_raised(workers: int) -> None:
+    loader = prepared(DataLoader(FailsAtLast(4), 2, sampler=Raises([0, 1, 2, 3]), num_workers=workers))
+    found = []
+    with pytest.raises(ValueError, match="within"):
+        found.extend(batch.tolist() for batch in loader)
+    assert found == [[0, 1]]

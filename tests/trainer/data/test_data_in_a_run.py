@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 from collections.abc import Callable, Iterator
-from itertools import chain
+from contextlib import closing
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny import tiny_loader
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from paceline import Callback, CombinedLoader, DataModule, Trainer, TrainingModule
 from paceline.trainer.data.batches import Batches
@@ -426,14 +428,129 @@ def test_generators_and_workers_of_loaders_that_are_not_read_past_their_length_e
         loader = Strict()
         trainer(max_epochs=2).fit(Seen(), CombinedLoader([loader]) if combined else loader)
         assert loader.closed == 2
+    sampler = StrictSampler()
+    trainer(max_epochs=2).fit(Seen(), DataLoader(range(3), batch_sampler=sampler))  # type: ignore[arg-type]
+    assert sampler.closed == 2
     before = multiprocessing.active_children()
     trainer(max_epochs=2).fit(Seen(), stream(num_workers=2))
     assert multiprocessing.active_children() == before
 
 
-def test_a_failure_past_the_length_of_a_loader_that_is_asked_for_its_end_is_told(trained: Any) -> None:
-    with pytest.warns(UserWarning, match=r"DataLoader has a length of 3 batches and raised ValueError.*counts as its"):
-        assert trained(ENDS["sampler"]()) == [[0], [1], [2]]
+class Indices(Sampler[Any]):
+    """Says a length, yields so many items, and records how many it was asked for."""
+
+    def __init__(self, length: int, items: list[Any]) -> None:
+        self.length, self.items, self.asked = length, items, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.asked, item in enumerate(self.items, 1):  # noqa: B020
+            yield item
+        raise ValueError("past the end")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", ["sampler", "in_memory", "batches", "single", "stream"])
+def test_what_raises_past_its_length_is_not_blamed(name: str, workers: int, trained: Any) -> None:
+    data: Any = range(5)
+    make: dict[str, Callable[[], DataLoader[Any]]] = {
+        "sampler": lambda: DataLoader(data, 2, sampler=Indices(5, [*range(5)]), num_workers=workers),
+        "in_memory": lambda: DataLoader(torch.arange(5), 2, sampler=Indices(5, [*range(5)]), num_workers=workers),  # type: ignore[arg-type]
+        "batches": lambda: DataLoader(data, batch_sampler=Indices(3, [[0, 1], [2, 3], [4]]), num_workers=workers),
+        "single": lambda: DataLoader(
+            [torch.tensor([i]) for i in range(5)],  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=Indices(5, [*range(5)]),
+            num_workers=workers,
+        ),
+        "stream": lambda: DataLoader(StrictStream(4), batch_size=2, num_workers=workers),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*past the end|.*is shorter|.*length of")
+        found = trained(make[name]())
+    expected = [[i] for i in range(5)] if name == "single" else [[0, 1], [2, 3], [4]]
+    assert found == ([[0, 1], [2, 3]] if name == "stream" else expected)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_of_the_users_is_not_asked_past_its_length(workers: int) -> None:
+    for start in (0, 1):
+        sampler = Indices(4, [*range(8)])
+        loader: Any = DataLoader(range(8), 2, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
+        assert [batch.tolist() for batch in Batches(loader, skip=start)] == [[0, 1], [2, 3]][start:]
+        assert sampler.asked == 4
+
+
+def test_a_sampler_that_raises_past_its_length_is_shared_by_processes() -> None:
+    for make in (
+        lambda: DataLoader(range(5), 1, sampler=Indices(5, [*range(5)])),  # type: ignore[arg-type]
+        lambda: DataLoader(range(5), batch_sampler=Indices(5, [[i] for i in range(5)])),  # type: ignore[arg-type]
+    ):
+        for split in (shard_training, shard_evaluation):
+            for seed in (None, 1):
+                found = []
+                for rank in range(2):
+                    part = split(make(), rank, 2)
+                    part.batch_sampler.order_seed = seed
+                    found += [int(batch) for batch in Batches(part)]
+                assert sorted({*found}) == list(range(5))
+
+
+class FailsAt(StrictStream):
+    """Raises in a sample within its length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from islice(super().__iter__(), self.count - 1)
+        raise ValueError("within")
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.count - 1:
+            raise ValueError("within")
+        return torch.tensor(index)
+
+
+class FailsAtIndex(Dataset[Any]):
+    __getitem__ = FailsAt.__getitem__
+    count = 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_the_last_batch_within_the_length_is_raised(workers: int, ahead: bool) -> None:
+    for loader in (
+        DataLoader(FailsAt(4), batch_size=None, num_workers=workers),
+        DataLoader(FailsAtIndex(), 1, sampler=Indices(4, [*range(4)]), num_workers=workers),
+        DataLoader(FailsAtIndex(), 1, sampler=range(4), num_workers=workers),
+    ):
+        found = []
+        with pytest.raises(ValueError, match="within"), closing(Batches(loader, lookahead=ahead)) as batches:
+            found.extend(map(int, batches))
+        assert found == [0, 1, 2]
+
+
+class Listed(Indices):
+    """Iterates over a list, whose end can be seen without running anyone's code."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+class ListedStream(Listed, IterableDataset[Any]):
+    """The same as a data set."""
+
+
+@pytest.mark.parametrize("name", ["sampler", "batches", "stream", "own"])
+def test_more_batches_than_the_length_are_an_error_where_the_end_can_be_seen(name: str, trained: Any) -> None:
+    loaders: dict[str, Callable[[], Any]] = {
+        "sampler": lambda: DataLoader(range(8), 2, sampler=Listed(4, [*range(8)])),  # type: ignore[arg-type]
+        "batches": lambda: DataLoader(range(8), batch_sampler=Listed(2, [[0], [1], [2]])),  # type: ignore[arg-type]
+        "stream": lambda: DataLoader(ListedStream(4, [*range(8)]), batch_size=2),  # type: ignore[arg-type]
+        "own": lambda: Listed(2, [torch.tensor([i]) for i in range(3)]),
+    }
+    with pytest.raises(RuntimeError, match="has a length of 2 batches, but yielded at least 3"):
+        trained(loaders[name]())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
