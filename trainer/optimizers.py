@@ -34,12 +34,12 @@ def advance(scheduler: Any) -> None:
     """
     over = [one for one in _one_cycles(scheduler) if one.last_epoch >= one.total_steps - 1]
     for one in over:
-        one.step = partial(_keep_last_values, one)
+        vars(one)["step"] = partial(_keep_last_values, one)
     try:
         scheduler.step()
     finally:
         for one in over:
-            del one.step
+            del vars(one)["step"]
 
 
 def _one_cycles(scheduler: Any) -> list[OneCycleLR]:
