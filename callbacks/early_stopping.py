@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..loggers import messages
+from ..loggers.words import words_in
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -236,9 +236,8 @@ def check_direction(who: str, monitor: str | None, mode: str) -> None:
     """Point out ``mode="min"``, the default, where the metric's name says that a higher value is better."""
     if mode != "min" or monitor is None:
         return
-    parts = [part for part in re.split(r"[^a-z0-9]+", monitor.lower()) if part]
-    words = {*parts, *(word for part in parts for word in re.split(r"\d+", part))}
-    if words.intersection(_HIGHER.split()) and not words.intersection(_LOWER.split()):
+    words = words_in(monitor)
+    if not words.isdisjoint(_HIGHER.split()) and words.isdisjoint(_LOWER.split()):
         messages.warn_once(
             f"{who}(monitor={monitor!r}, mode='min') takes the lowest {monitor!r} for the best, but by its name a "
             "higher one is better. Pass mode='max', or give the metric another name."
@@ -249,9 +248,13 @@ def check_direction(who: str, monitor: str | None, mode: str) -> None:
 _HIGHER = (
     "acc accuracy ap auc aupr auprc auroc bertscore bleu chrf cider correlation dice f1 fbeta fscore iou jaccard kappa "
     "map mcc meteor miou mrr ndcg pearson pesq precision psnr r2 recall reward roc rouge sensitivity spearman "
-    "specificity ssim stoi"
+    "specificity ssim stoi top1 top3 top5 top10"
 )
-_LOWER = "ce cost diff distance drop err error gap loss mae mse nll rmse std var"
+_LOWER = (
+    "bytes calls ce cer cost count diff distance drop duration eer entropy epochs err error errors fails failures fnr "
+    "fpr gap hours latency length loss losses mae memory minus minutes misses mistakes ms mse nll number params "
+    "perplexity rmse sec seconds size std steps time uncertainty var variance wer"
+)
 
 
 def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:

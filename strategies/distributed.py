@@ -126,10 +126,9 @@ class DistributedStrategy(Strategy):
         """Start the processes: the command runs again and comes here again in each, or they call the function."""
         kind, count = self.device.type, len(self.devices)
         method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
-        with launch.told_if_stopped_early(count):
-            if method == "popen":
-                launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
-            return launch.start(function, args, count, method, kind, self.numa)
+        if method == "popen":
+            launch.rerun(count, self._nodes, devices_kind=kind, numa=self.numa)
+        return launch.start(function, args, count, method, kind, self.numa)
 
     @timed("joining the group")
     def setup_environment(self) -> None:

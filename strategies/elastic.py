@@ -230,6 +230,23 @@ def _signals() -> Iterator[None]:
 
 
 @contextmanager
+def handled_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call ``handler`` on those signals that would end this process without a word."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+    silent = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in silent:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in silent:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
 def environment(threads: int | None, **more: str) -> Iterator[None]:
     """Variables for the processes to come; those of this one are as before afterwards."""
     before = dict(os.environ)

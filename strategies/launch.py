@@ -21,13 +21,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from types import FunctionType
 from typing import Any, NoReturn
 
 from ..loggers import messages
 from . import hydra_program
-from .elastic import SIGNALS, Options, Place, StartMethod, environment, is_ignored, launch, numa_of
+from .elastic import SIGNALS, Options, Place, StartMethod, environment, handled_signals, is_ignored, launch, numa_of
 from .failure import LAUNCHED, end_with, failures, note_crash, signal_name, write_failure
 from .failure import note_failure as note_failure
 from .failure import register_failure_hook as register_failure_hook
@@ -179,19 +180,34 @@ def start(
 
 @contextmanager
 def told_if_stopped_early(num_processes: int) -> Iterator[None]:
-    """Say that nothing was trained yet if a signal ends processes, started within, before they have joined a group."""
+    """Say that nothing was trained yet if a signal ends processes, started within, before they have joined a group.
+
+    Also if one ends this process before it has started them. No signal is handled otherwise than before.
+    """
     with TemporaryDirectory(prefix="paceline_") as folder:
         joined = Path(folder) / "joined"
-        try:
-            with environment(None, **{JOINED: str(joined)}):
-                yield
-        except BaseException as error:
-            number = _ended_by(error)
-            if number is not None and not joined.exists():
+
+        def tell(number: int) -> None:
+            if not joined.exists():
                 messages.error(
                     f"{signal_name(number)} stopped {num_processes} processes while they were starting: nothing "
                     "has been trained or saved."
                 )
+
+        def end(number: int, frame: Any) -> None:
+            with suppress(RuntimeError):  # it came in the middle of a print
+                tell(number)
+            rmtree(folder, ignore_errors=True)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+        try:
+            with environment(None, **{JOINED: str(joined)}), handled_signals(end):
+                yield
+        except BaseException as error:
+            number = _ended_by(error)
+            if number is not None:
+                tell(number)
             raise
 
 

@@ -106,4 +106,7 @@ def _why(store: MetricStore, held_back: Callable[[Record, str], str], there: Map
             )
         return f"{name!r} was not logged in this epoch yet. {listed}"
     choices = {*there, *(key for _, record in store.known() for key in record.keys)}
-    return f"{name!r} was not logged so far.{messages.did_you_mean(name, choices)} {listed}"
+    return (
+        f"{name!r} was not logged so far.{messages.did_you_mean(name, choices)} {listed} It appears after the first "
+        f"self.log({name!r}, ...); the value of an epoch (on_epoch=True) at the end of its epoch."
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..loggers import messages
+from ..loggers.words import words_in
 from .items import ItemWindow
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class LossReader:
 class LossWatch:
     """Warns of the first loss of a fit that is NaN or infinite, among the values that reach the host anyway.
 
-    A loss is what has "loss" in its name, or where nothing of that name was logged, what ``training_step`` returned.
+    A loss is what has the word "loss" in its name, and what ``training_step`` returned.
 
     Args:
         owner: the step's name, for the warning.
@@ -136,15 +137,15 @@ class LossWatch:
 
     def among(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the values that are losses."""
-        return {name: value for name, value in values.items() if "loss" in name.lower()}
+        return {name: value for name, value in values.items() if not words_in(name).isdisjoint(("loss", "losses"))}
 
-    def unlogged(self, values: Mapping[str, Any], output: Any) -> dict[str, Any]:
-        """The loss in an output of ``training_step``, unless a loss is among the values that were logged."""
-        loss = None if self.warned or self.among(values) else _loss_of(output)
+    def within(self, output: Any) -> dict[str, Any]:
+        """The loss in an output of ``training_step``."""
+        loss = None if self.warned else _loss_of(output)
         return {self.returned: loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
 
     def look(self, values: dict[str, float], step: int, epoch: int) -> None:
-        """Look at values that are about to be sent to the loggers; the loss that was not logged is taken out."""
+        """Look at values that are about to be sent to the loggers; the loss that was returned is taken out."""
         losses = {} if self.warned else self.among(values)
         values.pop(self.returned, None)
         name = next((name for name, value in losses.items() if not math.isfinite(value)), None)
@@ -152,7 +153,7 @@ class LossWatch:
             return
         self.warned = True
         messages.warn(
-            f"{name} is {losses[name]} at step {step}, epoch {epoch}. Training continues, but a loss that is not "
+            f"{name} is {losses[name]} by step {step}, epoch {epoch}. Training continues, but a loss that is not "
             "finite spoils the weights, and every checkpoint saved after it holds them. Check the data and the "
             "learning rate. The callback LossGuard leaves out such batches or goes back to a good checkpoint; "
             "Trainer(detect_anomaly=True) names the operation that failed."

@@ -246,7 +246,7 @@ class MetricStore:
         Args:
             stage_step: place on the x axis.
             epoch: the one under way.
-            output: what ``training_step`` returned last, whose loss is looked at if none was logged.
+            output: what ``training_step`` returned last, whose loss is looked at.
         """
         fresh: dict[str, Any] = {}
         for record in self.records.values():
@@ -256,7 +256,7 @@ class MetricStore:
                 if value is not None:
                     fresh[record.step_key] = value
         if self.losses is not None:
-            fresh |= self.losses.unlogged(fresh, output)
+            fresh |= self.losses.within(output)
         self.drain(wait=False)
         if fresh:
             self._copies.append(_HostCopy(fresh, stage_step, epoch))
@@ -366,7 +366,7 @@ class MetricStore:
         """
         if self.losses is not None and not self.losses.warned:
             values = self.losses.among(self._finished)
-            self._look(to_host(values | self.losses.unlogged(values, output)), self.state.updates, self.state.epoch)
+            self._look(to_host(values | self.losses.within(output)), self.state.updates, self.state.epoch)
 
     def discard(self) -> None:
         """Forget what the stage has logged (the sanity check's values are no result)."""

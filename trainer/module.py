@@ -11,7 +11,6 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, overloa
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
 from typing_extensions import Self, Unpack
 
 from ..callbacks.base import overridden
@@ -19,7 +18,7 @@ from ..loggers import messages
 from ..strategies.transfer import move
 from .hparams import HyperparametersMixin
 from .module_hooks import ModuleHooks
-from .optimizers import advance_one_cycle
+from .optimizers import advance
 from .records import Group, Options
 
 if TYPE_CHECKING:
@@ -307,14 +306,12 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Advance a scheduler; ``metric`` is the monitored value of a plateau scheduler, else None.
 
-        A ``OneCycleLR`` that is over keeps its last learning rate, with a warning.
+        A ``OneCycleLR`` that is over, also one inside another schedule, keeps its last learning rate, with a warning.
         """
         if metric is not None:
             scheduler.step(metric)
-        elif isinstance(scheduler, OneCycleLR):
-            advance_one_cycle(scheduler)
         else:
-            scheduler.step()
+            advance(scheduler)
 
     def configure_gradient_clipping(
         self,

@@ -520,9 +520,16 @@ class Trainer(TrainerStatus):
         launcher = self.strategy.launcher
         if launcher is None:
             return self._run
-        from .elsewhere import run_elsewhere
+        return partial(self._run_elsewhere, launcher)
 
-        return partial(run_elsewhere, self, launcher)
+    def _run_elsewhere(self, launcher: Callable[..., Any], request: Request) -> Any:
+        """Run in the processes that the launcher starts; what that takes is imported here."""
+        from ..strategies.launch import told_if_stopped_early
+
+        with told_if_stopped_early(len(self.strategy.device_ids)):
+            from .elsewhere import run_elsewhere
+
+            return run_elsewhere(self, launcher, request)
 
     @property
     def _holder(self) -> Strategy:

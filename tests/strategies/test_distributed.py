@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,3 +229,30 @@ def test_a_signal_that_ends_processes_while_they_start_is_told(
         os.close(end)
     err = capfd.readouterr().err
     assert [line for line in err.splitlines() if "stopped 2 processes" in line] == told
+
+
+STOPPED_AT_ONCE = """
+import os, signal, sys
+from tiny import TinyModule, tiny_loader
+from paceline import Trainer
+
+class Stops:
+    def find_spec(self, name, *_):
+        if name == "paceline.trainer.elsewhere":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+trainer = Trainer(strategy=sys.argv[1], devices=2, accelerator="cpu", logger=False, enable_checkpointing=False)
+sys.modules.pop("paceline.trainer.elsewhere", None)
+sys.meta_path.insert(0, Stops())
+trainer.fit(TinyModule(), tiny_loader(1))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_so_is_one_that_comes_while_fit_still_imports_what_starts_them(strategy: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STOPPED_AT_ONCE, strategy]
+    temporary = {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | temporary)
+    assert done.returncode == -signal.SIGTERM
+    assert done.stderr.splitlines()[-1:] == STOPPED_EARLY
+    assert not list(tmp_path.glob("paceline_*"))

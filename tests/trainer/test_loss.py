@@ -20,7 +20,10 @@ Logs = Mapping[str, Mapping[str, Any]]
 
 
 class Spoiled(TinyModule):
-    """Its loss is ``value`` times what it was from step 6 on, in the second epoch; it is logged under each name."""
+    """Its loss is ``value`` times what it was from step 6 on, in the second epoch; it is logged under each name.
+
+    Or a value that stands among the name's options.
+    """
 
     def __init__(self, logs: Logs, value: float = math.nan) -> None:
         super().__init__()
@@ -29,7 +32,7 @@ class Spoiled(TinyModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch) * (self.value if self.global_step >= 5 else 1.0)
         for name, options in self.logs.items():
-            self.log(name, loss, **options)
+            self.log(name, options.get("value", loss), **{k: v for k, v in options.items() if k != "value"})
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -56,13 +59,19 @@ def warned(module: TinyModule, *loaders: Any, **arguments: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("logs", "arguments", "beginning"),
     [
-        ({"train_loss": {}}, {"log_every_n_steps": 1}, "train_loss is nan at step 6, epoch 1."),
-        ({"train_loss": {}}, {"log_every_n_steps": 3}, "train_loss is nan at step 6, epoch 1."),
-        ({"train_loss": {}}, {}, "train_loss is nan at step 8, epoch 1."),
-        ({"Loss": {"on_epoch": True, "on_step": False}}, {}, "Loss is nan at step 8, epoch 1."),
-        ({"loss": {"logger": False, "prog_bar": True}}, {}, "loss is nan at step 8, epoch 1."),
-        ({}, {"log_every_n_steps": 3}, "The loss that Spoiled.training_step returned is nan at step 6, epoch 1."),
-        ({"nll": {}}, {"barebones": True}, "The loss that Spoiled.training_step returned is nan at step 8, epoch 1."),
+        ({"train_loss": {}}, {"log_every_n_steps": 1}, "train_loss is nan by step 6, epoch 1."),
+        ({"train_loss": {}}, {"log_every_n_steps": 3}, "train_loss is nan by step 6, epoch 1."),
+        ({"train_loss": {}}, {}, "train_loss is nan by step 8, epoch 1."),
+        ({"Loss": {"on_epoch": True, "on_step": False}}, {}, "Loss is nan by step 8, epoch 1."),
+        ({"loss": {"logger": False, "prog_bar": True}}, {}, "loss is nan by step 8, epoch 1."),
+        ({}, {"log_every_n_steps": 3}, "The loss that Spoiled.training_step returned is nan by step 6, epoch 1."),
+        (
+            {"kl_loss": {"value": 0.5}},
+            {"log_every_n_steps": 1},
+            "The loss that Spoiled.training_step returned is nan by step 6, epoch 1.",
+        ),
+        ({"kl_loss": {"value": 0.5}}, {}, "The loss that Spoiled.training_step returned is nan by step 8, epoch 1."),
+        ({"nll": {}}, {"barebones": True}, "The loss that Spoiled.training_step returned is nan by step 8, epoch 1."),
     ],
 )
 def test_the_first_loss_that_is_not_finite_is_warned_of_once(
@@ -74,9 +83,9 @@ def test_the_first_loss_that_is_not_finite_is_warned_of_once(
 
 def test_infinite_losses_and_those_of_validation_are_warned_of_too(tmp_path: Path) -> None:
     (text,) = warned(Spoiled({"a/loss": {}}, -math.inf), logger=CSVLogger(tmp_path), log_every_n_steps=1)
-    assert text.startswith("a/loss is -inf at step 6, epoch 1.")
+    assert text.startswith("a/loss is -inf by step 6, epoch 1.")
     (text,) = warned(Spoiled({}), tiny_loader(1), limit_train_batches=3, val_check_interval=3, log_every_n_steps=9)
-    assert text.startswith("val_loss is nan at step 6, epoch 1.")
+    assert text.startswith("val_loss is nan by step 6, epoch 1.")
 
 
 @pytest.mark.parametrize("quiet", ["finite", "another name", "guarded"])
@@ -84,7 +93,8 @@ def test_nothing_is_said_of_finite_losses_of_other_values_and_under_a_guard(quie
     module = Spoiled({"train_loss": {}}, 2.0 if quiet == "finite" else math.nan)
     if quiet == "another name":
         module = TinyModule()
-        module.on_train_epoch_end = lambda: module.log("perplexity", math.inf)  # type: ignore[method-assign]
+        names = ("perplexity", "lossless_size", "glossary")
+        module.on_train_epoch_end = lambda: [module.log(n, math.inf) for n in names]  # type: ignore[method-assign]
     assert warned(module, callbacks=[LossGuard()] if quiet == "guarded" else [], log_every_n_steps=1) == []
 
 
@@ -99,5 +109,5 @@ def test_rank_0_warns_of_another_ranks_loss() -> None:
         return warned(OnRank1(), strategy="ddp", devices=2, max_epochs=1)
 
     (first, second) = ranks(2, fit)
-    assert [text.partition(".")[0] for text in first] == ["aux_loss is nan at step 2, epoch 0"]
+    assert [text.partition(".")[0] for text in first] == ["aux_loss is nan by step 2, epoch 0"]
     assert second == []

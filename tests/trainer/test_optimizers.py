@@ -12,12 +12,22 @@ import torch
 from tiny import TinyModule, tiny_loader
 from torch import nn
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CyclicLR,
+    ExponentialLR,
+    MultiplicativeLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 from paceline import Accelerator, Callback, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 from paceline.loggers.messages import PacelineWarning
-from paceline.trainer.optimizers import advance_one_cycle, configure
+from paceline.trainer.optimizers import advance, configure
 
 
 class Two(TrainingModule):
@@ -545,24 +555,36 @@ def test_a_scheduler_made_for_steps_is_told_about_once(caplog: pytest.LogCapture
 # ---- a one-cycle schedule that is over -------------------------------------------------------------------------------
 
 
-def cycle(optimizer: Any) -> OneCycleLR:
-    return OneCycleLR(optimizer, 0.1, total_steps=4, anneal_strategy="linear", final_div_factor=10)
+def cycle(optimizer: Any, total_steps: int = 4) -> OneCycleLR:
+    return OneCycleLR(optimizer, 0.1, total_steps=total_steps, anneal_strategy="linear", final_div_factor=10)
+
+
+def after_a_constant(optimizer: Any) -> SequentialLR:
+    return SequentialLR(optimizer, [ConstantLR(optimizer, 1.0, 1), cycle(optimizer, 3)], milestones=[1])
+
+
+def in_a_chain(optimizer: Any) -> ChainedScheduler:
+    return ChainedScheduler([after_a_constant(optimizer), MultiplicativeLR(optimizer, lambda _: 0.5)], optimizer)
 
 
 class OneCycle(TinyModule):
     """Writes down the learning rate of each update."""
 
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
     def configure_optimizers(self) -> Any:
         self.rates: list[float] = []
         optimizer = SGD(self.parameters(), momentum=0.9)
-        return [optimizer], [cycle(optimizer)]
+        return [optimizer], [{"scheduler": self.make(optimizer), "interval": "step"}]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.rates.append(round(optimizer.param_groups[0]["lr"], 6))
 
 
-def fitted(folder: Path, from_step: int | None = None) -> OneCycle:
-    module, saver = OneCycle(), ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
+def fitted(make: Any, folder: Path, from_step: int | None = None) -> OneCycle:
+    module, saver = OneCycle(make), ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
     torch.manual_seed(0)
     trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[saver], enable_progress_bar=False)
     path = None if from_step is None else next(folder.glob(f"*step={from_step}.ckpt"))
@@ -570,11 +592,11 @@ def fitted(folder: Path, from_step: int | None = None) -> OneCycle:
     return module
 
 
-def by_hand(folder: Path, from_step: int | None = None) -> OneCycle:
-    accelerator, module = Accelerator(cpu=True), OneCycle()
-    (optimizer,), (schedule,) = module.configure_optimizers()
+def by_hand(make: Any, folder: Path, from_step: int | None = None) -> OneCycle:
+    accelerator, module = Accelerator(cpu=True), OneCycle(make)
+    (optimizer,), (config,) = module.configure_optimizers()
     torch.manual_seed(0)
-    _, optimizer, schedule, loader = accelerator.prepare(module, optimizer, schedule, tiny_loader(7))
+    _, optimizer, schedule, loader = accelerator.prepare(module, optimizer, config["scheduler"], tiny_loader(7))
     if from_step is not None:
         accelerator.load_state(folder / str(from_step))
     for batch in loader:
@@ -588,23 +610,24 @@ def by_hand(folder: Path, from_step: int | None = None) -> OneCycle:
     return module
 
 
+@pytest.mark.parametrize("make", [cycle, after_a_constant, in_a_chain])
 @pytest.mark.parametrize("train", [fitted, by_hand], ids=["Trainer", "Accelerator"])
 def test_a_one_cycle_schedule_that_is_over_keeps_its_last_learning_rate_with_one_warning(
-    tmp_path: Path, train: Any
+    tmp_path: Path, train: Any, make: Any
 ) -> None:
     """The last one of its curve: torch's own next step lies beyond that, here below zero, and the one after raises."""
-    alone = OneCycle()
-    (optimizer,), (schedule,) = alone.configure_optimizers()
+    alone = OneCycle(make)
+    (optimizer,), (config,) = alone.configure_optimizers()
     for _ in range(4):
         alone.on_before_optimizer_step(optimizer)
         optimizer.step()
-        schedule.step()
-    with pytest.warns(PacelineWarning, match=r"OneCycleLR\(total_steps=4\) has ended") as caught:
-        whole = train(tmp_path)
+        config["scheduler"].step()
+    with pytest.warns(PacelineWarning, match=r"OneCycleLR\(total_steps=[34]\) has ended") as caught:
+        whole = train(make, tmp_path)
     assert len([one for one in caught if "has ended" in str(one.message)]) == 1
     assert whole.rates == [*alone.rates, *alone.rates[-1:] * 3]
     for done in (3, 4, 6):
-        found = train(tmp_path, done)
+        found = train(make, tmp_path, done)
         assert found.rates == whole.rates[done:]
         assert torch.equal(found.layer.weight, whole.layer.weight)
 
@@ -615,6 +638,6 @@ def test_a_one_cycle_schedule_of_the_right_length_warns_of_nothing(recwarn: pyte
     schedule = cycle(optimizer)
     for _ in range(schedule.total_steps):
         optimizer.step()
-        advance_one_cycle(schedule)
+        advance(schedule)
     assert schedule.last_epoch == schedule.total_steps
     assert not recwarn.list

@@ -112,7 +112,7 @@ class LeftOut(FirstUse):
         self._expected, self._epoch, self._first = loaded.position["batches"], one.epoch, one.done
         self._taken: list[Callable[[], Any]] = []
         self._at_hand = 1  # the batch that the loop took last, while the pass is under way
-        weakref.finalize(state, self.over)  # or when the program ends
+        weakref.finalize(state, self.over, messages.info)  # or when the program ends, where no line is the user's
 
     def watch(self, batches: Generator[Any]) -> Generator[Any]:
         """Hand out the batches, and notice those that are dropped before the loop trains on one."""
@@ -134,21 +134,26 @@ class LeftOut(FirstUse):
         dropped = sum(held() is None for held in before)
         if not dropped and len(before) == self._expected > 1:
             dropped = len(before)  # held by the data set, it seems: a loop that skips takes exactly as many
-        self._tell(dropped)
+        self._tell(dropped, messages.warn, within_pass=self._at_hand > 0)
 
-    def over(self) -> None:
+    def over(self, say: Callable[[str], None] = messages.warn) -> None:
         """Another pass begins or the program ends, and the loop has not trained: all that it took was left out."""
-        self._tell(len(self._taken) - self._at_hand)
+        self._tell(len(self._taken) - self._at_hand, say)
 
-    def _tell(self, count: int) -> None:
+    def _tell(self, count: int, say: Callable[[str], None], within_pass: bool = False) -> None:
         said, self.seen = self.seen, True
         if count <= 0 or said:
             return
-        messages.warn(
+        whole = (
+            f"The pass was only the rest of epoch {self._epoch}, because load_state has moved the loader to its "
+            "position. To count or evaluate all batches, use a loader of its own. "
+        )
+        within = "load_state has moved the loader to its position already. "
+        say(
             f"After accelerator.load_state the loop took {_batches(self._first, self._first + count)} of epoch "
-            f"{self._epoch} from the loader and did not train on {'it' if count == 1 else 'them'}. load_state has "
-            "moved the loader to its position already, so a script that skips as well leaves batches out. Delete what "
-            "skips in the script (such as `if step < resume_step: continue`), and count with enumerate(loader, "
+            f"{self._epoch} from the loader and did not train on {'it' if count == 1 else 'them'}. "
+            f"{within if within_pass else whole}A script that skips as well leaves batches out: delete what skips "
+            "in it (such as `if step < resume_step: continue`), and count with enumerate(loader, "
             "start=loader.batches_done)."
         )
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import OneCycleLR
-
-from ..optimizers import advance_one_cycle
+from ..optimizers import advance
 
 if TYPE_CHECKING:
     from .accumulation import GradientState
@@ -60,10 +58,7 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         for _ in range(self._times):
-            if isinstance(self.scheduler, OneCycleLR):
-                advance_one_cycle(self.scheduler)
-            else:
-                self.scheduler.step()
+            advance(self.scheduler)
 
     def get_last_lr(self) -> list[float]:
         """The learning rates in force, by parameter group."""

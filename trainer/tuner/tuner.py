@@ -216,10 +216,13 @@ class Tuner:
         return Request(fn, model, datamodule, loaders, restore=PARTS, trial=True)
 
     def _run(self, request: Request, work: Callable[[Trainer], Any]) -> Any:
-        launcher = self.trainer.strategy.launcher
-        if launcher is None:
+        strategy = self.trainer.strategy
+        if strategy.launcher is None:
             return apart(self.trainer, request, work)
-        return launcher(_elsewhere, self.trainer, request, work, random_states())
+        from ...strategies.launch import told_if_stopped_early
+
+        with told_if_stopped_early(len(strategy.device_ids)):
+            return strategy.launcher(_elsewhere, self.trainer, request, work, random_states())
 
     def _is_dry(self, what: str) -> bool:
         if self.trainer.fast_dev_run:

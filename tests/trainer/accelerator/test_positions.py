@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -216,7 +217,7 @@ def test_batches_that_a_script_skips_after_load_state_has_skipped_are_named(
     which = f"batch {done + 1}" if lost == 1 else f"batches {done + 1} to {done + lost}"
     assert len(said) == 1
     assert f"the loop took {which} of epoch 0 from the loader and did not train on" in said[0]
-    assert "Delete what skips in the script (such as `if step < resume_step: continue`)" in said[0]
+    assert "delete what skips in it (such as `if step < resume_step: continue`)" in said[0]
 
 
 def test_so_are_those_of_the_next_epoch_where_the_state_was_at_the_end_of_one(tmp_path: Path) -> None:
@@ -225,7 +226,9 @@ def test_so_are_those_of_the_next_epoch_where_the_state_was_at_the_end_of_one(tm
     assert "took batches 1 to 6 of epoch 1 from the loader" in "".join(said)
 
 
-def test_a_script_that_drops_all_it_had_left_is_told_when_it_ends(tmp_path: Path) -> None:
+def test_a_script_that_drops_all_it_had_left_gets_a_note_without_a_location_when_it_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     Script(Accelerator).whole(tmp_path / "s", 3 * BATCHES - 1)
 
     def run() -> int:
@@ -235,9 +238,38 @@ def test_a_script_that_drops_all_it_had_left_is_told_when_it_ends(tmp_path: Path
         gc.collect()
         return steps
 
-    steps, said = warned(run)
+    with caplog.at_level(logging.INFO, logger="paceline"):
+        steps, said = warned(run)
     assert steps == 0
-    assert "took batch 6 of epoch 2 from the loader and did not train on it" in "".join(said)
+    assert said == []
+    assert "took batch 6 of epoch 2 from the loader and did not train on it" in caplog.text
+    assert "delete what skips in it" in caplog.text
+
+
+@pytest.mark.parametrize("after", ["the same loader", "another loader", "nothing"])
+def test_a_pass_that_counts_or_evaluates_is_told_that_it_had_the_rest_of_the_epoch(
+    tmp_path: Path, after: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Script(Accelerator).whole(tmp_path / "s", 3)
+
+    def evaluate(script: Script, epoch: int, step: int) -> None:
+        with torch.no_grad():
+            assert sum(1 for _ in script.loader) == BATCHES - 3
+        for batch in script.loader if after == "the same loader" else reread if after == "another loader" else ():
+            script.step(batch)
+
+    def run() -> None:
+        gone_on(Accelerator, tmp_path / "s", evaluate, 0, 3)
+        gc.collect()
+
+    reread = list(Script(Accelerator).loader)
+    with caplog.at_level(logging.INFO, logger="paceline"):
+        _, said = warned(run)
+    (text,) = said or [text for text in caplog.messages if "did not train" in text]
+    assert bool(said) == (after != "nothing")
+    assert "the loop took batches 4 to 6 of epoch 0 from the loader and did not train on them." in text
+    assert "The pass was only the rest of epoch 0" in text
+    assert "To count or evaluate all batches, use a loader of its own." in text
 
 
 @pytest.mark.parametrize(("step", "what"), [(5, "leaves out batches 4 to 5"), (1, "repeats batches 2 to 3")])
