@@ -161,7 +161,7 @@ class Sharing:
 
     def _unlike(self, group: Any, mine: list[str] | None) -> ValueError:
         """The error for names that some processes logged and others did not; every process comes here."""
-        found = self.strategy.gather_objects(("step values", mine), group)
+        found: list[Any] = self.strategy.gather_objects(("step values", mine), group)
         ranks = range(len(found)) if group is None else torch.distributed.get_process_group_ranks(group)
         have: dict[int, set[str]] = {}
         for rank, said in zip(ranks, found, strict=True):
