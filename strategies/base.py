@@ -382,8 +382,8 @@ class Strategy:
         """Whether any (or ``all``) of the processes says yes. Runs over the host, without waiting for the device."""
         return flag
 
-    def same(self, text: str) -> bool:
-        """Whether all processes pass the same text."""
+    def same(self, text: str, place: str = "same") -> bool:
+        """Whether all processes pass the same text. A process that waits here says that it waits at ``place``."""
         return True
 
     def begin_run(self, run: Any) -> None:

@@ -331,8 +331,8 @@ class DistributedStrategy(Strategy):
             dist.all_reduce(said, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=self._host)
         return bool(said.item())
 
-    def same(self, text: str) -> bool:
-        with self._at("same"):
+    def same(self, text: str, place: str = "same") -> bool:
+        with self._at(place):
             return not self.talks or self._same(text, self.timeout)
 
     def _same(self, text: str, timeout: timedelta) -> bool:

@@ -16,6 +16,7 @@ from .data.batches import Batches
 from .data.sharding import surplus
 from .hooks import check_signature, method_of, overridden
 from .profilers import wiring
+from .sharing import keep_step, stand_by
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -115,7 +116,9 @@ class EvalLoop:
                 hook()
         return self.kind not in self.trainer._source.eval
 
-    def run_loader(self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None) -> None:
+    def run_loader(  # noqa: C901 - one straight line: fewer calls a batch, read in one go
+        self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None
+    ) -> None:
         """Every batch of one loader. ``dataloader_idx`` is passed on when there are several."""
         trainer, state, metrics = self.trainer, self.trainer.state, self.metrics
         starts, ends = self.hooks("batch_start"), self.hooks("batch_end")
@@ -134,6 +137,7 @@ class EvalLoop:
         counted = limit - 1 if surplus(loader) and limit == known else limit
         indices = source.track_indices(loader) if self.kind == "predict" and self.writes() else None
         batch_idx = -1
+        after_step, after_hooks = places = metrics.sharings()
         stops, may_stop = trainer._stops, self.may_stop(known)
         with closing(batches):
             for batch, is_mine in wiring.fetched(trainer, self.in_step(batches, known), self.kind):
@@ -146,6 +150,7 @@ class EvalLoop:
                 if batch_idx >= counted or not is_mine:
                     with metrics.muted(trainer.training_module):
                         step(batch, batch_idx, *extra)
+                    stand_by(places)
                     continue
                 if indices is not None:
                     trainer.current_batch_indices = indices()
@@ -153,19 +158,28 @@ class EvalLoop:
                 for hook in starts:
                     hook(batch, batch_idx, *extra)
                 outputs = step(batch, batch_idx, *extra)
+                if after_step.on:
+                    after_step.meet()
                 for hook in ends:
                     hook(outputs, batch, batch_idx, *extra)
+                if after_hooks.on:
+                    after_hooks.meet()
                 if self.keep:
                     kept.append(outputs)
                 if metrics.steps_in_evaluation:
                     metrics.flush_eval_step()
-        if batch_idx + 1 != limit and known != float("inf"):
-            raise RuntimeError(
-                f"The {self.word} dataloader has a length of {known} batches, but yielded {batch_idx + 1} where "
-                f"{limit} were expected. Correct __len__, or remove it."
-            )
+        self.check_length(batch_idx + 1, limit, known)
+        keep_step(places)
         self.predictions.append(self.of_all_ranks(kept) if self.gather else kept)
         trainer.predict_batch_indices.append(taken)
+
+    def check_length(self, seen: int, limit: float, known: float) -> None:
+        """Raise if a loader that knows its length yielded another number of batches."""
+        if seen != limit and known != float("inf"):
+            raise RuntimeError(
+                f"The {self.word} dataloader has a length of {known} batches, but yielded {seen} where "
+                f"{limit} were expected. Correct __len__, or remove it."
+            )
 
     def may_stop(self, known: float) -> bool:
         """Whether a signal stops this pass between two batches: a fit finishes its validations.

@@ -123,6 +123,7 @@ class FitLoop:
         starts, ends, stops = hooks.on_train_batch_start, hooks.on_train_batch_end, self.stops
         log_every, max_steps = trainer.log_every_n_steps, limit(trainer.max_steps)
         num_batches, validates = trainer.num_training_batches, validation.plan_epoch()
+        after_step, after_hooks = metrics.sharings()
         batch_idx, complete, outputs = start_batch - 1, False, None
         with closing(batches):
             iterator, over = self.started(batches, start_batch, schedules)
@@ -138,6 +139,8 @@ class FitLoop:
                     complete = True
                     break
                 outputs = step(batch, batch_idx)
+                if after_step.on:
+                    after_step.meet()
                 state.batches += 1
                 state.next_batch, state.pending = batch_idx + 1, "schedulers"
                 if not state.window:
@@ -149,6 +152,8 @@ class FitLoop:
                     outputs = detached(outputs)
                     for hook in ends:
                         hook(outputs, batch, batch_idx)
+                if after_hooks.on:
+                    after_hooks.meet()
                 state.passed += 1
                 reason = stops.at(state.passed) if state.stop else ""
                 if state.stepped and (state.updates % log_every == 0 or reason == "asked"):

@@ -20,6 +20,7 @@ from .data.batches import batch_size_of, conflicting_sizes
 from .hooks import calling_hook
 from .phases import EVAL_BATCH, SETUP, Moment
 from .records import MetricRecord, Options, Record, Table, as_tensor, make_record
+from .sharing import Sharing
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
@@ -64,6 +65,7 @@ class MetricStore:
         self._bar = _BarValues()
         self._eval_steps: dict[str, int] = {}
         self._sized: tuple[Any, int] | None = None
+        self._sharings: dict[tuple[str, int | None, bool], Sharing] = {}
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
@@ -86,7 +88,7 @@ class MetricStore:
         known = self.records.get(name)
         if known is not None and known.resumed and known.fits(options):
             known.options, known.resumed = options, False
-            known.reduce_steps(self.strategy)
+            self._shared_with(self._hook()).add(known)
             return known
         if known is not None:
             changed = ", ".join(
@@ -108,11 +110,24 @@ class MetricStore:
         record = make_record(name, value, options, self._moment, hook, self._dataloader_idx, weigh)
         record.hook = hook
         self._refuse_overwriting(name, record)
-        record.reduce_steps(self.strategy)
+        if self._moment.step_allowed:
+            self._shared_with(hook).add(record)
         self.records[name] = record
         if self._moment is EVAL_BATCH and record.on_step:
             self.steps_in_evaluation = True
         return record
+
+    def sharings(self) -> tuple[Sharing, Sharing]:
+        """Where processes share the step values of the loader under way: after the step, after the batch's hooks."""
+        stage, idx = self.state.stage or "", self._dataloader_idx
+        word = {"train": "training"}.get(stage, self._stage_word())
+        for after_hooks in (False, True):
+            where = f"the hook on_{word.removesuffix('ing')}_batch_end" if after_hooks else f"a {word} batch"
+            self._sharings.setdefault((stage, idx, after_hooks), Sharing(self.strategy, where, stage != "predict"))
+        return self._sharings[stage, idx, False], self._sharings[stage, idx, True]
+
+    def _shared_with(self, hook: str) -> Sharing:
+        return self.sharings()[hook.endswith("_batch_end")]
 
     def _refuse_overwriting(self, name: str, record: Record) -> None:
         """Two loaders may not log under one key: the later value would replace the earlier one."""
@@ -163,7 +178,11 @@ class MetricStore:
         kept: list[Any] = [m for m in module.modules() if isinstance(m, metrics.Metric)] if metrics is not None else []
         states = [(metric, metric._copy_state_dict(), metric._update_count) for metric in kept]
         yield
+        sharing = self.sharings()[0]
+        logged = dict(sharing.pending)
         forget()
+        sharing.muted = True
+        sharing.pending.update(logged)  # they show what the others logged
         for name in table.keys() - known:
             table[name].seen = True
         for metric, state, updates in states:
@@ -177,7 +196,8 @@ class MetricStore:
 
         The states of ``torchmetrics`` objects are their own and stay.
         """
-        table, steps = self.records, self.steps_in_evaluation
+        table, steps, sharing = self.records, self.steps_in_evaluation, self.sharings()[0]
+        pending = dict(sharing.pending)
         before = {name: (r.dump(), r.value, r.fresh, r.seen) for name, r in table.items()}
 
         def forget() -> None:
@@ -187,6 +207,8 @@ class MetricStore:
                     state, record.value, record.fresh, record.seen = before[name]
                     record.load(state)
             self.steps_in_evaluation = steps
+            sharing.pending.clear()
+            sharing.pending.update(pending)
 
         return forget
 
@@ -337,6 +359,8 @@ class MetricStore:
                 self._keep(record, record.epoch_key, value)
         for _, record in self._stage_records(self.state.stage):
             record.reset()
+        for sharing in self._sharings.values():
+            sharing.pending.clear()
         for table in self._tables.values():
             table.groups.clear()  # what is collected next may have the identity of what was
         self.epoch_ended = False

@@ -138,7 +138,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         Args:
             name: the key. With both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
             value: a number, a tensor with one element, or a torchmetrics ``Metric`` (computed and reset by the
-                trainer). Tensors stay on their device; nothing waits for it.
+                trainer). Tensors stay on their device; nothing waits for it, unless ``sync_dist=True``.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers (the default).
             on_step: keep the value of the step. None: True in training steps, else False.
@@ -146,7 +146,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             reduce_fx: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             enable_graph: keep the autograd graph of the last value.
             sync_dist: reduce over all processes. None: epoch values, which then are those of one process; True: step
-                values as well, by ``reduce_fx``, which costs a collective at each call; False: neither.
+                values as well, by ``reduce_fx``, all together at the end of the batch; False: neither.
             sync_dist_group: the process group to reduce over.
             add_dataloader_idx: with several loaders, add ``/dataloader_idx_N`` to the name.
             batch_size: weight of this value in an epoch mean. None: found in the batch.

@@ -54,7 +54,7 @@ class Record:
         dtype: of the tensors that numbers become for whoever monitors them.
         resumed: out of a checkpoint, and not logged since.
         hook: where it was logged first; empty where that was another process.
-        together: the last value is that of all processes, reduced as it is logged.
+        together: the last value becomes that of all processes where they meet (:mod:`.sharing`).
     """
 
     reduction = "last"
@@ -96,28 +96,6 @@ class Record:
     def step_value(self) -> Tensor | float | None:
         """The last value: a number, or a scalar tensor on its device; None before the first."""
         return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
-
-    def reduce_steps(self, strategy: Strategy) -> None:
-        """Reduce each value over all processes as it is logged, where the user asks for that. Every process logs it."""
-        if self.together or not (self.on_step and self.options.sync_dist) or strategy.world_size == 1:
-            return
-        self.together = True
-        take, op, group = self.update, reduction_of(self.key, self.options.reduce_fx), self.options.sync_dist_group
-        share = strategy.num_data_ranks / strategy.world_size  # processes that see the same data count once in a sum
-
-        def update(value: Any, batch_size: int | None) -> None:
-            take(value, batch_size)
-            mine = self.step_value()
-            kind = torch.float32 if strategy.device.type == "mps" else torch.float64
-            if isinstance(mine, Tensor):
-                mine = mine.detach().to(strategy.device, kind)
-            else:
-                mine = torch.full((), mine or 0.0, dtype=kind, device=strategy.device)
-            found = strategy.reduce(mine, op, group)  # type: ignore[arg-type]
-            found = found * share if op == "sum" else found
-            self.value = found.item() if found.is_cpu else found
-
-        self.update = update
 
     def compute(self, strategy: Strategy) -> Tensor | float:
         """The epoch's value: a number, or a scalar tensor on its device. Every process must call, if they share it."""

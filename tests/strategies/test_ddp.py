@@ -273,7 +273,8 @@ def counted(strategy: Any, accumulate: int, batches: int = 6) -> dict[str, int]:
 @pytest.mark.parametrize(("accumulate", "reduced"), [(1, 6), (3, 2), (4, 2)])
 def test_only_the_last_micro_batch_of_a_window_communicates(accumulate: int, reduced: int) -> None:
     for found in ranks(2, counted, "ddp", accumulate):
-        assert found == {"buckets": reduced, "all_reduce": reduced}  # the hook that counts buckets reduces them itself
+        # The hook that counts buckets reduces them itself; once a run the ranks agree whether they share step values.
+        assert found == {"buckets": reduced, "all_reduce": reduced + 1}
 
 
 class Skips(Net):
