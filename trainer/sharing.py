@@ -78,7 +78,7 @@ class Sharing:
             counts: this process has a say, unless it is ``muted``.
 
         Raises:
-            ValueError: the the processes logged different names.
+            ValueError: the processes logged different names.
         """
         counts = counts and not self.muted
         self.muted = False

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.pipelining  # so that forked processes have it
+from parity.networks import ConvNet, loader
 from processes import RanksError, ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -555,3 +556,16 @@ def test_arguments_that_contradict_each_other_are_refused(options: dict[str, Any
 def test_pipeline_arguments_without_a_pipeline_are_refused() -> None:
     with pytest.raises(ValueError, match=r"microbatches=4.* has no effect without a pipeline"):
         ModelParallelStrategy(microbatches=4)
+
+
+def save_with_buffers(folder: Path) -> list[str]:
+    strategy = ModelParallelStrategy(data_parallel_shard=1, pipeline_parallel=2)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(**quiet, accelerator="cpu", devices=2, strategy=strategy, max_steps=2)
+    trainer.fit(ConvNet(), loader(ConvNet))
+    trainer.save_checkpoint(folder / "x.ckpt")
+    return sorted(torch.load(folder / "x.ckpt")["state_dict"])
+
+
+def test_buffers_of_other_stages_are_no_trouble_for_a_checkpoint(tmp_path: Path) -> None:
+    assert ranks(2, save_with_buffers, tmp_path)[0] == sorted(ConvNet().state_dict())

@@ -79,13 +79,14 @@ def put_back_buffers(module: nn.Module, kept: Mapping[str, Tensor]) -> None:
 
 
 def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state_dict has, by name, as far as they are whole on each process."""
-    return {
+    """The buffers that a state_dict has, by name, as far as they are whole on this process, which has no other stages."""
+    saved = {
         f"{place}.{name}" if place else name: buffer
         for place, part in module.named_modules()
         for name, buffer in part.named_buffers(recurse=False)
-        if name not in part._non_persistent_buffers_set and type(buffer) is Tensor and buffer.numel()
+        if name not in part._non_persistent_buffers_set
     }
+    return {name: one for name, one in saved.items() if type(one) is Tensor and one.numel() and not one.is_meta}
 
 
 def digest(tensor: Tensor) -> bytes:
