@@ -18,7 +18,7 @@ from ..loggers import messages
 from ..strategies.transfer import move
 from .hparams import HyperparametersMixin
 from .module_hooks import ModuleHooks
-from .optimizers import advance
+from .optimizers import MAY_END, advance
 from .records import Group, Options
 
 if TYPE_CHECKING:
@@ -310,8 +310,10 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """
         if metric is not None:
             scheduler.step(metric)
-        else:
+        elif isinstance(scheduler, MAY_END):
             advance(scheduler)
+        else:
+            scheduler.step()
 
     def configure_gradient_clipping(
         self,

@@ -27,6 +27,10 @@ FORMS = (
 )
 
 
+#: Schedules that may end, or hold one that does: :func:`advance` moves them, their own ``step`` all others.
+MAY_END = (OneCycleLR, SequentialLR, ChainedScheduler)
+
+
 def advance(scheduler: Any) -> None:
     """Advance a schedule; a one-cycle schedule that is over, also one inside another, keeps its last values.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..optimizers import advance
+from ..optimizers import MAY_END, advance
 
 if TYPE_CHECKING:
     from .accumulation import GradientState
@@ -58,7 +58,10 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         for _ in range(self._times):
-            advance(self.scheduler)
+            if isinstance(self.scheduler, MAY_END):
+                advance(self.scheduler)
+            else:
+                self.scheduler.step()
 
     def get_last_lr(self) -> list[float]:
         """The learning rates in force, by parameter group."""
