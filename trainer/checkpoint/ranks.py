@@ -79,7 +79,7 @@ def put_back_buffers(module: nn.Module, kept: Mapping[str, Tensor]) -> None:
 
 
 def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state_dict has, by name, as far as they are whole on this process, which has no other stages."""
+    """The buffers that a state_dict has, by name, as far as they are whole on this process."""
     saved = {
         f"{place}.{name}" if place else name: buffer
         for place, part in module.named_modules()
