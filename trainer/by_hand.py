@@ -67,7 +67,7 @@ class HandSteps:
 
     def watch(self, step: Any) -> None:
         """Look at the updates of an epoch, if more of the first ones are to come."""
-        self._let_go()
+        self.let_go()
         if not self.left or not hasattr(step, "UPDATE"):
             return
         managed, update = self.trainer._managed[0], getattr(step, step.UPDATE)
@@ -83,14 +83,15 @@ class HandSteps:
             managed.expected = False
             self.left -= 1
             if not self.left:
-                self._let_go()
+                self.let_go()
                 setattr(step, step.UPDATE, update)
 
         watched = [optimizer for optimizer in self.trainer.optimizers if "_optimizer_step_pre_hooks" in vars(optimizer)]
         self._hooks = [optimizer.register_step_pre_hook(refuse) for optimizer in watched]
         setattr(step, step.UPDATE, counted)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Look no more, until the next epoch begins: what runs in between, such as a search, steps by itself."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

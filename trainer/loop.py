@@ -176,6 +176,7 @@ class FitLoop:
 
     def start_epoch(self) -> None:
         """What comes before the first batch is fetched."""
+        self.hand_steps.let_go()
         self.trainer._source.reload_if_due()
         self.metrics.enter(phases.ON_TRAIN_EPOCH_START)
         for hook in self.hooks.on_train_epoch_start:

@@ -213,7 +213,13 @@ class PreparedLoader(DataLoader[Any]):
         place = self._place
         length = -1 if self._looks_ahead() else int(min(len(self._source), self._limit))
         place.current = one = Pass(epoch, start, batches, length)
-        iterator = iter(batches)
+        try:
+            iterator = iter(batches)
+        except RuntimeError as error:
+            better = explain_lost_worker(error, f"the start of pass {epoch} over the data")
+            if better is None:
+                raise
+            raise better from error
         place.epoch = epoch + 1
         return one, iterator
 
