@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -35,16 +36,17 @@ SILENT: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "e
 def s3() -> Iterator[dict[str, str]]:
     """The settings for a server with a bucket."""
     pytest.importorskip("moto", reason="needs moto")
-    pytest.importorskip("s3fs", reason="needs s3fs")
+    s3fs = pytest.importorskip("s3fs", reason="needs s3fs")
     import fsspec
 
+    s3fs.S3FileSystem.clear_instance_cache()  # of a server that this process had before
     with s3_server() as url:
         keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
         settings = {**keys, "AWS_ENDPOINT_URL": url}
         with pytest.MonkeyPatch.context() as patch:
             for name, value in settings.items():
                 patch.setenv(name, value)
-            fsspec.filesystem("s3").mkdir("bucket")
+            fsspec.filesystem("s3").makedirs("bucket", exist_ok=True)  # moto keeps what servers before had
         yield settings
 
 
@@ -183,7 +185,11 @@ def save_in_parts(address: str, steps: int, before: Any = None, ckpt_path: Any =
 
 
 @pytest.mark.parametrize("root", ["disk", "s3"], indirect=True)
-def test_a_folder_in_parts_is_written_replaced_and_read_by_any_number(root: str, tmp_path: Path) -> None:
+def test_a_folder_in_parts_is_written_replaced_and_read_by_any_number(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     address = f"{root}/x.ckpt"
     reached = save_in_parts(address, 2)
     assert torch.equal(read(address)["state_dict"]["layer.weight"], reached[0])
@@ -201,7 +207,7 @@ def test_a_folder_in_parts_is_written_replaced_and_read_by_any_number(root: str,
     assert len(second) == 5
     assert not {name for name in first if "/" in name} & set(second)
     assert read(address)["global_step"] == 4
-    assert not [path for path in Path(os.environ["TMPDIR"]).iterdir() if path.name.endswith(".tmp")]
+    assert not list(tmp_path.glob(".*.tmp"))
     trainer = Trainer(max_steps=5, logger=False, enable_checkpointing=False, **SILENT)
     trainer.fit(TinyModule(), tiny_loader(), ckpt_path=address)
     assert trainer.global_step == 5
