@@ -77,7 +77,7 @@ def test_ranks_neither_flush_nor_end_what_is_of_the_process_they_copy(
         with (tmp_path / "once").open("w") as file:
             file.write("once")
             print("before", end=" ")
-            start(lambda: print("rank"))
+            start(lambda: sys.stdout.write("rank\n") and None)
             start(lambda: sys.exit())
     finally:
         atexit.unregister(leave)
