@@ -8,47 +8,50 @@ Every public name is loaded when it is first used, so ``import paceline`` costs 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from .old_paths import OldPaths
 
 if TYPE_CHECKING:
     from . import callbacks, loggers, profilers, strategies
-    from .callbacks.base import Callback
-    from .strategies.big_model.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
-    from .strategies.big_model.empty import init_empty_weights, init_on_device
-    from .strategies.big_model.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
-    from .strategies.big_model.placement import infer_auto_device_map, plan_device_map
-    from .strategies.big_model.sizes import compute_module_sizes
-    from .trainer.accelerator.accelerator import Accelerator
-    from .trainer.accelerator.enums import DDPCommunicationHookType, DistributedType, DynamoBackend
-    from .trainer.accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
-    from .trainer.accelerator.handlers import (
+    from .accelerator.accelerator import Accelerator
+    from .accelerator.enums import DDPCommunicationHookType, DistributedType, DynamoBackend
+    from .accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
+    from .accelerator.kwargs_handlers import (
         AutocastKwargs,
         DistributedDataParallelKwargs,
         GradScalerKwargs,
         InitProcessGroupKwargs,
         ProfileKwargs,
     )
-    from .trainer.accelerator.launchers import debug_launcher, notebook_launcher
-    from .trainer.accelerator.loaders import DataLoaderConfiguration, skip_first_batches
-    from .trainer.accelerator.local_sgd import LocalSGD
-    from .trainer.accelerator.logging import get_logger
-    from .trainer.accelerator.parallelism import ParallelismConfig
-    from .trainer.accelerator.plugins import (
+    from .accelerator.launchers import debug_launcher, notebook_launcher
+    from .accelerator.loaders import DataLoaderConfiguration, skip_first_batches
+    from .accelerator.local_sgd import LocalSGD
+    from .accelerator.logging import get_logger
+    from .accelerator.parallelism_config import ParallelismConfig
+    from .accelerator.plugins import (
         DeepSpeedPlugin,
         GradientAccumulationPlugin,
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
-    from .trainer.accelerator.process_state import PartialState
-    from .trainer.accelerator.randomness import set_seed, synchronize_rng_states
-    from .trainer.data.combined import CombinedLoader
-    from .trainer.data.datamodule import DataModule
-    from .trainer.memory import find_executable_batch_size
+    from .accelerator.process_state import PartialState
+    from .accelerator.random_seeds import set_seed, synchronize_rng_states
+    from .big_model.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+    from .big_model.empty_init import init_empty_weights, init_on_device
+    from .big_model.infer_device_map import infer_auto_device_map, plan_device_map
+    from .big_model.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+    from .big_model.module_sizes import compute_module_sizes
+    from .callbacks.base import Callback
+    from .data.combined_loader import CombinedLoader
+    from .data.datamodule import DataModule
+    from .memory.out_of_memory_retry import find_executable_batch_size
+    from .processes.seed import seed_everything
     from .trainer.module import TrainingModule
-    from .trainer.seed import seed_everything
     from .trainer.trainer import Trainer
-    from .trainer.tuner.tuner import Tuner
     from .trainer.verify import verify
+    from .tuner.tuner import Tuner
 
 __version__ = "0.1.0"
 
@@ -105,59 +108,61 @@ __all__ = [
 ]
 
 _HOME = {
-    "Accelerator": ".trainer.accelerator.accelerator",
-    "AutocastKwargs": ".trainer.accelerator.handlers",
+    "Accelerator": ".accelerator.accelerator",
+    "AutocastKwargs": ".accelerator.kwargs_handlers",
     "Callback": ".callbacks.base",
-    "CombinedLoader": ".trainer.data.combined",
-    "DDPCommunicationHookType": ".trainer.accelerator.enums",
-    "DataLoaderConfiguration": ".trainer.accelerator.loaders",
-    "DataModule": ".trainer.data.datamodule",
-    "DeepSpeedPlugin": ".trainer.accelerator.plugins",
-    "DistributedDataParallelKwargs": ".trainer.accelerator.handlers",
-    "DistributedType": ".trainer.accelerator.enums",
-    "DynamoBackend": ".trainer.accelerator.enums",
-    "FullyShardedDataParallelPlugin": ".trainer.accelerator.fsdp_plugin",
-    "GradScalerKwargs": ".trainer.accelerator.handlers",
-    "GradientAccumulationPlugin": ".trainer.accelerator.plugins",
-    "InitProcessGroupKwargs": ".trainer.accelerator.handlers",
-    "LocalSGD": ".trainer.accelerator.local_sgd",
-    "ParallelismConfig": ".trainer.accelerator.parallelism",
-    "PartialState": ".trainer.accelerator.process_state",
-    "ProfileKwargs": ".trainer.accelerator.handlers",
-    "ProjectConfiguration": ".trainer.accelerator.plugins",
-    "TorchDynamoPlugin": ".trainer.accelerator.plugins",
+    "CombinedLoader": ".data.combined_loader",
+    "DDPCommunicationHookType": ".accelerator.enums",
+    "DataLoaderConfiguration": ".accelerator.loaders",
+    "DataModule": ".data.datamodule",
+    "DeepSpeedPlugin": ".accelerator.plugins",
+    "DistributedDataParallelKwargs": ".accelerator.kwargs_handlers",
+    "DistributedType": ".accelerator.enums",
+    "DynamoBackend": ".accelerator.enums",
+    "FullyShardedDataParallelPlugin": ".accelerator.fsdp_plugin",
+    "GradScalerKwargs": ".accelerator.kwargs_handlers",
+    "GradientAccumulationPlugin": ".accelerator.plugins",
+    "InitProcessGroupKwargs": ".accelerator.kwargs_handlers",
+    "LocalSGD": ".accelerator.local_sgd",
+    "ParallelismConfig": ".accelerator.parallelism_config",
+    "PartialState": ".accelerator.process_state",
+    "ProfileKwargs": ".accelerator.kwargs_handlers",
+    "ProjectConfiguration": ".accelerator.plugins",
+    "TorchDynamoPlugin": ".accelerator.plugins",
     "Trainer": ".trainer.trainer",
     "TrainingModule": ".trainer.module",
-    "Tuner": ".trainer.tuner.tuner",
-    "compute_module_sizes": ".strategies.big_model.sizes",
-    "cpu_offload": ".strategies.big_model.dispatch",
-    "cpu_offload_with_hook": ".strategies.big_model.dispatch",
-    "debug_launcher": ".trainer.accelerator.launchers",
-    "disk_offload": ".strategies.big_model.dispatch",
-    "dispatch_model": ".strategies.big_model.dispatch",
-    "find_executable_batch_size": ".trainer.memory",
-    "get_logger": ".trainer.accelerator.logging",
-    "infer_auto_device_map": ".strategies.big_model.placement",
-    "init_empty_weights": ".strategies.big_model.empty",
-    "init_on_device": ".strategies.big_model.empty",
-    "load_checkpoint_and_dispatch": ".strategies.big_model.loading",
-    "load_checkpoint_in_model": ".strategies.big_model.loading",
-    "notebook_launcher": ".trainer.accelerator.launchers",
-    "plan_device_map": ".strategies.big_model.placement",
-    "seed_everything": ".trainer.seed",
-    "set_seed": ".trainer.accelerator.randomness",
-    "skip_first_batches": ".trainer.accelerator.loaders",
-    "synchronize_rng_states": ".trainer.accelerator.randomness",
+    "Tuner": ".tuner.tuner",
+    "compute_module_sizes": ".big_model.module_sizes",
+    "cpu_offload": ".big_model.dispatch",
+    "cpu_offload_with_hook": ".big_model.dispatch",
+    "debug_launcher": ".accelerator.launchers",
+    "disk_offload": ".big_model.dispatch",
+    "dispatch_model": ".big_model.dispatch",
+    "find_executable_batch_size": ".memory.out_of_memory_retry",
+    "get_logger": ".accelerator.logging",
+    "infer_auto_device_map": ".big_model.infer_device_map",
+    "init_empty_weights": ".big_model.empty_init",
+    "init_on_device": ".big_model.empty_init",
+    "load_checkpoint_and_dispatch": ".big_model.loading",
+    "load_checkpoint_in_model": ".big_model.loading",
+    "notebook_launcher": ".accelerator.launchers",
+    "plan_device_map": ".big_model.infer_device_map",
+    "seed_everything": ".processes.seed",
+    "set_seed": ".accelerator.random_seeds",
+    "skip_first_batches": ".accelerator.loaders",
+    "synchronize_rng_states": ".accelerator.random_seeds",
     "verify": ".trainer.verify",
 }
 _ROOMS = ("callbacks", "loggers", "profilers", "strategies", "trainer")
+
+sys.meta_path.insert(0, OldPaths())
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
-        from .loggers.messages import did_you_mean
+        from .messages import did_you_mean
 
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __all__)}")
     value = globals()[name] = getattr(importlib.import_module(_HOME[name], __name__), name)

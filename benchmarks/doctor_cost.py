@@ -23,7 +23,7 @@ from measuring import machine, median_error, table
 from torch import nn
 
 from paceline import Trainer, TrainingModule
-from paceline.trainer.doctor.measure import Doctor
+from paceline.doctor.doctor import Doctor
 
 SKIPPED = 10
 

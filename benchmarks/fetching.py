@@ -19,7 +19,7 @@ import torch
 from measuring import machine, table
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
-from paceline.trainer.data.batches import Batches
+from paceline.data.batches import Batches
 
 
 class Own(Dataset):

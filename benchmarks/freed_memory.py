@@ -4,8 +4,9 @@
     python benchmarks/freed_memory.py --smoke
 
 The same loop by hand every time, in processes of its own: as it is; with what Paceline sets where a strategy on a CPU
-is set up (``strategies/heap.py``); and with what a user may set in the environment. Four tasks: the language model of
-``examples``, layers whose outputs have 64 MB, layers whose weights have 16 MB, and batches that are never of one size.
+is set up (``processes/cpu_memory.py``); and with what a user may set in the environment. Four tasks: the language model
+of ``examples``, layers whose outputs have 64 MB, layers whose weights have 16 MB, and batches that are never of one
+size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from measuring import example, machine, progress, quiet_environment, spread, table
 
-from paceline.strategies.heap import SETTINGS, keep_freed_memory
+from paceline.processes.cpu_memory import SETTINGS, keep_freed_memory
 
 HEAP = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_MAX_": "0"}
 HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Trainer, TrainingModule
-from paceline.trainer.estimating import estimate_memory
+from paceline.estimate.memory_estimate import estimate_memory
 
 MB = 2**20
 STEPS = 3

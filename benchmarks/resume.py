@@ -19,9 +19,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from paceline.trainer.data.batches import Batches
-from paceline.trainer.data.loaders import seed_shuffling
-from paceline.trainer.data.sharding import shard_training
+from paceline.data.batches import Batches
+from paceline.data.loaders import seed_shuffling
+from paceline.data.sharding import shard_training
 
 
 class Numbers(Dataset[int]):

@@ -27,7 +27,7 @@ from typing import Any
 
 from measuring import SEED, checksum, example, machine, progress, quiet_environment, spread, table
 
-from paceline.strategies.heap import keep_freed_memory
+from paceline.processes.cpu_memory import keep_freed_memory
 
 CONTESTANTS = {
     "raw eager": "loop by hand",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .base import Callback
     from .batch_size_finder import BatchSizeFinder
-    from .checkpoint_keeper import Checkpoint
+    from .checkpoint_retention import Checkpoint
     from .device_stats_monitor import DeviceStatsMonitor
     from .early_stopping import EarlyStopping
     from .finetuning import BackboneFinetuning, BaseFinetuning
@@ -67,7 +67,7 @@ __all__ = [
 _FILES = {
     "base": ("Callback",),
     "batch_size_finder": ("BatchSizeFinder",),
-    "checkpoint_keeper": ("Checkpoint",),
+    "checkpoint_retention": ("Checkpoint",),
     "device_stats_monitor": ("DeviceStatsMonitor",),
     "early_stopping": ("EarlyStopping",),
     "finetuning": ("BackboneFinetuning", "BaseFinetuning"),

@@ -9,7 +9,7 @@ from .base import Callback
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
-    from ..trainer.tuner.batch_size import BatchTrial
+    from ..tuner.batch_size import BatchTrial
 
 
 class BatchSizeFinder(Callback):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..loggers import messages
+from .. import messages
 from .base import Callback
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..loggers import messages
+from .. import messages
 from ..loggers.words import words_in
 from .base import Callback
 

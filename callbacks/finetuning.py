@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..loggers import messages
+from .. import messages
 from .base import Callback
 from .weight_averaging import checked_count
 

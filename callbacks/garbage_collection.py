@@ -7,7 +7,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ..loggers import messages
+from .. import messages
 from .base import Callback
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..loggers import messages
+from .. import messages
 from .base import Callback
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..loggers import messages
+from .. import messages
 from .base import HOOKS, Callback
 
 

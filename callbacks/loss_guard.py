@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..loggers import messages
-from . import manifest
+from .. import messages
+from ..checkpoint import manifest
 from .base import Callback
 from .early_stopping import check_mode
 

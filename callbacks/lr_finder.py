@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..loggers import messages
+from .. import messages
 from .base import Callback
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
-    from ..trainer.tuner.learning_rate import LRFinder
+    from ..tuner.learning_rate import LRFinder
 
 
 class LearningRateFinder(Callback):

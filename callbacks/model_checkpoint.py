@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from ..loggers import messages
-from .checkpoint_keeper import COUNTERS, CheckpointKeeper
+from .. import messages
+from .checkpoint_retention import COUNTERS, CheckpointKeeper
 from .early_stopping import metrics_are_complete_at_epoch_end, never_logged
 from .timer import to_timedelta
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..loggers import messages
+from .. import messages
 from .base import Callback
 from .summary_table import fitted
 

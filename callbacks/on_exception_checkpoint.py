@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..loggers import messages
-from . import locations
-from .checkpoint_keeper import Checkpoint, CheckpointKeeper
+from .. import messages
+from ..checkpoint import storage
+from .checkpoint_retention import Checkpoint, CheckpointKeeper
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -33,13 +33,13 @@ class OnExceptionCheckpoint(Checkpoint):
                 f"OnExceptionCheckpoint(filename={filename!r}) leaves the file without a name. "
                 "Pass one without suffix, or leave the argument out for 'on_exception'."
             )
-        self.dirpath = locations.absolute(dirpath)
+        self.dirpath = storage.absolute(dirpath)
         self.filename = filename.removesuffix(self.FILE_EXTENSION)
 
     @property
     def ckpt_path(self) -> str:
         """The path of the file, whether or not it exists."""
-        return locations.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+        return storage.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         state = trainer.state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..loggers import messages
+from .. import messages
 from .base import Callback, overridden
 
 if TYPE_CHECKING:

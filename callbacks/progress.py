@@ -13,7 +13,7 @@ from math import exp, inf, isfinite
 from time import perf_counter
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from ..loggers import messages
+from .. import messages
 from .base import Callback
 
 if TYPE_CHECKING:

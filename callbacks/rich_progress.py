@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from ..loggers import messages
+from .. import messages
 from .progress import (
     Bar,
     DrawnProgressBar,

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..loggers import messages
-from . import locations, run_facts
+from .. import messages
+from ..checkpoint import storage
+from ..report import system_info
+from ..report.record import Clock, RunRecord
 from .base import Callback
-from .run_record import Clock, RunRecord
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -58,7 +59,7 @@ class RunReport(Callback):
     runs_last = True
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
-        if dirpath is not None and locations.is_remote(dirpath):
+        if dirpath is not None and storage.is_remote(dirpath):
             raise ValueError(
                 f"RunReport(dirpath={os.fspath(dirpath)!r}) is an address, but a record grows line by line in a local "
                 "file. Give a local or mounted folder."
@@ -207,13 +208,13 @@ class RunReport(Callback):
 
     def _folder(self, trainer: Trainer) -> str:
         folder = self.dirpath or trainer.log_dir or trainer.default_root_dir
-        return os.getcwd() if locations.is_remote(folder) else str(folder)
+        return os.getcwd() if storage.is_remote(folder) else str(folder)
 
     @staticmethod
     def _write_page(record: Path) -> None:
         """Make the page. A page that cannot be made does not fail the run."""
-        from .run_history import read
-        from .run_page import write
+        from ..report.history import read
+        from ..report.run_page import write
 
         try:
             path = write(record.with_suffix(".html"), [read(record)])
@@ -276,10 +277,10 @@ def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
     return {
         "name": type(module).__name__,
         "experiment": _experiment(trainer),
-        "process": run_facts.process(),
-        "versions": run_facts.versions(),
-        "machine": run_facts.machine(with_gpus=strategy.device.type == "cuda"),
-        "git": run_facts.git_state(),
+        "process": system_info.process(),
+        "versions": system_info.versions(),
+        "machine": system_info.machine(with_gpus=strategy.device.type == "cuda"),
+        "git": system_info.git_state(),
         "strategy": {
             "strategy": type(strategy).__name__,
             "device": str(strategy.device),
@@ -320,7 +321,7 @@ def _data(trainer: Trainer) -> dict[str, Any]:
         "ranks": trainer.strategy.num_data_ranks,
         "accumulate": trainer.accumulate_grad_batches,
         "batches": count if isinstance(count, int) else None,
-        "checkpoints": [folder for folder in folders if not locations.is_remote(folder)],
+        "checkpoints": [folder for folder in folders if not storage.is_remote(folder)],
     }
 
 

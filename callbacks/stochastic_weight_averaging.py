@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
-from ..loggers import messages
+from .. import messages
 from .base import Callback, overridden
 from .weight_averaging import (
     CURRENT_KEY,

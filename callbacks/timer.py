@@ -9,7 +9,7 @@ from datetime import timedelta
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ..loggers import messages
+from .. import messages
 from .base import Callback
 
 if TYPE_CHECKING:

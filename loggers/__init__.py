@@ -24,7 +24,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        from .messages import did_you_mean
+        from ..messages import did_you_mean
 
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __all__)}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from glob import escape, glob
 from typing import Any
 
-from . import messages
+from .. import messages
 from .folder import FolderLogger, call_at_exit, to_disk
 from .values import number, numbers
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from . import messages
+from .. import messages
 from .base import Logger, Nothing
 from .values import mapping, plain
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import messages
+from .. import messages
 from .folder import FolderLogger, call_at_exit, to_disk
 from .values import flat, number
 

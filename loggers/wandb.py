@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import messages
+from .. import messages
 from .base import Logger, Nothing
 from .values import mapping, numbers, plain, record
 

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from .base import Strategy as Strategy
     from .choose import choose_strategy as choose_strategy
     from .ddp import DDPStrategy as DDPStrategy
-    from .deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+    from .deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from .distributed import DistributedStrategy as DistributedStrategy
-    from .fsdp import FSDPStrategy as FSDPStrategy
-    from .model_parallel import ModelParallelStrategy as ModelParallelStrategy
+    from .fsdp.strategy import FSDPStrategy as FSDPStrategy
+    from .model_parallel.strategy import ModelParallelStrategy as ModelParallelStrategy
     from .precision import MixedPrecision as MixedPrecision
     from .precision import Precision as Precision
     from .precision import TruePrecision as TruePrecision
@@ -34,11 +34,11 @@ __all__ = [
 
 _FILE_OF = {
     "DDPStrategy": "ddp",
-    "DeepSpeedStrategy": "deepspeed",
+    "DeepSpeedStrategy": "deepspeed.strategy",
     "DistributedStrategy": "distributed",
-    "FSDPStrategy": "fsdp",
+    "FSDPStrategy": "fsdp.strategy",
     "MixedPrecision": "precision",
-    "ModelParallelStrategy": "model_parallel",
+    "ModelParallelStrategy": "model_parallel.strategy",
     "Precision": "precision",
     "SingleDevice": "single_device",
     "Strategy": "base",

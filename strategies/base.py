@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..loggers import messages
-from .big_model.device_map import spread_in
-from .big_model.noted import Waiting
-from .big_model.sharded import all_or_none
-from .foreach import prefer_foreach
+from .. import messages
+from ..big_model.deferred_weights import Waiting
+from ..big_model.device_map import spread_in
+from ..big_model.sharded_loading import all_or_none
+from ..processes.stop_agreement import Stop
+from ..processes.thread_stacks import stacks
+from .foreach_optimizers import prefer_foreach
 from .precision.base import Precision, gradients
-from .stacks import stacks
-from .stopping import Stop
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.join import Joinable
@@ -195,7 +195,7 @@ class Strategy:
     def _materialize(self, module: nn.Module, device: torch.device) -> None:
         self.waiting = Waiting(module)
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            from .fsdp_materialize import materialize
+            from ..big_model.materialize import materialize
 
             self.waiting.unfilled = materialize(module, device, self.waiting.noted)
             self.waiting.take_memory(module, device)
@@ -248,7 +248,7 @@ class Strategy:
 
     def batch_mover(self) -> Callable[[Any], Any] | None:
         """Return what brings a batch to the device and the precision's input dtype; None if there is nothing to do."""
-        from .transfer import mover
+        from .batch_transfer import mover
 
         return mover(self.device, self.precision.input_dtype)
 

@@ -10,10 +10,10 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from ..loggers import messages
+from .. import messages
+from ..processes.cluster_environment import Cluster, find_cluster
+from ..processes.devices import find_devices, find_kind
 from .base import Strategy
-from .cluster import Cluster, find_cluster
-from .devices import find_devices, find_kind
 from .distributed import DistributedStrategy
 from .precision.base import Precision
 from .precision.choose import choose_precision
@@ -56,17 +56,17 @@ SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp_spawn": ("ddp", "DDPStrategy", {"start_method": "spawn"}),
     "ddp_fork": ("ddp", "DDPStrategy", {"start_method": "fork"}),
     "ddp_notebook": ("ddp", "DDPStrategy", {"start_method": "fork"}),
-    "fsdp": ("fsdp", "FSDPStrategy", {}),
-    "fsdp_cpu_offload": ("fsdp", "FSDPStrategy", {"cpu_offload": True}),
-    "hybrid_shard": ("fsdp", "FSDPStrategy", {"sharding": "hybrid"}),
-    "model_parallel": ("model_parallel", "ModelParallelStrategy", {"tensor_parallel": "auto"}),
-    "deepspeed": ("deepspeed", "DeepSpeedStrategy", {}),
-    "deepspeed_stage_1": ("deepspeed", "DeepSpeedStrategy", {"stage": 1}),
-    "deepspeed_stage_2": ("deepspeed", "DeepSpeedStrategy", {"stage": 2}),
-    "deepspeed_stage_2_offload": ("deepspeed", "DeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
-    "deepspeed_stage_3": ("deepspeed", "DeepSpeedStrategy", {"stage": 3}),
+    "fsdp": ("fsdp.strategy", "FSDPStrategy", {}),
+    "fsdp_cpu_offload": ("fsdp.strategy", "FSDPStrategy", {"cpu_offload": True}),
+    "hybrid_shard": ("fsdp.strategy", "FSDPStrategy", {"sharding": "hybrid"}),
+    "model_parallel": ("model_parallel.strategy", "ModelParallelStrategy", {"tensor_parallel": "auto"}),
+    "deepspeed": ("deepspeed.strategy", "DeepSpeedStrategy", {}),
+    "deepspeed_stage_1": ("deepspeed.strategy", "DeepSpeedStrategy", {"stage": 1}),
+    "deepspeed_stage_2": ("deepspeed.strategy", "DeepSpeedStrategy", {"stage": 2}),
+    "deepspeed_stage_2_offload": ("deepspeed.strategy", "DeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3": ("deepspeed.strategy", "DeepSpeedStrategy", {"stage": 3}),
     "deepspeed_stage_3_offload": (
-        "deepspeed",
+        "deepspeed.strategy",
         "DeepSpeedStrategy",
         {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
     ),

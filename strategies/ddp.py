@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..loggers import messages
+from .. import messages
+from ..processes.host_program import StartMethod
 from .distributed import DistributedStrategy
-from .host import StartMethod
 from .precision.base import Precision
 
 if TYPE_CHECKING:

@@ -18,18 +18,19 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
-from ..loggers import messages
-from ..loggers.timings import timed
-from . import batch_norm, gloo, launch
+from .. import messages
+from ..processes import gloo, launch
+from ..processes.cluster_environment import Cluster, find_cluster
+from ..processes.hang_watch import Watch
+from ..processes.host_program import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
+from ..processes.rendezvous_store import shared_store
+from ..processes.stop_agreement import Stop
+from ..processes.timings import timed
+from . import sync_batch_norm
 from .base import ReduceOp, Strategy, UnlikeTensorsError
-from .cluster import Cluster, find_cluster
-from .differentiable import all_gather
+from .differentiable_collectives import all_gather
 from .dtypes import in_dtype
-from .host import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
-from .meeting import shared_store
 from .precision.base import Precision
-from .stopping import Stop
-from .watch import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -195,11 +196,11 @@ class DistributedStrategy(Strategy):
         return other
 
     def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
-        layers = batch_norm.trained(module)
+        layers = sync_batch_norm.trained(module)
         if self.num_data_ranks == 1 or not layers:
             return
         if synchronize:
-            self._synchronized += batch_norm.synchronize(module, self.device)
+            self._synchronized += sync_batch_norm.synchronize(module, self.device)
             return
         messages.info_once(
             f"{len(layers)} batch norms of {type(module).__name__} see one process's batch each, so the numbers differ "
@@ -405,7 +406,7 @@ class DistributedStrategy(Strategy):
 
     def teardown(self) -> None:
         self._abandoned = False
-        batch_norm.release(self._synchronized)
+        sync_batch_norm.release(self._synchronized)
         self._synchronized = []
 
     def __getstate__(self) -> dict[str, Any]:

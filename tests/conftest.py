@@ -23,9 +23,9 @@ import torch
 import warm
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from paceline.loggers import messages
-from paceline.strategies import launch
-from paceline.strategies.deepspeed_package import use_device
+from paceline import messages
+from paceline.processes import launch
+from paceline.strategies.deepspeed.package import use_device
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import ranks
+from rank_processes import ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.trainer.accelerator.accelerator import Accelerator
+from paceline.accelerator.accelerator import Accelerator
 
 
 def data(count: int, dtype: torch.dtype = torch.float64) -> TensorDataset:

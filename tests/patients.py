@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline import Trainer, TrainingModule
-from paceline.trainer.doctor import clock, measure
-from paceline.trainer.doctor.measure import Doctor
-from paceline.trainer.doctor.report import Report
+from paceline.doctor import doctor, step_clock
+from paceline.doctor.doctor import Doctor
+from paceline.doctor.report import Report
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -32,7 +32,7 @@ CLOCK = Clock(tick=1e-8)
 
 def read_clock(patch: Callable[..., Any] = setattr) -> None:
     """Let the doctor read :data:`CLOCK`."""
-    for file in (clock, measure):
+    for file in (step_clock, doctor):
         patch(file, "perf_counter", CLOCK)
 
 

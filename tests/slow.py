@@ -22,19 +22,19 @@ REASONS: dict[str, str] = {
     "faults/test_two_nodes.py::test_two_machines_learn_what_one_with_as_many_processes_learns": (
         "six fresh interpreters in two network namespaces"
     ),
-    "strategies/test_deepspeed.py::test_two_ranks_learn_what_one_process_with_their_batches_together_learns": (
+    "strategies/deepspeed/test_strategy.py::test_two_ranks_learn_what_one_process_with_their_batches_together_learns": (
         "the first use of a stage of DeepSpeed compiles and imports"
     ),
-    "trainer/cli/test_launch.py::test_a1_c13_one_script_trains_alike_however_it_is_started": (
+    "cli/test_launch.py::test_a1_c13_one_script_trains_alike_however_it_is_started": (
         "cold: eight starts of fresh interpreters, whose hash seeds differ"
     ),
-    "trainer/test_elsewhere.py::test_fresh_processes_shuffle_as_the_one_that_started_them": (
+    "trainer/test_multiprocess_run.py::test_fresh_processes_shuffle_as_the_one_that_started_them": (
         "cold: seven fresh interpreters, whose hash seeds differ"
     ),
     "trainer/test_stopping.py::test_a_signal_to_one_rank_stops_all_at_one_step_with_one_save": (
         "its fixture runs the fourteen fits that the whole file reads"
     ),
-    "trainer/test_whole_step.py::test_a_resumed_run_is_to_the_bit_the_one_that_was_not_interrupted": (
+    "trainer/test_compiled_step.py::test_a_resumed_run_is_to_the_bit_the_one_that_was_not_interrupted": (
         "inductor compiles C++"
     ),
 }

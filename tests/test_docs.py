@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from processes import ranks
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 from torch import nn
 
@@ -29,13 +29,13 @@ import paceline
 from paceline import DataModule, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 from paceline.callbacks.base import FIT_PSEUDO_CODE
-from paceline.loggers.messages import PacelineWarning
+from paceline.cli.main import main
+from paceline.data.combined_loader import MODES
+from paceline.messages import PacelineWarning
+from paceline.settings import SETTINGS
 from paceline.strategies.choose import SEVERAL, SingleDevice
 from paceline.strategies.distributed import leave
 from paceline.strategies.precision.choose import ALIASES, NAMES
-from paceline.trainer.cli.main import main
-from paceline.trainer.data.combined import MODES
-from paceline.trainer.settings import SETTINGS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
@@ -79,7 +79,7 @@ def test_the_programs_of_a_page_run_in_order_and_print_what_it_shows(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paceline.strategies.devices.count", lambda kind: int(kind == "cpu"))  # the pages show a CPU's
+    monkeypatch.setattr("paceline.processes.devices.count", lambda kind: int(kind == "cpu"))  # the pages show a CPU's
     module = types.ModuleType(f"docs_{page}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     request.addfinalizer(leave)

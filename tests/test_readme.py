@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 
 import paceline
 from paceline.callbacks.base import FIT_PSEUDO_CODE
@@ -16,6 +17,7 @@ from paceline.strategies.precision.choose import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 #: Names that the README's first column puts in backticks, table rows only.
 IN_TABLES = {name for row in re.findall(r"^\|([^|]+)\|", README, re.M) for name in re.findall(r"`\"?([\w-]+)\"?`", row)}
 
@@ -67,9 +69,8 @@ def test_nothing_in_the_tables_is_made_up() -> None:
 
 def test_every_folder_of_the_package_is_in_the_tree() -> None:
     tree = README.partition("## The house")[2]
-    rooms = ("trainer", "callbacks", "strategies", "loggers")
-    folders = {path.parent.name for room in rooms for path in (ROOT / room).rglob("*.py")}
-    assert not [folder for folder in folders if not re.search(rf"^ *{folder}/ +\w", tree, re.M)]
+    folders = [package.removeprefix("paceline.") for package in PACKAGES if package != "paceline"]
+    assert not [folder for folder in folders if not re.search(rf"^ *{folder.rpartition('.')[2]}/ +\w", tree, re.M)]
 
 
 def test_links_lead_somewhere() -> None:

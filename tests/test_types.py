@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from paceline import Trainer
+from paceline.accelerator.enums import BackendName, MixedName, TrackerName
+from paceline.accelerator.plugins import ModeName
+from paceline.accelerator.trackers import get_available_trackers
+from paceline.processes.devices import ACCELERATORS
 from paceline.profilers import Profiler
+from paceline.settings import SETTINGS
 from paceline.strategies.choose import SEVERAL, SingleDevice, StrategyName
-from paceline.strategies.devices import ACCELERATORS
 from paceline.strategies.precision.choose import ALIASES, PrecisionAlias
-from paceline.trainer.accelerator.enums import BackendName, MixedName, TrackerName
-from paceline.trainer.accelerator.plugins import ModeName
-from paceline.trainer.accelerator.trackers import get_available_trackers
-from paceline.trainer.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 

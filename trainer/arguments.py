@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal
 import torch
 from typing_extensions import ParamSpec
 
-from ..callbacks import locations
+from .. import messages
 from ..callbacks.timer import to_timedelta
-from ..loggers import messages
-from .compiling import SCOPES, scope_of
+from ..checkpoint import storage
+from ..strategies.compile_networks import SCOPES, scope_of
 
 if TYPE_CHECKING:
     from .trainer import Request
@@ -61,22 +61,6 @@ def defaults(init: Callable[..., None]) -> dict[str, Any]:
     """What the arguments of a constructor are when they are left out."""
     parameters = inspect.signature(init).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def named(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
-    """Have a constructor say which argument was meant by one that it does not have."""
-    known, owner = tuple(inspect.signature(init).parameters)[1:], init.__qualname__.partition(".")[0]
-    moved = MOVED if owner == "Trainer" else {}
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                meant = f" Use {moved[name]}." if name in moved else messages.did_you_mean(name, known)
-                raise TypeError(f"{owner} got an argument {name!r}, which it does not have.{meant} See help({owner}).")
-        init(self, *args, **kwargs)
-
-    return checked
 
 
 def with_variables(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
@@ -220,7 +204,7 @@ def check_folder(name: str, value: Any) -> str:
         raise ValueError(
             f"Trainer({name}={path!r}) is a file, so nothing can be put into it. Pass the path of a folder."
         )
-    return locations.absolute(value)
+    return storage.absolute(value)
 
 
 def check_compile(value: Any) -> None:
@@ -340,7 +324,7 @@ def check_request(running: str | None, request: Request, ckpt_path: Any) -> None
             f"{name}(weights_only=False) asks to run code that the file {str(path)!r} may hold; Paceline loads data "
             "alone. Leave it out, and declare types of your own with torch.serialization.add_safe_globals."
         )
-    if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, locations.Remote)):
+    if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, storage.Remote)):
         raise TypeError(
             f"{name}(ckpt_path={request.ckpt_path!r}) is {messages.a(request.ckpt_path)}. Pass the path of a "
             "checkpoint, 'best', 'last' or 'auto'."

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from . import phases
-from .binding import bind_mover, bind_step
-from .data.batches import Batches
-from .data.sharding import surplus
+from ..data.batches import Batches
+from ..data.sharding import surplus
+from . import phases, profiling
+from .bind_steps import bind_mover, bind_step
 from .hooks import check_signature, method_of, overridden
-from .profilers import wiring
-from .sharing import keep_step, stand_by
+from .shared_step_values import keep_step, stand_by
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -140,7 +139,7 @@ class EvalLoop:
         after_step, after_hooks = places = metrics.sharings()
         stops, may_stop = trainer._stops, self.may_stop(known)
         with closing(batches):
-            for batch, is_mine in wiring.fetched(trainer, self.in_step(batches, known), self.kind):
+            for batch, is_mine in profiling.fetched(trainer, self.in_step(batches, known), self.kind):
                 batch_idx += 1
                 state.evaluated += 1
                 state.passed += may_stop

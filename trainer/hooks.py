@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks.base import HOOKS, Callback, overridden
-from .profilers.wiring import wrap_hooks
+from ..messages import owner_of
+from .profiling import wrap_hooks
 
 if TYPE_CHECKING:
-    from .data.datamodule import DataModule
+    from ..data.datamodule import DataModule
     from .module import TrainingModule
     from .trainer import Trainer
 
@@ -78,7 +78,6 @@ MOVED = {
 }
 
 _CALLED = frozenset((*HOOKS, *MODULE_METHODS, *STATE))
-_TRAINER = os.path.join(os.path.dirname(__file__), "")
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
@@ -98,7 +97,7 @@ class HookTable:
     def __init__(
         self, trainer: Trainer, module: TrainingModule, callbacks: Sequence[Callback], datamodule: DataModule | None
     ) -> None:
-        from .data.datamodule import DataModule
+        from ..data.datamodule import DataModule
         from .module import TrainingModule
 
         for callback in callbacks:
@@ -200,9 +199,9 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
 def calling_hook() -> str:
     """The hook or step of the user's that is running, as the call stack shows it; empty if it shows none."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_TRAINER):  # self.log and what it calls
+    while frame is not None and owner_of(frame) == "package":  # self.log and what it calls
         frame = frame.f_back
-    while frame is not None and not frame.f_code.co_filename.startswith(_TRAINER):
+    while frame is not None and owner_of(frame) != "package":
         if frame.f_code.co_name in _CALLED:
             return frame.f_code.co_name
         frame = frame.f_back
@@ -211,7 +210,7 @@ def calling_hook() -> str:
 
 def wanted_arguments(owner: Any, name: str) -> list[str]:
     """What the loop passes to a hook of ``owner``, by the hook's own definition."""
-    from .data.datamodule import DataModule
+    from ..data.datamodule import DataModule
     from .module import TrainingModule
 
     base = next(kind for kind in (Callback, TrainingModule, DataModule) if isinstance(owner, kind))

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..loggers import messages
+from .. import messages
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .metric_records import Record
     from .metrics import MetricStore
-    from .records import Record
 
 Value = TypeVar("Value")
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from .. import messages
 from ..callbacks.loss_guard import LossGuard
-from ..loggers import messages
-from . import phases
-from .binding import bind_mover, bind_step, takes_iterator
-from .by_hand import HandSteps
-from .data.batches import Batches
-from .data.handover import HandOver
-from .data.loaders import seed_shuffling, what_fetching_changes
+from ..data.batches import Batches
+from ..data.dataloader_iter import HandOver
+from ..data.loaders import seed_shuffling, what_fetching_changes
+from ..processes.seed import host_random_states, mixed
+from . import phases, profiling
+from .bind_steps import bind_mover, bind_step, takes_iterator
+from .compiled_step import compiled_whole
 from .loss import LossReader, LossWatch
-from .profilers import wiring
-from .schedules import Schedules
-from .seed import host_random_states, mixed
+from .lr_schedules import Schedules
+from .manual_step_check import HandSteps
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
-from .whole_step import compiled_whole
 
 if TYPE_CHECKING:
-    from .checkpoint.place import Resumed
+    from .resume import Resumed
     from .stopping import Reason
     from .trainer import Trainer
 
@@ -51,7 +50,7 @@ class FitLoop:
         self._fetched: Batches | None = None
         self.hand_steps = HandSteps(trainer, self)
         trainer._fit = self
-        wiring.wrap_fit(trainer, self)
+        profiling.wrap_fit(trainer, self)
 
     def run(self) -> None:
         """Train until a limit is reached, somebody stops it, or an exception ends it."""
@@ -189,12 +188,12 @@ class FitLoop:
             step: ManualStep = self.whole.step(self.losses)
         else:
             step = choose_step(self.trainer, self.forward, self.losses)
-        wiring.wrap_parts(self.trainer, step)
+        profiling.wrap_parts(self.trainer, step)
         if self.whole is None:
             self.hand_steps.watch(step)
         if self.trainer._source.last_share == 0.0:
             step = EmptyLastStep(step)
-        return wiring.wrap_step(self.trainer, IteratorStep(step) if self.takes_iterator else step)
+        return profiling.wrap_step(self.trainer, IteratorStep(step) if self.takes_iterator else step)
 
     def batches(self, start_batch: int) -> Any:
         """The epoch's batches on the device, in an order that (seed, epoch) alone decide."""
@@ -229,7 +228,7 @@ class FitLoop:
         if resumed is not None and start_batch > 0:
             resumed.enter_epoch()
         self.at_epoch_start = host_random_states()
-        iterator = wiring.started(self.trainer, batches)
+        iterator = profiling.started(self.trainer, batches)
         if resumed is not None and start_batch > 0:
             resumed.go_on()
             self.finish_batch(schedules)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..loggers import messages
+from .. import messages
 from ..loggers.words import words_in
-from .items import ItemWindow
+from ..strategies.item_weighting import ItemWindow
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy

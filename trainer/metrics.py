@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..loggers import messages
-from .data.batches import batch_size_of, conflicting_sizes
+from .. import messages
+from ..data.batches import batch_size_of, conflicting_sizes
 from .hooks import calling_hook
+from .metric_records import MetricRecord, Options, Record, Table, as_tensor, make_record
 from .phases import EVAL_BATCH, SETUP, Moment
-from .records import MetricRecord, Options, Record, Table, as_tensor, make_record
-from .sharing import Sharing
+from .shared_step_values import Sharing
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy

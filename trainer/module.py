@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self, Unpack
 
+from .. import messages
 from ..callbacks.base import overridden
-from ..loggers import messages
-from ..strategies.transfer import move
-from .hparams import HyperparametersMixin
+from ..checkpoint.hyperparameters import HyperparametersMixin
+from ..strategies.batch_transfer import move
+from ..strategies.one_cycle_schedules import MAY_END, advance
+from .metric_records import Group, Options
 from .module_hooks import ModuleHooks
-from .optimizers import MAY_END, advance
-from .records import Group, Options
 
 if TYPE_CHECKING:
     from ..loggers.base import Logger
@@ -501,7 +501,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             weights_only: always True in effect: a file can hold data, not code. False is refused.
             **kwargs: constructor arguments; they win over the saved ones.
         """
-        from .checkpoint.load_module import load_from_checkpoint
+        from ..checkpoint.load_from_checkpoint import load_from_checkpoint
 
         return load_from_checkpoint(cls, checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
 

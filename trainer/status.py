@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import messages
 from ..callbacks.base import Callback
-from ..loggers import messages
 from ..loggers.base import Logger
 from .logged_values import bar_values, callback_values, sent_values
 from .state import RunState
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ..callbacks.early_stopping import EarlyStopping
     from ..callbacks.model_checkpoint import ModelCheckpoint
     from ..callbacks.progress import ProgressBar
+    from ..data.datamodule import DataModule
     from ..strategies.base import Strategy
     from ..strategies.precision.base import Precision
-    from .checkpoint.contents import Left
-    from .data.datamodule import DataModule
-    from .data.source import DataSource
+    from .checkpoint_contents import Left
+    from .data_source import DataSource
     from .hooks import HookTable
     from .metrics import MetricStore
     from .module import TrainingModule

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from .by_hand import second_backward
 from .hooks import method_of, overridden
 from .loss import LossReader
+from .manual_step_check import second_backward
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import Self
 
-from ..callbacks.checkpoint_keeper import CheckpointKeeper
-from ..loggers import messages
-from ..strategies.cluster import requeue
-from ..strategies.stopping import Stop, chosen
-from .signals import interruption
+from .. import messages
+from ..callbacks.checkpoint_retention import CheckpointKeeper
+from ..processes.cluster_environment import requeue
+from ..processes.signals import interruption
+from ..processes.stop_agreement import Stop, chosen
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -10,43 +10,45 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from .. import messages
 from ..callbacks.base import Callback
 from ..callbacks.loss_guard import Rollback
-from ..loggers import messages, timings
+from ..checkpoint.restore_parts import PARTS, Part, check_parts
+from ..data.worker_failure import explain_lost_worker
+from ..doctor.script_arguments import overruled
 from ..loggers.base import Logger
+from ..memory.out_of_memory_error import out_of_memory
+from ..processes import timings
+from ..processes.cpu_memory import freed_memory_kept
+from ..processes.devices import AcceleratorName
+from ..processes.signals import Action, actions, check_signals, watch
+from ..profilers.base import Profiler
+from ..settings.constructors import check_names
 from ..strategies.base import Strategy
 from ..strategies.choose import StrategyName, choose_strategy
-from ..strategies.devices import AcceleratorName
-from ..strategies.heap import freed_memory_kept
+from ..strategies.compile_networks import Scope
 from ..strategies.precision.base import Precision
 from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
-from .attach import attach
-from .checkpoint.parts import PARTS, Part, check_parts
-from .compiling import Scope
-from .data.lost_worker import explain_lost_worker
-from .defaults import choose_callbacks, choose_loggers
-from .doctor.overruling import overruled
-from .environment import numerics
+from . import profiling
+from .choose_profiler import ProfilerName, chosen
+from .compiled_step_checks import check_trainer
+from .default_callbacks import choose_callbacks, choose_loggers
 from .evaluation import EvalLoop
-from .left_open import with_origins
 from .loop import FitLoop
-from .out_of_memory import out_of_memory
-from .profilers import wiring
-from .profilers.base import Profiler
-from .profilers.choose import ProfilerName, chosen
-from .results import show_results
-from .signals import Action, actions, check_signals, watch
+from .results_table import show_results
+from .settings_arguments import with_origins
+from .start_run import attach
 from .state import Fn, RunState
 from .status import TrainerStatus
 from .stopping import Stops
-from .whole_step_checks import check_trainer
+from .torch_settings import numerics
 
 if TYPE_CHECKING:
-    from .checkpoint.saver import Saver
-    from .data.datamodule import DataModule
+    from ..data.datamodule import DataModule
+    from ..tuner.callbacks import Trials
+    from .checkpoint_saver import Saver
     from .module import TrainingModule
-    from .tuner.inside import Trials
 
 
 @dataclass
@@ -155,7 +157,7 @@ class Trainer(TrainerStatus):
 
     _from_variables: Mapping[str, str]
 
-    @check.named
+    @check_names(check.MOVED)
     @check.with_variables
     def __init__(
         self,
@@ -446,14 +448,14 @@ class Trainer(TrainerStatus):
     @cached_property
     def saver(self) -> Saver:
         """What writes the checkpoints of this trainer, one at a time."""
-        from .checkpoint.saver import Saver
+        from .checkpoint_saver import Saver
 
         return Saver(self)
 
     @cached_property
     def _trials(self) -> Trials:
         """What callbacks try within a run."""
-        from .tuner.inside import Trials
+        from ..tuner.callbacks import Trials
 
         return Trials(self)
 
@@ -463,12 +465,12 @@ class Trainer(TrainerStatus):
         return double
 
     def __getstate__(self) -> dict[str, Any]:
-        from .copies import state_of
+        from .pickling import state_of
 
         return state_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from .copies import put_back
+        from .pickling import put_back
 
         put_back(self, state)
 
@@ -490,8 +492,8 @@ class Trainer(TrainerStatus):
 
     def _clear(self) -> None:
         """No module, no data: the state between construction and the first run."""
-        from .checkpoint.claim import Claims
-        from .data.source import DataSource
+        from ..checkpoint.folder_lock import Claims
+        from .data_source import DataSource
         from .metrics import MetricStore
 
         self._claims = Claims()
@@ -524,10 +526,10 @@ class Trainer(TrainerStatus):
 
     def _run_elsewhere(self, launcher: Callable[..., Any], request: Request) -> Any:
         """Run in the processes that the launcher starts; what that takes is imported here."""
-        from ..strategies.launch import told_if_stopped_early
+        from ..processes.launch import told_if_stopped_early
 
         with told_if_stopped_early(len(self.strategy.device_ids)):
-            from .elsewhere import run_elsewhere
+            from .multiprocess_run import run_elsewhere
 
             return run_elsewhere(self, launcher, request)
 
@@ -594,13 +596,13 @@ class Trainer(TrainerStatus):
             self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
 
     def _teardown(self, fn: str, failed: bool) -> None:
-        jobs: list[Any] = [partial(wiring.report_split, self)] if self.profiler.active else []
+        jobs: list[Any] = [partial(profiling.report_split, self)] if self.profiler.active else []
         if self._hooks is not None:
             jobs += [lambda hook=hook: hook(fn) for hook in self._hooks.teardown]
         status = ("interrupted" if self.state.signum else "failed") if failed else "success"
         if self.is_global_zero:
             jobs += [lambda logger=logger: logger.finalize(status) for logger in self.loggers]
-        jobs += [partial(wiring.teardown, self, fn)]
+        jobs += [partial(profiling.teardown, self, fn)]
         jobs += [self.saver.close, self._claims.release, self._source.release, self.strategy.teardown]
         if not failed:
             self.state.status = "finished"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..loggers.timings import timed
+from ..processes.seed import isolate_rng, random_states
+from ..processes.timings import timed
 from . import phases
 from .evaluation import EvalLoop
-from .seed import isolate_rng, random_states
 
 if TYPE_CHECKING:
     from .stopping import Reason

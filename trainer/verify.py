@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..callbacks.base import Callback
+from ..data.loaders import release_shuffling, seed_shuffling
+from ..processes.host_program import fork_obstacle
 from ..strategies.base import Strategy
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.dtypes import convert, in_dtype
-from ..strategies.host import fork_obstacle
-from .data.loaders import release_shuffling, seed_shuffling
 from .trainer import Trainer
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from ...loggers import messages
+from ... import messages
 from .base import Precision
 from .mixed import MixedPrecision
 from .true import TruePrecision

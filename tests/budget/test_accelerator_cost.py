@@ -13,7 +13,7 @@ from own_loop import data, loss_of, network
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.trainer.accelerator.accelerator import Accelerator
+from paceline.accelerator.accelerator import Accelerator
 
 PACKAGE = Path(paceline.__file__).resolve().parent
 ROOMS = tuple(str(PACKAGE / room) for room in ("trainer", "strategies", "callbacks", "loggers"))

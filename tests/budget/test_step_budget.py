@@ -265,7 +265,7 @@ def test_a_step_with_logging_and_a_bar_never_waits_for_the_gpu() -> None:
 
 
 def test_the_doctor_adds_at_most_twelve_calls_a_step_and_opens_no_context() -> None:
-    from paceline.trainer.doctor.measure import Doctor
+    from paceline.doctor.doctor import Doctor
 
     bare, measured = calls_per_batch(Tiny()), calls_per_batch(Tiny(), profiler=Doctor(write=False))
     assert sum(measured.values()) - sum(bare.values()) <= 12, measured - bare

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 from torch.utils.data import DataLoader
 

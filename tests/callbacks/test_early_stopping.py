@@ -14,7 +14,7 @@ from paceline import Trainer
 from paceline.callbacks.base import Callback
 from paceline.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from paceline.callbacks.model_checkpoint import ModelCheckpoint
-from paceline.loggers.messages import PacelineWarning
+from paceline.messages import PacelineWarning
 from paceline.strategies.single_device import SingleDevice
 from paceline.trainer.optimizers import configure
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Trainer, TrainingModule
 from paceline.callbacks.base import Callback
 from paceline.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
-from paceline.loggers.messages import PacelineWarning
+from paceline.messages import PacelineWarning
 
 
 class Net(TrainingModule):

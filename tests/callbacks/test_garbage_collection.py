@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import Callback, Trainer
 from paceline.callbacks import GarbageCollection, LambdaCallback, garbage_collection
 from paceline.callbacks.garbage_collection import _PROCESS, FULL_EVERY, MOST_UNSEEN
-from paceline.strategies import launch
-from paceline.trainer.doctor.measure import Doctor
+from paceline.doctor.doctor import Doctor
+from paceline.processes import launch
 
 
 def collector() -> tuple[bool, tuple[int, int, int], int]:

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Trainer, TrainingModule, seed_everything
 from paceline.callbacks import Callback, LossGuard, ModelCheckpoint, Timer
 from paceline.callbacks import timer as timer_module
+from paceline.checkpoint.restore_parts import PARTS
 from paceline.loggers import CSVLogger
-from paceline.loggers.messages import PacelineWarning
-from paceline.trainer.checkpoint.parts import PARTS
+from paceline.messages import PacelineWarning
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer

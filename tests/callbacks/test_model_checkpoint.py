@@ -20,15 +20,14 @@ from torch import Tensor
 
 from paceline import Trainer
 from paceline.callbacks import model_checkpoint as module_under_test
-from paceline.callbacks import run_files
 from paceline.callbacks.base import Callback
 from paceline.callbacks.model_checkpoint import ModelCheckpoint
+from paceline.checkpoint import atomic_write, owned_files
+from paceline.checkpoint import single_file as checkpoint_file
 from paceline.loggers.base import DummyLogger
-from paceline.loggers.messages import PacelineWarning
+from paceline.messages import PacelineWarning
 from paceline.strategies.single_device import SingleDevice
-from paceline.trainer.checkpoint import file as checkpoint_file
-from paceline.trainer.checkpoint import replace
-from paceline.trainer.checkpoint.saver import Saver
+from paceline.trainer.checkpoint_saver import Saver
 
 NAN = math.nan
 
@@ -564,7 +563,7 @@ def test_a_file_is_deleted_only_when_its_successor_is_on_the_disk(
         remove(path)
 
     checkpoint = by_score(tmp_path)
-    monkeypatch.setattr(run_files.os, "remove", watched)
+    monkeypatch.setattr(owned_files.os, "remove", watched)
     fit(tmp_path, checkpoint, module=Scored(3.0, 2.0, 1.0))
     assert removed == ["epoch=0.ckpt", "epoch=1.ckpt"]
 
@@ -706,8 +705,8 @@ def test_a_second_fit_saves_again_at_the_steps_it_reaches(tmp_path: Path) -> Non
 #: Functions that a run is killed in front of.
 DEADLY: dict[str, tuple[Any, str]] = {
     "save": (Saver, "wait"),
-    "rename": (replace, "take_place"),
-    "delete": (run_files.RunFiles, "delete"),
+    "rename": (atomic_write, "take_place"),
+    "delete": (owned_files.RunFiles, "delete"),
 }
 
 

@@ -10,8 +10,8 @@ from tiny import TinyModule, tiny_loader
 from paceline import Trainer
 from paceline.callbacks.base import Callback
 from paceline.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from paceline.loggers.messages import PacelineWarning
-from paceline.trainer.checkpoint import file as checkpoint_file
+from paceline.checkpoint import single_file as checkpoint_file
+from paceline.messages import PacelineWarning
 
 
 class Stop(Callback):

@@ -18,14 +18,15 @@ from typing import Any
 import pytest
 import torch
 from clocks import Clock
-from processes import ranks
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer, seed_everything
-from paceline.callbacks import LearningRateMonitor, LossGuard, ModelCheckpoint, RunReport, run_history
-from paceline.callbacks.run_history import History
+from paceline.callbacks import LearningRateMonitor, LossGuard, ModelCheckpoint, RunReport
+from paceline.cli.main import main
 from paceline.loggers import CSVLogger
-from paceline.trainer.cli.main import main
+from paceline.report import history
+from paceline.report.history import History
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VOID = {"meta", "br", "img", "input", "link", "hr"}
@@ -126,7 +127,7 @@ def fit(*callbacks: Callback, module: Any = None, batches: int = 6, **arguments:
 
 
 def read(folder: str | Path = ".") -> History:
-    return run_history.read(run_history.find(folder))
+    return history.read(history.find(folder))
 
 
 # ---- a run that comes to its end -------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ def test_two_runs_in_one_folder_are_two_records() -> None:
     fit(first, max_epochs=1)
     fit(second, max_epochs=2)
     assert [first.path, second.path] == [os.path.abspath(f"reports/run_report{n}.html") for n in ("", "-v1")]
-    assert [run_history.read(Path(one.path).with_suffix(".jsonl")).steps for one in (first, second)] == [6, 12]
+    assert [history.read(Path(one.path).with_suffix(".jsonl")).steps for one in (first, second)] == [6, 12]
 
 
 def test_a_second_fit_and_a_test_of_one_trainer_go_on_in_the_record() -> None:

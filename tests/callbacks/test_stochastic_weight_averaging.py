@@ -15,7 +15,7 @@ from paceline import Trainer, TrainingModule
 from paceline.callbacks.base import Callback
 from paceline.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from paceline.callbacks.weight_averaging import CURRENT_KEY
-from paceline.loggers.messages import PacelineWarning
+from paceline.messages import PacelineWarning
 
 
 class Net(TrainingModule):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,7 +21,7 @@ from paceline.callbacks.weight_averaging import (
     WeightAveraging,
     equal_weights,
 )
-from paceline.loggers.messages import PacelineWarning
+from paceline.messages import PacelineWarning
 from paceline.strategies.base import Strategy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*there is no val_dataloader")

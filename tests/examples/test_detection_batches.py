@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ranks
+from rank_processes import ranks
 
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "08_detection_batches.py"
 
@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "08_detec
 @pytest.fixture(autouse=True)
 def on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr("paceline.strategies.devices.count", lambda kind: int(kind == "cpu"))
+        monkeypatch.setattr("paceline.processes.devices.count", lambda kind: int(kind == "cpu"))
 
 
 @pytest.fixture

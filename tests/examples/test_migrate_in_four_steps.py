@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ranks
+from rank_processes import ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "examples" / "07_migrate_in_four_steps"
@@ -40,7 +40,7 @@ def all_losses(processes: int) -> dict[str, list[float]]:
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("paceline.strategies.devices.count", lambda kind: int(kind == "cpu"))
+    monkeypatch.setattr("paceline.processes.devices.count", lambda kind: int(kind == "cpu"))
 
 
 def test_b15_k1_each_step_of_the_migration_runs_and_learns_the_same_on_one_process() -> None:

@@ -8,7 +8,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from processes import ranks
+from rank_processes import ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LOADED = "paceline_example_own_loop"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 
 from paceline.strategies import DDPStrategy
 

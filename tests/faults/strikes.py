@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from processes import until
+from rank_processes import until
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
@@ -272,7 +272,7 @@ def _state(file: Path) -> Any:
     Nor does it matter which step a start saved last: that is forgotten at the next.
     """
     if file.is_dir():
-        from paceline.trainer.checkpoint.read import read
+        from paceline.checkpoint.read import read
 
         checkpoint = read(file)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks, until
+from rank_processes import ranks, until
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 180.0
@@ -25,7 +25,7 @@ SCRIPT = """
 import os
 
 import torch
-from processes import until
+from rank_processes import until
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

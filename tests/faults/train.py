@@ -124,13 +124,13 @@ class Half:
 
 
 def set_traps() -> None:
-    from paceline.trainer.checkpoint import replace
+    from paceline.checkpoint import atomic_write
 
     save = torch.save
     torch.save = lambda value, stream, *args, **kwargs: save(value, Half(stream), *args, **kwargs)  # type: ignore
     struck_before(torch, "save", "save")
     struck_before(os, "fsync", "synced")
-    struck_before(replace, "take_place", "renamed")
+    struck_before(atomic_write, "take_place", "renamed")
     struck_before(os, "remove", "deleted")  # a file
     struck_before(shutil, "rmtree", "deleted")  # a folder, which is hidden by now
     struck_before(CSVLogger, "save", "logger")

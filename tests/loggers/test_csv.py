@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.loggers import CSVLogger
-from paceline.loggers.messages import PacelineWarning
+from paceline.messages import PacelineWarning
 
 Read = Callable[[str], list[dict[str, str]]]
 

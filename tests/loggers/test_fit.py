@@ -17,9 +17,9 @@ from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer
 from paceline.callbacks import ModelCheckpoint, RunReport
-from paceline.callbacks.run_history import read
 from paceline.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from paceline.loggers.messages import PacelineWarning
+from paceline.messages import PacelineWarning
+from paceline.report.history import read
 
 
 class Module(TinyModule):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.loggers import CSVLogger, Logger, TensorBoardLogger, messages
+from paceline import messages
+from paceline.loggers import CSVLogger, Logger, TensorBoardLogger
 
 pytestmark = pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks, until
+from rank_processes import ranks, until
 from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer, seed_everything

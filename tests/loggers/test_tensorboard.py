@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from paceline.loggers import TensorBoardLogger
-from paceline.loggers.messages import PacelineWarning
+from paceline.messages import PacelineWarning
 
 Read = Callable[[str], Any]
 

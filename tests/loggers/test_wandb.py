@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import until
+from rank_processes import until
 
-from paceline.loggers import WandbLogger, messages
-from paceline.loggers.messages import PacelineWarning
+from paceline import messages
+from paceline.loggers import WandbLogger
+from paceline.messages import PacelineWarning
 
 History = Callable[[str | Path], list[dict[str, Any]]]
 Records = Callable[[str | Path], list[Any]]

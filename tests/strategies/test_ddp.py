@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from clocks import Clock
-from processes import RanksError, ranks, wait_at_most
+from rank_processes import RanksError, ranks, wait_at_most
 from tiny import TinyModule, tiny_loader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

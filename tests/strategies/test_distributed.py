@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import RanksError, ranks, wait_at_most
+from rank_processes import RanksError, ranks, wait_at_most
 from tiny import TinyModule, tiny_loader
 from torch import Tensor
 
@@ -238,11 +238,11 @@ from paceline import Trainer
 
 class Stops:
     def find_spec(self, name, *_):
-        if name == "paceline.trainer.elsewhere":
+        if name == "paceline.trainer.multiprocess_run":
             os.kill(os.getpid(), signal.SIGTERM)
 
 trainer = Trainer(strategy=sys.argv[1], devices=2, accelerator="cpu", logger=False, enable_checkpointing=False)
-sys.modules.pop("paceline.trainer.elsewhere", None)
+sys.modules.pop("paceline.trainer.multiprocess_run", None)
 sys.meta_path.insert(0, Stops())
 trainer.fit(TinyModule(), tiny_loader(1))
 """

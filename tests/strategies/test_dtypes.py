@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from paceline import Trainer, TrainingModule
-from paceline.loggers import messages
-from paceline.strategies.big_model.dispatch import attach_layerwise_casting_hooks
+from paceline import Trainer, TrainingModule, messages
+from paceline.big_model.dispatch import attach_layerwise_casting_hooks
+from paceline.compat.accelerate.big_model import set_module_tensor_to_device
+from paceline.estimate.memory_estimate import estimate_memory
 from paceline.strategies.dtypes import convert, in_dtype
-from paceline.trainer.accelerator.compat.big_model import set_module_tensor_to_device
-from paceline.trainer.estimating import estimate_memory
 
 BECOMES = {
     "64-true": (torch.float64, torch.complex128),

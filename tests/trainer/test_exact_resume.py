@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
@@ -26,9 +26,9 @@ from paceline.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
-from paceline.callbacks.checkpoint_keeper import Checkpoint
+from paceline.callbacks.checkpoint_retention import Checkpoint
 from paceline.loggers import Logger
-from paceline.trainer.seed import seed_all
+from paceline.processes.seed import seed_all
 
 SIZE = 22
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 
 from paceline import Trainer
 from paceline.callbacks import LossGuard
 from paceline.loggers import CSVLogger
-from paceline.loggers.messages import PacelineWarning
+from paceline.messages import PacelineWarning
 
 Logs = Mapping[str, Mapping[str, Any]]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 from torch import nn
 
 from paceline import Callback, Trainer, TrainingModule
@@ -274,9 +274,9 @@ def test_values_are_detached_and_nothing_of_the_graph_stays(quiet: dict[str, Any
 
 def test_a_million_small_terms_keep_their_digits(quiet: dict[str, Any]) -> None:
     from paceline.strategies import SingleDevice
+    from paceline.trainer.metric_records import MeanRecord, Options
+    from paceline.trainer.metric_records import make_record as make
     from paceline.trainer.phases import EVAL_BATCH
-    from paceline.trainer.records import MeanRecord, Options
-    from paceline.trainer.records import make_record as make
 
     options = Options(False, None, None, None, "mean", False, False, None, True, None, False)
     record = make("v", torch.tensor(0.1), options, EVAL_BATCH, "a test", None, lambda name: 1)

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import (
 
 from paceline import Accelerator, Callback, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
-from paceline.loggers.messages import PacelineWarning
+from paceline.messages import PacelineWarning
 from paceline.trainer.optimizers import advance, configure
 
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline import Callback, DataModule, Trainer, TrainingModule, seed_everything
 from paceline.callbacks import ModelCheckpoint
-from paceline.trainer.checkpoint import file
-from paceline.trainer.seed import random_states
+from paceline.checkpoint import single_file
+from paceline.processes.seed import random_states
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -270,7 +270,7 @@ def fitted(tmp_path: Path) -> Trainer:
 
 
 def weight_in(path: Path) -> float:
-    return file.read(path)["state_dict"]["layers.0.weight"][0, 0].item()
+    return single_file.read(path)["state_dict"]["layers.0.weight"][0, 0].item()
 
 
 def test_test_takes_the_weights_of_best_last_or_a_path(fitted: Trainer, tmp_path: Path):

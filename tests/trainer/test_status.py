@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ranks
+from rank_processes import ranks
 from torch import nn
 from torch.utils.data import DataLoader
 

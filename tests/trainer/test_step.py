@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline import Callback, Trainer, TrainingModule
-from paceline.loggers import messages
+from paceline import Callback, Trainer, TrainingModule, messages
 
 QUIET = {
     "logger": False,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import ranks
+from rank_processes import ranks
 from tiny import TinyModule, tiny_loader
 
 from paceline import Callback, Trainer

@@ -17,8 +17,8 @@ from torch import nn
 from paceline import Callback, DataModule, Trainer, TrainingModule
 from paceline.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from paceline.loggers import CSVLogger
+from paceline.profilers.base import PassThroughProfiler
 from paceline.strategies import Precision, Strategy
-from paceline.trainer.profilers.base import PassThroughProfiler
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,646 @@
+"""Door two: three changed lines turn a plain PyTorch loop into one that runs anywhere."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from ..doctor.own_loop_script import examine_if_planned
+from ..processes.cpu_memory import keep_freed_memory
+from ..processes.timings import timed
+from ..settings.constructors import check_names
+from ..strategies.base import Strategy
+from ..strategies.precision.base import Precision
+from .accumulation import GradientState, Window
+from .arguments import read_arguments
+from .errors import answer, answer_uncaught
+from .models import PreparedModel, is_prepared, restore, unwrapped
+from .optimizers import AcceleratedOptimizer
+from .pickling import connect, put_back, state_of
+from .prepare import finish_model, prepare, prepare_loader, prepare_optimizer, prepare_scheduler, start_model
+from .process_state import AcceleratorState, PartialState
+from .properties import Facts
+from .schedulers import AcceleratedScheduler
+from .state_folders import Saves
+from .trackers import Tracker, Trackers
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+    from torch.optim import Optimizer
+    from torch.profiler import profile as Profiler
+    from torch.utils.data import DataLoader
+
+    from ..doctor.doctor import Doctor
+    from ..strategies.choose import StrategyName
+    from .enums import BackendName, DynamoBackend, MixedName, PrecisionType, TrackerName
+    from .fsdp_plugin import FullyShardedDataParallelPlugin
+    from .kwargs_handlers import KwargsHandler, ProfileKwargs
+    from .loaders import DataLoaderConfiguration, PreparedLoader
+    from .operations import Reduction
+    from .parallelism_config import ParallelismConfig
+    from .plugins import DeepSpeedPlugin, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
+
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+T4 = TypeVar("T4")
+T5 = TypeVar("T5")
+
+
+class Accelerator(Facts):
+    """Runs a training loop of your own on one device or many: create it, ``prepare``, ``backward``.
+
+    Example::
+
+        accelerator = Accelerator()
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    An argument that is None was not set: the launch command, the environment and the config file may say it.
+
+    Args:
+        device_placement: ``prepare`` moves models, and loaders move batches, to the device.
+        split_batches: the loader's batch is that of all processes together; see ``DataLoaderConfiguration``.
+        mixed_precision: ``"no"`` (float32 throughout), ``"fp16"`` or ``"bf16"`` (weights stay float32), or a Precision.
+        gradient_accumulation_steps: micro-batches in a window, for ``accumulate``.
+        cpu: compute on the CPU, whatever else there is.
+        dataloader_config: how loaders are split.
+        deepspeed_plugin: DeepSpeed and its settings.
+        deepspeed_plugins: the same, in a dict.
+        megatron_lm_plugin: not supported.
+        fsdp_plugin: FSDP2 and its settings.
+        rng_types: accepted; the order of samples is the same on all ranks without exchanging random states.
+        log_with: names, classes or objects of trackers, or a list of them; ``"all"``: what is installed.
+        project_dir: folder of logs and checkpoints.
+        project_config: a ``ProjectConfiguration``.
+        gradient_accumulation_plugin: ``gradient_accumulation_steps`` and more.
+        step_scheduler_with_optimizer: schedulers move when their optimizers have stepped; False: at each call.
+        kwargs_handlers: settings of DistributedDataParallel, autocast, loss scaler, process group and profiler.
+        dynamo_backend: compile models with this backend.
+        dynamo_plugin: the same, and more.
+        parallelism_config: sizes of tensor, sharded and replicated parallelism.
+        strategy: a name that ``Trainer(strategy=...)`` takes, or a Strategy.
+        scheduler_steps: ``"per_update"``: a call of ``scheduler.step()`` is one step of the schedule;
+            ``"per_sample"``: as many as there are processes, for a schedule whose length counts one process's batches.
+        output_dtype: ``"fp32"``: what a model returns in 16 bits becomes float32, so that a loss computed outside of
+            autocast keeps its accuracy; ``"keep"``: it stays.
+    """
+
+    @check_names()
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: MixedName | PrecisionType | Precision | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[str] | None = None,
+        log_with: TrackerName | str | Tracker | Sequence[TrackerName | str | Tracker] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: BackendName | DynamoBackend | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        *,
+        strategy: StrategyName | str | Strategy | None = None,
+        scheduler_steps: Literal["per_update", "per_sample"] | None = None,
+        output_dtype: Literal["fp32", "keep"] | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
+        arguments = read_arguments(given)
+        self.settings = arguments.settings
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scheduler_steps: str = arguments.settings["scheduler_steps"]
+        self.output_dtype: str = arguments.settings["output_dtype"]
+        self.dataloader_config = arguments.dataloader_config
+        self.project_configuration = arguments.project_configuration
+        self.trackers = Trackers(arguments.log_with, self.project_configuration.logging_dir)
+        self.rng_types = rng_types
+        self.handlers = arguments.handlers
+        self._compiler = arguments.dynamo.compile
+        self._clip_norm = arguments.clip_norm
+        self._shards = arguments.shards
+        self._strategy: Strategy = arguments.strategy
+        self._strategy.setup_environment()
+        keep_freed_memory(self._strategy.device)
+        choice = arguments.choice
+        self.state = AcceleratorState.of(
+            PartialState.of(self._strategy),
+            self.mixed_precision,
+            deepspeed_plugin=choice.deepspeed_plugin,
+            fsdp_plugin=choice.fsdp_plugin,
+            dynamo_plugin=arguments.dynamo,
+            parallelism_config=choice.parallelism_config,
+            device_mesh=getattr(self._strategy, "mesh", None),
+        )
+        self.gradient_state = GradientState(**arguments.accumulation)
+        self.gradient_state.window = Window(self.gradient_state, self._strategy)
+        self._windows: dict[tuple[int, ...], Window] = {}
+        self._models: list[nn.Module] = []
+        self._placements: dict[int, PreparedModel] = {}
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[PreparedLoader] = []
+        self._custom_objects: list[Any] = []
+        self._saves = Saves()
+        self.step = 0
+        self._seed: int | None = None
+        self._checked = False
+        self._backward: Callable[..., None] | None = None
+        self._replicas: list[Strategy] = []
+        self._norm: Tensor | None = None
+        connect(self)
+        answer_uncaught(weakref.ref(self))
+        examine_if_planned(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        put_back(self, state)
+
+    # ---- prepare ---------------------------------------------------------------------------------------------------
+
+    @overload
+    def prepare(self, one: T1, /, *, device_placement: Sequence[bool] | None = None) -> T1: ...
+    @overload
+    def prepare(self, one: T1, two: T2, /, *, device_placement: Sequence[bool] | None = None) -> tuple[T1, T2]: ...
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, /, *, device_placement: Sequence[bool] | None = None
+    ) -> tuple[T1, T2, T3]: ...
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, four: T4, /, *, device_placement: Sequence[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4]: ...
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, four: T4, five: T5, /, *, device_placement: Sequence[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4, T5]: ...
+    @overload
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any: ...
+
+    @timed("prepare")
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Prepare models, optimizers, schedulers and loaders; anything else comes back as it is.
+
+        A model comes back as the same object, ready to train on this run's devices. Under FSDP and DeepSpeed a model
+        and its optimizer belong in one call.
+
+        Args:
+            *objects: in any order.
+            device_placement: for each object, whether it goes to the device.
+
+        Returns:
+            What stands for each object, in the order given; for a single object that alone.
+        """
+        if device_placement is not None and len(device_placement) != len(objects):
+            raise ValueError(
+                f"accelerator.prepare got {len(objects)} objects and device_placement for {len(device_placement)}. "
+                "Give one bool for each object, or leave it out."
+            )
+        found = prepare(self, objects, device_placement or [None] * len(objects))
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Context in which layers are made on the run's device and in its dtype.
+
+        Under a strategy that shards, weights which ``load_checkpoint_in_model`` loads within into layers without memory
+        are read by ``prepare``: each process reads the part that it holds.
+
+        Args:
+            empty_init: True makes layers without memory, under a strategy that shards.
+        """
+        return self._strategy.empty_init_context() if empty_init else self._strategy.init_context()
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Prepare one model.
+
+        Args:
+            model: the model.
+            device_placement: whether it goes to the device; None: as the Accelerator says.
+            evaluation_mode: it is only evaluated: nothing is kept for its gradients.
+        """
+        if is_prepared(model) or id(model) in self._placements:
+            return model
+        from .models import compiler_of
+
+        prepared = start_model(self, model, device_placement, evaluation_mode)
+        finish_model(self, prepared, compiler_of(model))
+        return prepared.module
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare one loader."""
+        from .loaders import PreparedLoader
+
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
+        return prepare_loader(self, data_loader, device_placement)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Prepare one optimizer."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        wrapper = prepare_optimizer(self, optimizer)
+        self._strategy.precision.setup_optimizers([one.optimizer for one in self._optimizers])
+        return wrapper
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare one scheduler."""
+        return scheduler if isinstance(scheduler, AcceleratedScheduler) else prepare_scheduler(self, scheduler)
+
+    def _shuffle_seed(self) -> int:
+        """What shuffling is computed from: the same on all ranks, that of ``set_seed`` if it was called."""
+        if self._seed is None:
+            self._seed = self._strategy.broadcast(torch.initial_seed() % 2**63)
+        return self._seed
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, num_items: Any = None, **kwargs: Any) -> None:  # noqa: C901 - no call more a step
+        """Backward of a loss; takes the place of ``loss.backward()``.
+
+        Args:
+            loss: scalar, shape ().
+            num_items: how many items (tokens, boxes) the loss is the mean over. The gradient of a window is then the
+                mean over all its items on all ranks, whatever their split; without it micro-batches count alike.
+            **kwargs: for ``loss.backward``.
+        """
+        state = self.gradient_state
+        loader = None if state.by_hand else state.active_dataloader
+        if loader is not None and loader.end_of_dataloader and loader.last_share != 1.0:
+            if num_items is None:
+                loss = loss * loader.last_share
+            elif loader.last_share == 0.0:
+                num_items = 0
+        if len(state.dataloader_references) > 1:
+            state.say_read_at_once()
+        loss = state.window.weigh(loss, num_items)
+        if not self._checked:
+            self._backward = self._choose_backward()
+        try:
+            if self._backward is None:
+                loss.backward(**kwargs)
+            elif kwargs:
+                self._backward(loss, lambda scaled: scaled.backward(**kwargs))
+            else:
+                self._backward(loss)
+        except RuntimeError as error:
+            better = self._explain(error)
+            if better is None:
+                raise
+            raise better from error
+        for strategy in self._replicas:
+            if strategy.left_gradients():
+                state.window.local.add(id(strategy))
+
+    def _explain(self, error: BaseException) -> BaseException | None:
+        trained = [one for one in self._placements.values() if not one.frozen]
+        return answer(weakref.ref(self), trained[0] if len(trained) == 1 else None, error)
+
+    def _choose_backward(self) -> Callable[..., None] | None:
+        """What runs backwards; None: the loss itself. What was forgotten in ``prepare`` is found here, once."""
+        from .migration_checks import check_optimizers, check_shared
+
+        check_optimizers(self)
+        check_shared(self)
+        self._checked = True
+        trained = [one.strategy for one in self._placements.values() if not one.frozen]
+        self._replicas = [one for one in trained if type(one).left_gradients is not Strategy.left_gradients]
+        for model in self._placements.values():
+            if not model.frozen:
+                model.strategy.find_latecomers(model.module)
+        strategy = trained[0] if len(trained) == 1 else self._strategy
+        method = type(strategy).backward if len(trained) < 2 else Strategy.backward
+        if method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss:
+            return None
+        return partial(method, strategy)
+
+    def accumulate(self, *models: Any) -> Window:
+        """``with accelerator.accumulate(model):`` around one micro-batch of a window.
+
+        Inside, ``optimizer.step()``, ``scheduler.step()`` and ``optimizer.zero_grad()`` do something on the window's
+        last micro-batch alone: the ``gradient_accumulation_steps``-th, or the last of the loader. Models that are
+        trained in turn, such as those of a GAN, each have a window of their own.
+
+        Args:
+            *models: prepared models whose gradients gather; all of them if none is given.
+        """
+        key = tuple(map(id, models))
+        window = self._windows.get(key)
+        if window is None:
+            placements = [self._placement(model, "accumulate") for model in models] or self._placements.values()
+            window = self._windows[key] = Window(self.gradient_state, self._strategy, list(placements))
+        return window
+
+    def _placement(self, model: Any, asked: str) -> PreparedModel:
+        placement = self._placements.get(id(unwrapped(model)))
+        if placement is None:
+            raise ValueError(
+                f"accelerator.{asked} got a {type(model).__name__} that was not prepared. Prepare it first: "
+                "model = accelerator.prepare(model), and pass what that returns."
+            )
+        return placement
+
+    @contextmanager
+    def no_sync(self, model: Any = None) -> Iterator[None]:
+        """Within, backwards keep their gradients to this process.
+
+        Args:
+            model: a prepared model; None: all.
+        """
+        found = self._placements.values() if model is None else [self._placement(model, "no_sync")]
+        strategies = [one.strategy for one in found if one.strategy.communicates_gradients]
+        for strategy in strategies:
+            strategy.sync_gradients(False)
+        try:
+            yield
+        finally:
+            for strategy in strategies:
+                strategy.sync_gradients(True)
+            self.gradient_state.speaker = None
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
+        """Within, the next backward communicates, although its forward was run under ``no_sync``."""
+        strategy = self._placement(model, "trigger_sync_in_backward").strategy
+        if strategy.communicates_gradients:
+            strategy.sync_next_backward()
+        yield
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients' total norm when the window is complete; call it after every backward.
+
+        Args:
+            parameters: of prepared models.
+            max_norm: what the norm is brought down to.
+            norm_type: of the norm; ``inf`` for the largest element.
+
+        Returns:
+            The norm before, shape (); on a micro-batch that only accumulates that of the window before (nan at first).
+        """
+        if not self.gradient_state.sync_gradients:
+            return torch.tensor(float("nan")) if self._norm is None else self._norm
+        found, strategy = self._settled(parameters)
+        self._norm = strategy.clip_by_norm(found, max_norm, norm_type)
+        return self._norm
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clip each element of the gradients to ``[-clip_value, clip_value]`` when the window is complete."""
+        if self.gradient_state.sync_gradients:
+            found, strategy = self._settled(parameters)
+            strategy.clip_by_value(found, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Take fp16's loss scale out of complete gradients, once; clipping does it by itself.
+
+        Args:
+            optimizer: a prepared optimizer or several; None: all.
+        """
+        if self.gradient_state.sync_gradients:
+            given = self._optimizers if optimizer is None else optimizer
+            for one in given if isinstance(given, (list, tuple)) else [given]:
+                self.gradient_state.window.settle(one)
+
+    def _settled(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Strategy]:
+        """The parameters of now, whose gradients have their final size, and what clips them."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        found, strategy = [], self._strategy
+        owners: dict[int, PreparedModel] = {}
+        for parameter in given:
+            for placement in self._placements.values():
+                own = placement.current(parameter)
+                if own is not None:
+                    owners[id(placement)], strategy, parameter = placement, placement.strategy, own
+                    break
+            found.append(parameter)
+        for optimizer in self._optimizers:
+            if not optimizer.placements or any(id(one) in owners for one in optimizer.placements):
+                self.gradient_state.window.settle(optimizer)
+        return found, strategy
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """Compute in the chosen precision inside, as a prepared model's forward does.
+
+        Args:
+            autocast_handler: ``AutocastKwargs``, to switch it off for one.
+        """
+        if autocast_handler is not None:
+            return autocast_handler.context(self._strategy)
+        return self._strategy.precision.forward_context()
+
+    # ---- between processes -----------------------------------------------------------------------------------------
+
+    def gather(self, tensor: T1) -> T1:
+        """Tensors of all processes joined along their first dimension, in nested lists, tuples and dicts."""
+        from .operations import gather
+
+        return gather(tensor, self._strategy)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What all processes computed for a batch, each sample of the data set once.
+
+        Rows that only repeat samples of other processes are left out of tensors whose first dimension is that of the
+        batch. Anything else comes back whole.
+
+        Args:
+            input_data: tensors, in nested lists, tuples and dicts; or any objects.
+            use_gather_object: gather objects that are no tensors.
+        """
+        from .operations import gather_for_metrics
+
+        return gather_for_metrics(input_data, self._strategy, self.gradient_state.active_dataloader, use_gather_object)
+
+    def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:
+        """Tensors of all processes added up, or reduced by ``"mean"``, ``"min"`` or ``"max"``, then times ``scale``.
+
+        ``"none"`` leaves each process its own.
+        """
+        from .operations import reduce
+
+        return reduce(tensor, self._strategy, reduction, scale)
+
+    def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
+        """Tensors padded along a dimension to the longest of all processes."""
+        from .operations import pad_across_processes
+
+        return pad_across_processes(tensor, self._strategy, dim, pad_index, pad_first)
+
+    # ---- models ----------------------------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model as it was given to ``prepare``, which a prepared model still is.
+
+        Args:
+            model: the model.
+            keep_fp32_wrapper: False: give it its own forward back, so that it is a plain module again.
+            keep_torch_compile: accepted; a prepared model is compiled inside.
+        """
+        found = unwrapped(model)
+        if not keep_fp32_wrapper and isinstance(found, nn.Module):
+            restore(found)
+        return found
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget everything that was prepared, and give memory back; set names of yours to what this returns: None."""
+        from ..memory.out_of_memory_retry import release_memory
+
+        for model in self._models:
+            restore(model)
+        for placement in self._placements.values():
+            placement.strategy.teardown()
+        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._placements):
+            kept.clear()
+        self._windows.clear()
+        self.gradient_state.window = Window(self.gradient_state, self._strategy)
+        self.step = 0
+        return release_memory(*objects)
+
+    clear = free_memory
+
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        """Not supported here: sequences are split by ``Trainer(strategy=ModelParallelStrategy(...))``."""
+        if kwargs.get("buffers") or args:
+            raise NotImplementedError(
+                "accelerator.maybe_context_parallel: splitting sequences needs the whole step. Use Trainer(strategy="
+                "ModelParallelStrategy(context_parallel=..., context_parallel_dims=...))."
+            )
+        return nullcontext()
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Not supported: LOMO steps inside of backward, so that no window, clipping or loss scale can apply."""
+        raise NotImplementedError(
+            "accelerator.lomo_backward: Paceline has no LOMO optimizers. Use accelerator.backward(loss) with any of "
+            "torch.optim."
+        )
+
+    # ---- files and trackers ----------------------------------------------------------------------------------------
+
+    @timed("save_state")
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """Save everything that this loop needs to go on, to the bit; see :func:`.checkpoint.save_state`."""
+        from . import save_state
+
+        return save_state.save_state(self, output_dir, safe_serialization, **kwargs)
+
+    @timed("load_state")
+    def load_state(self, input_dir: Any = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Go on from what :meth:`save_state` wrote; see :func:`.checkpoint.load_state`."""
+        from . import save_state
+
+        save_state.load_state(self, input_dir, load_kwargs, **kwargs)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects with the state; they need ``state_dict`` and ``load_state_dict``."""
+        from . import save_state
+
+        save_state.register_for_checkpointing(self, *objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Call ``hook(models, weights, output_dir)`` before a state is saved; returns a handle with ``remove()``."""
+        from . import save_state
+
+        return save_state.register_save_state_pre_hook(self, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Call ``hook(models, input_dir)`` before a state is loaded; returns a handle with ``remove()``."""
+        from . import save_state
+
+        return save_state.register_load_state_pre_hook(self, hook)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """A model's whole ``state_dict``; every process must call."""
+        from . import model_weights
+
+        return model_weights.get_state_dict(self, model, unwrap)
+
+    def save_model(
+        self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """Write a model's weights to a folder, in the ecosystem's layout; every process must call."""
+        from . import model_weights
+
+        model_weights.save_model(self, model, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object to a file, on the main process."""
+        from . import model_weights
+
+        model_weights.save(obj, f, self, safe_serialization=safe_serialization)
+
+    def init_trackers(
+        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start the trackers of ``log_with``; see :meth:`.trackers.Trackers.start`."""
+        self.trackers.start(project_name, config, init_kwargs, self.project_configuration.logging_dir)
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Send the values of one step to all trackers; see :meth:`.trackers.Trackers.log`."""
+        self.trackers.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name; ``unwrap`` for the object behind it."""
+        return self.trackers.get(name, unwrap)
+
+    def end_training(self) -> None:
+        """End the run in all trackers. The process group is left when the program ends."""
+        self.trackers.finish()
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
+        """Context that gives torch's profiler; see :func:`.profiling.profile`."""
+        from .profiling import profile
+
+        return profile(self, profile_handler)
+
+    def doctor(self, dirpath: str | Path | None = None, write: bool = True) -> AbstractContextManager[Doctor]:
+        """Context around a training loop, at whose end stands what is slow in it, why, and what to change.
+
+        Args:
+            dirpath: where ``doctor.html`` and ``doctor.json`` go; None: the ``project_dir``, or the working directory.
+            write: write them; else the report is only said.
+        """
+        from ..doctor.doctor import Doctor
+        from ..doctor.own_loop import doctor
+
+        return doctor(self, Doctor(dirpath, write=write))
+
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
+        """Within, processes may have different numbers of batches."""
+        from .join_uneven_inputs import join_uneven_inputs
+
+        return join_uneven_inputs(self, joinables, even_batches)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader whose first pass begins after so many batches."""
+        from .loaders import skip_first_batches
+
+        return skip_first_batches(dataloader, num_batches)

@@ -1,0 +1,171 @@
+"""What ``Accelerator(...)`` was given, together with the settings of other places, as what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import messages
+from ..settings import Settings, resolve
+from ..strategies.base import Strategy
+from ..strategies.precision.base import Precision
+from .choose_strategy import Choice, choose
+from .kwargs_handlers import Handlers, sort_handlers
+from .loaders import DataLoaderConfiguration
+from .plugins import DeepSpeedPlugin, ProjectConfiguration, TorchDynamoPlugin, choose_accumulation, choose_dynamo, given
+from .process_state import stays_on_cpu
+
+#: Arguments that are settings of the same name.
+_SETTINGS = (
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "cpu",
+    "split_batches",
+    "dynamo_backend",
+    "log_with",
+    "project_dir",
+    "strategy",
+    "scheduler_steps",
+    "output_dtype",
+)
+_LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "data_seed", "non_blocking")
+
+
+@dataclass
+class Arguments:
+    """What an Accelerator is made of.
+
+    Attributes:
+        settings: every setting, with its origin.
+        choice: handlers and plugins, with what they left open.
+        strategy: not set up yet.
+        shards: the strategy replaces a model's parameters by parts of them.
+        accumulation: the arguments of ``GradientState``.
+        clip_norm: what optimizers clip the norm of gradients to by themselves; None: nothing.
+        dynamo: how models are compiled.
+        dataloader_config: how loaders are split.
+        project_configuration: folders.
+        log_with: trackers, as they were given.
+    """
+
+    settings: Settings
+    choice: Choice
+    strategy: Strategy
+    shards: bool
+    accumulation: dict[str, Any]
+    clip_norm: float | None
+    dynamo: TorchDynamoPlugin
+    dataloader_config: DataLoaderConfiguration
+    project_configuration: ProjectConfiguration
+    log_with: Any
+
+    @property
+    def handlers(self) -> Handlers:
+        """Those of ``kwargs_handlers``."""
+        return self.choice.handlers
+
+
+def read_arguments(arguments: Mapping[str, Any]) -> Arguments:
+    """Read the arguments of ``Accelerator(...)``, by name.
+
+    Raises:
+        TypeError: an object of another class than its argument takes.
+        ValueError: an unknown word, or arguments that contradict each other.
+        NotImplementedError: something that Paceline does not have.
+    """
+    if arguments["megatron_lm_plugin"] is not None:
+        raise NotImplementedError(
+            "Accelerator(megatron_lm_plugin=...): Paceline splits models with torch's own means. Use "
+            "parallelism_config=ParallelismConfig(tp_size=...) or strategy='fsdp'."
+        )
+    precision = arguments["mixed_precision"]
+    own = {name: arguments[name] for name in _SETTINGS}
+    own["mixed_precision"] = None if isinstance(precision, Precision) else _word(precision)
+    own["dynamo_backend"] = _word(_one_of_two(arguments, "dynamo_backend", "dynamo_plugin"))
+    if arguments["dataloader_config"] is not None:
+        _one_of_two(arguments, "split_batches", "dataloader_config")
+    if own["cpu"] is None and stays_on_cpu():
+        own["cpu"] = True
+    project = _project(arguments)
+    own["project_dir"] = project.project_dir
+    settings = resolve(own)
+    values = dict(settings) | {"mixed_precision": precision} if isinstance(precision, Precision) else settings
+    deepspeed = _one_of_two(arguments, "deepspeed_plugin", "deepspeed_plugins")
+    choice = Choice(
+        sort_handlers(arguments["kwargs_handlers"]),
+        arguments["fsdp_plugin"],
+        deepspeed if deepspeed is not None else arguments["deepspeed_plugins"],
+        arguments["parallelism_config"],
+        values,
+    ).filled()
+    strategy = choose(choice)
+    plugin = choice.deepspeed_plugin if isinstance(choice.deepspeed_plugin, DeepSpeedPlugin) else None
+    if project.project_dir is None:
+        project.set_directories(settings["project_dir"])
+    return Arguments(
+        settings=settings,
+        choice=choice,
+        strategy=strategy,
+        shards=_shards(strategy),
+        accumulation=choose_accumulation(arguments["gradient_accumulation_plugin"], settings, plugin),
+        clip_norm=None if plugin is None else plugin.decided("gradient_clipping"),
+        dynamo=choose_dynamo(arguments["dynamo_plugin"], settings),
+        dataloader_config=_loaders(arguments["dataloader_config"], settings),
+        project_configuration=project,
+        log_with=settings["log_with"],
+    )
+
+
+def _word(value: Any) -> str | None:
+    """A word, also of an enum whose members are words."""
+    return None if value is None else str(getattr(value, "value", value)).lower()
+
+
+def _one_of_two(arguments: Mapping[str, Any], name: str, other: str) -> Any:
+    if arguments[name] is not None and arguments[other] is not None:
+        raise ValueError(
+            f"Accelerator({name}={arguments[name]!r}, {other}={arguments[other]!r}) say the same thing twice. Leave "
+            "one out."
+        )
+    return arguments[name]
+
+
+def _project(arguments: Mapping[str, Any]) -> ProjectConfiguration:
+    config, folder = arguments["project_config"], arguments["project_dir"]
+    if config is None:
+        return ProjectConfiguration(project_dir=folder)
+    if not isinstance(config, ProjectConfiguration):
+        raise TypeError(
+            f"Accelerator(project_config={config!r}) is {messages.a(config)}. Pass a ProjectConfiguration, or "
+            "project_dir=... for the folder alone."
+        )
+    if folder is not None:
+        if config.project_dir is not None and str(config.project_dir) != str(folder):
+            raise ValueError(
+                f"Accelerator(project_dir={str(folder)!r}) contradicts its project_config, which says "
+                f"{config.project_dir!r}. Leave one out."
+            )
+        config.set_directories(folder)
+    return config
+
+
+def _shards(strategy: Strategy) -> bool:
+    if getattr(strategy, "splits_batches", False) and type(strategy).splits_batches:
+        raise NotImplementedError(
+            f"Accelerator with {type(strategy).__name__}: a pipeline runs forward and backward of many micro-batches "
+            "in turn, which a loop of one's own cannot. Use Trainer(strategy=...), or shard the model with "
+            "strategy='fsdp'."
+        )
+    return bool(strategy.communicates_forward)
+
+
+def _loaders(config: Any, settings: Settings) -> DataLoaderConfiguration:
+    if config is not None and not isinstance(config, DataLoaderConfiguration):
+        raise TypeError(
+            f"Accelerator(dataloader_config={config!r}) is {messages.a(config)}. Pass a DataLoaderConfiguration."
+        )
+    if config is not None:
+        return config
+    found = {name: given(settings, name) for name in (*_LOADERS, "use_stateful_dataloader")}
+    return DataLoaderConfiguration(**{name: value for name, value in found.items() if value is not None})

@@ -1,0 +1,164 @@
+"""One process reads a loader and hands each of the others its rows, for data that only one can (or should) read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..data.batches import Batches, batch_size_of, conflicting_sizes
+from ..data.stream_sharding import Division, Shard
+from ..strategies.base import Strategy
+
+
+class Handed(NamedTuple):
+    """What a process gets in one round.
+
+    Attributes:
+        batch: its batch.
+        share: what the mean over it counts in the mean over all processes; 0.0 if it only repeats another's.
+        over: there is no batch, the pass has ended.
+        failure: there is no batch, because reading failed with these words.
+    """
+
+    batch: Any = None
+    share: float = 1.0
+    over: bool = False
+    failure: str = ""
+
+
+class Dispatched(Shard):
+    """Takes the place of a loader that process 0 alone reads: in a round each process gets one of its batches.
+
+    Batches may have different shapes: they are handed over as they are, never joined. In a last round with fewer
+    batches than processes each is cut, in order, for some of them; who gets no row repeats one, with a share of 0.
+
+    Args:
+        loader: on every process; only process 0's is read.
+        strategy: whose processes they are.
+        split: every batch is cut into one part for each process.
+    """
+
+    alike = False
+
+    def __init__(self, loader: Any, strategy: Strategy, split: bool) -> None:
+        self.paceline_whole = loader
+        self.strategy = strategy
+        self.start = 0
+        self.worker_seed: int | None = None
+        self.share = 1.0
+        self.division = Division(strategy.data_rank, strategy.num_data_ranks, 1)
+        self._split = split
+        self._per_round = 1 if split else strategy.num_data_ranks
+        self._owners = strategy.gather_objects(strategy.data_rank)
+
+    def __len__(self) -> int:
+        batches, whole = len(self.paceline_whole), not self._drops_last()
+        return (batches + (self._per_round - 1) * whole) // self._per_round
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.strategy.global_rank:
+            return self._hand_out(None)
+        batches = Batches(self.paceline_whole, skip=self.start * self._per_round, seed=self.worker_seed)
+        try:
+            source = iter(batches)  # now rather than with the first batch: leaving out batches may draw numbers
+        except Exception as error:
+            self._tell(error)
+            raise
+        return self._hand_out(self._read(batches, source))
+
+    def _hand_out(self, reading: Iterator[list[Handed]] | None) -> Iterator[Any]:
+        while not (handed := self._next(reading)).over:
+            if handed.failure:
+                raise RuntimeError(
+                    f"Rank 0, which reads the data for all (dispatch_batches=True), failed: {handed.failure}. Its own "
+                    "traceback says where."
+                )
+            self.share = handed.share
+            yield handed.batch
+
+    def _next(self, reading: Iterator[list[Handed]] | None) -> Handed:
+        if reading is None:
+            return self.strategy.scatter_objects(None)
+        try:
+            parts = next(reading, None) or [Handed(over=True)] * self.division.world
+        except Exception as error:
+            self._tell(error)
+            raise
+        return self.strategy.scatter_objects([parts[owner] for owner in self._owners])
+
+    def _tell(self, error: Exception) -> None:
+        """Let the other processes fail too, rather than wait."""
+        failed = Handed(failure=f"{type(error).__name__}: {error}")
+        self.strategy.scatter_objects([failed] * len(self._owners))
+
+    def _read(self, batches: Batches, source: Iterator[Any]) -> Iterator[list[Handed]]:
+        world = self.division.world
+        with closing(batches):
+            while found := list(islice(source, self._per_round)):
+                if len(found) < self._per_round and self._drops_last():
+                    return
+                yield deal(found, world, must_cut=self._split)
+
+    def _drops_last(self) -> bool:
+        loader = self.paceline_whole
+        return bool(getattr(loader, "drop_last", False) or getattr(loader.batch_sampler, "drop_last", False))
+
+
+def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]:
+    """Deal at most ``world`` batches to ``world`` processes, in order; where there are fewer, cut them.
+
+    Raises:
+        ValueError: a batch that has to be cut has no rows in common to all its tensors.
+    """
+    count, parts = len(batches), []
+    for index, batch in enumerate(batches):
+        pieces = (index + 1) * world // count - index * world // count
+        parts += [(batch, _rows(batch) or 1)] if pieces == 1 else cut(batch, pieces, must_cut)
+    total = sum(rows for _, rows in parts)
+    return [Handed(batch, rows * world / total) for batch, rows in parts]
+
+
+def cut(batch: Any, pieces: int, must: bool = False) -> list[tuple[Any, int]]:
+    """Cut a batch into parts of its rows, sizes differing by at most 1; with each, how many rows count.
+
+    A batch whose tensors have no first dimension in common stays whole, and counts once.
+    """
+    rows = _rows(batch)
+    if rows is None and must:
+        raise ValueError(
+            f"split_batches=True cuts every batch in {pieces} parts, but the tensors of this one "
+            f"({type(batch).__name__}) have no common first dimension to cut at. Leave split_batches out, so that "
+            "batches are dealt whole."
+        )
+    if not rows:
+        return [(batch, 1)] + [(batch, 0)] * (pieces - 1)
+    parts = []
+    for rank in range(pieces):
+        low, larger = divmod(rows, pieces)
+        start = rank * low + min(rank, larger)
+        taken = low + (rank < larger)
+        piece = slice(start, start + taken) if taken else slice(rows - 1, rows)
+        parts.append((_slice(batch, piece, rows), taken))
+    return parts
+
+
+def _rows(batch: Any) -> int | None:
+    return None if conflicting_sizes(batch) else batch_size_of(batch)
+
+
+def _slice(value: Any, piece: slice, rows: int) -> Any:
+    """The rows of every tensor, and of lists that have one entry a row."""
+    if isinstance(value, Tensor):
+        return value[piece] if value.dim() else value
+    if isinstance(value, Mapping):
+        return type(value)({key: _slice(entry, piece, rows) for key, entry in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        if len(value) == rows and not any(isinstance(entry, (Tensor, Mapping, list, tuple)) for entry in value):
+            return value[piece]
+        entries = [_slice(entry, piece, rows) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return value

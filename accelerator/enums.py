@@ -1,0 +1,178 @@
+"""Words that settings and handlers are written with. Each is a string, in upper or lower case."""
+
+from __future__ import annotations
+
+import builtins
+from enum import Enum
+from typing import Any, Literal
+
+from .. import messages
+
+#: What ``mixed_precision``, ``dynamo_backend`` and ``log_with`` take by name.
+MixedName = Literal["no", "fp16", "bf16"]
+BackendName = Literal[
+    "no",
+    "eager",
+    "aot_eager",
+    "inductor",
+    "aot_ts_nvfuser",
+    "nvprims_nvfuser",
+    "cudagraphs",
+    "ofi",
+    "fx2trt",
+    "onnxrt",
+    "tensorrt",
+    "aot_torchxla_trace_once",
+    "torchxla_trace_once",
+    "tvm",
+    "hpu_backend",
+    "neuron",
+]
+TrackerName = Literal["all", "csv", "tensorboard", "wandb"]
+
+
+class Word(str, Enum):
+    """A string among a few, found in upper and lower case; it equals the plain string."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        wanted = str(value).upper()
+        for word in cls:
+            if wanted in (word.name, word.value.upper()):
+                return word
+        known = {word.value.upper(): word.value for word in cls}
+        hint = messages.did_you_mean(wanted, known)
+        raise ValueError(f"Unknown {cls.__name__} {value!r}.{hint} Choose {messages.names(known.values())}.")
+
+    @classmethod
+    def list(cls) -> builtins.list[str]:
+        """All of them."""
+        return [word.value for word in cls]
+
+
+class DistributedType(Word):
+    """How processes share the work. Paceline's are NO, MULTI_CPU, MULTI_GPU, DEEPSPEED and FSDP."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+class PrecisionType(Word):
+    """What ``mixed_precision`` may be."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class RNGType(Word):
+    """A source of random numbers."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
+    GENERATOR = "generator"
+
+
+class LoggerType(Word):
+    """A tracker by name."""
+
+    ALL = "all"
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+
+
+class ComputeEnvironment(Word):
+    """Where a job runs."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class DynamoBackend(Word):
+    """What compiles the graphs of torch.compile. Which of them there are depends on torch and on what is installed."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+class DDPCommunicationHookType(Word):
+    """How DistributedDataParallel reduces a bucket of gradients."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+class CustomDtype(Word):
+    """Number formats that are no dtype of torch."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
+
+
+class FP8BackendType(Word):
+    """Packages that train in 8 bits."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
+class SageMakerDistributedType(Word):
+    """How SageMaker shares the work."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"

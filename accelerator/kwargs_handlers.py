@@ -1,0 +1,362 @@
+"""``Accelerator(kwargs_handlers=[...])``: arguments for what the Accelerator makes, one class for each thing."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+
+from .. import messages
+from ..strategies.base import Strategy
+from ..strategies.precision import MixedPrecision
+from .enums import DDPCommunicationHookType
+
+
+@dataclass
+class KwargsHandler:
+    """Arguments for something that the Accelerator makes."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, by name."""
+        return {one.name: copy.copy(getattr(self, one.name)) for one in fields(self)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """For ``torch.autocast``, in which forwards run under ``mixed_precision="fp16"`` and ``"bf16"``.
+
+    Args:
+        enabled: False: forwards compute in the dtype of the weights.
+        cache_enabled: convert a weight once a forward rather than at each use; None: as torch does.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+    def context(self, strategy: Strategy) -> AbstractContextManager[Any]:
+        """A block whose forwards have the dtypes of the strategy's precision, with these arguments."""
+        precision = strategy.precision
+        if not isinstance(precision, MixedPrecision):
+            return precision.forward_context()
+        kind = strategy.device.type
+        return torch.autocast(kind, precision.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled)
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """For ``torch.nn.parallel.DistributedDataParallel``.
+
+    Args:
+        dim: where a batch is split; of no meaning with one device a process.
+        broadcast_buffers: give all processes rank 0's buffers before each forward.
+        bucket_cap_mb: size of the buckets in which gradients are reduced, MiB.
+        find_unused_parameters: look in each step for parameters that the loss does not depend on.
+        check_reduction: no meaning in today's torch.
+        gradient_as_bucket_view: gradients are views of the buckets: their memory is needed once.
+        static_graph: the same parameters are used in every step.
+        comm_hook: how a bucket is reduced: in 16 bits, or with low rank.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``: convert before the hook.
+        comm_state_option: for PowerSGD, what ``PowerSGDState`` takes (``matrix_approximation_rank``, ...).
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | Literal["no", "fp16", "bf16", "power_sgd"] = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | Literal["no", "fp16", "bf16"] = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.comm_hook = DDPCommunicationHookType(self.comm_hook)
+        self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
+        named = DDPCommunicationHookType
+        if self.comm_hook is named.BATCHED_POWER_SGD:
+            raise NotImplementedError(
+                "DistributedDataParallelKwargs(comm_hook='batched_power_sgd'): torch's batched PowerSGD raises an "
+                "AssertionError with the first step that it compresses. Write comm_hook='power_sgd'."
+            )
+        if self.comm_wrapper not in (named.NO, named.FP16, named.BF16):
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}) is no wrapper. Choose 'no', "
+                "'fp16' or 'bf16'."
+            )
+        if self.comm_hook is named.NO and (self.comm_wrapper is not named.NO or self.comm_state_option):
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}, "
+                f"comm_state_option={self.comm_state_option}) has no effect without comm_hook. Choose one "
+                f"({messages.names(named.list()[1:-1])}), or leave them out."
+            )
+        if self.comm_state_option and self.comm_hook is not named.POWER_SGD:
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_state_option={self.comm_state_option}) is for PowerSGD, but "
+                f"comm_hook is {self.comm_hook.value!r}. Leave it out, or write comm_hook='power_sgd'."
+            )
+
+    def to_dict(
+        self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """What DistributedDataParallel itself takes; with ``ignore_keys=()`` every field."""
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of DDPStrategy."""
+        hook, wrapper = (
+            DDPCommunicationHookType(self.comm_hook).value,
+            DDPCommunicationHookType(self.comm_wrapper).value,
+        )
+        found = self.to_kwargs()
+        if hook != "no":
+            found |= {"ddp_comm_hook": "powersgd" if hook == "power_sgd" else hook}
+            found |= {"ddp_comm_state": dict(self.comm_state_option)} if self.comm_state_option else {}
+            found |= {"ddp_comm_wrapper": wrapper} if wrapper != "no" else {}
+        return found
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """For the ``GradScaler`` of ``mixed_precision="fp16"``.
+
+    Args:
+        init_scale: what losses are multiplied with at first.
+        growth_factor: what the scale is multiplied with after ``growth_interval`` good steps.
+        backoff_factor: what it is multiplied with after an overflow.
+        growth_interval: good steps in a row.
+        enabled: False: losses are not scaled.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """For ``torch.distributed.init_process_group``.
+
+    Args:
+        backend: None: gloo for the CPU, NCCL for CUDA.
+        init_method: a URL by which processes find each other; None: by what their launcher says.
+        timeout: how long a collective waits for the other processes; None: 30 minutes.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            seconds = self.timeout if isinstance(self.timeout, (int, float)) else 600
+            raise TypeError(
+                f"InitProcessGroupKwargs(timeout={self.timeout!r}) is {messages.a(self.timeout)}. Pass a "
+                f"datetime.timedelta, such as timedelta(seconds={seconds})."
+            )
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of a strategy for several processes."""
+        found = {"process_group_backend": self.backend, "init_method": self.init_method, "timeout": self.timeout}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+Activity = Literal["cpu", "cuda", "xpu", "mtia", "hpu"]
+_ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """For ``torch.profiler.profile``.
+
+    Args:
+        activities: ``"cpu"``, ``"cuda"``, ...; None: all that this torch can watch.
+        schedule_option: what ``torch.profiler.schedule`` takes: ``wait``, ``warmup``, ``active``, ``repeat``,
+            ``skip_first``, in steps.
+        on_trace_ready: called with the profiler when ``active`` steps are over.
+        record_shapes: keep the shapes of inputs.
+        profile_memory: keep what is allocated and freed.
+        with_stack: keep file and line.
+        with_flops: estimate operations.
+        with_modules: keep module names.
+        output_trace_dir: folder for one Chrome trace a process.
+    """
+
+    activities: Sequence[Activity] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | os.PathLike[str] | None = None
+
+    def build(self) -> torch.profiler.profile:
+        """The profiler.
+
+        Raises:
+            ValueError: an activity that torch does not know, or a schedule without ``active``.
+        """
+        unknown = [name for name in self.activities or () if str(name).lower() not in _ACTIVITIES]
+        if unknown:
+            raise ValueError(messages.unknown("activity in ProfileKwargs", unknown[0], _ACTIVITIES))
+        found = [getattr(torch.profiler.ProfilerActivity, str(name).upper()) for name in self.activities or ()]
+        return torch.profiler.profile(
+            activities=found or None,
+            schedule=self._schedule(),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+    def _schedule(self) -> Callable[..., Any] | None:
+        if self.schedule_option is None:
+            return None
+        known = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
+        for name in self.schedule_option:
+            if name not in known:
+                raise ValueError(messages.unknown("key in ProfileKwargs(schedule_option=...)", name, known))
+        if "active" not in self.schedule_option:
+            raise ValueError(
+                f"ProfileKwargs(schedule_option={self.schedule_option}) does not say how many steps to record. Add "
+                "'active'."
+            )
+        return torch.profiler.schedule(**{"wait": 0, "warmup": 0, **self.schedule_option})
+
+
+@dataclass
+class _EightBits(KwargsHandler):
+    """Accepted by name, refused when given to an Accelerator."""
+
+
+@dataclass
+class AORecipeKwargs(_EightBits):
+    """For torchao's 8-bit training, which Paceline does not have."""
+
+    config: Any = None
+    module_filter_func: Callable[..., bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+
+@dataclass
+class TERecipeKwargs(_EightBits):
+    """For TransformerEngine's 8-bit training, which Paceline does not have."""
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+
+@dataclass
+class MSAMPRecipeKwargs(_EightBits):
+    """For MS-AMP's 8-bit training, which Paceline does not have."""
+
+    opt_level: str | None = None
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """For 8-bit training by TransformerEngine or MS-AMP, which Paceline does not have."""
+
+    backend: str | None = None
+
+
+NO_EIGHT_BITS = (
+    "Paceline has no 8-bit training: it computes in what torch.autocast knows. Write mixed_precision='bf16', and leave "
+    "the fp8 recipe out."
+)
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """The handlers an Accelerator was given, by what they are for; None: none of that kind."""
+
+    autocast: AutocastKwargs | None = None
+    ddp: DistributedDataParallelKwargs | None = None
+    grad_scaler: GradScalerKwargs | None = None
+    process_group: InitProcessGroupKwargs | None = None
+    profile: ProfileKwargs | None = None
+
+
+_KINDS: dict[str, type[KwargsHandler]] = {
+    "autocast": AutocastKwargs,
+    "ddp": DistributedDataParallelKwargs,
+    "grad_scaler": GradScalerKwargs,
+    "process_group": InitProcessGroupKwargs,
+    "profile": ProfileKwargs,
+}
+
+
+def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
+    """Sort ``Accelerator(kwargs_handlers=[...])``.
+
+    Raises:
+        TypeError: something in it is no handler.
+        ValueError: two of one kind.
+        NotImplementedError: a recipe for 8-bit training.
+    """
+    found: dict[str, Any] = {}
+    if kwargs_handlers is not None and not isinstance(kwargs_handlers, (list, tuple)):
+        raise TypeError(
+            f"Accelerator(kwargs_handlers={kwargs_handlers!r}) is {messages.a(kwargs_handlers)}. Pass a list of "
+            f"handlers: {_accepted()}."
+        )
+    for handler in kwargs_handlers or ():
+        if isinstance(handler, _EightBits):
+            raise NotImplementedError(f"Accelerator(kwargs_handlers=[{type(handler).__name__}(...)]): {NO_EIGHT_BITS}")
+        kind = next((name for name, one in _KINDS.items() if isinstance(handler, one)), None)
+        if kind is None:
+            raise TypeError(_no_handler(handler))
+        if kind in found:
+            raise ValueError(
+                f"Accelerator(kwargs_handlers=[...]) has two {_KINDS[kind].__name__}: {found[kind]} and {handler}. "
+                "Write what you want of both into one."
+            )
+        found[kind] = handler
+    return Handlers(**found)
+
+
+def _accepted() -> str:
+    listed = [kind.__name__ for kind in _KINDS.values()]
+    return f"{', '.join(listed[:-1])} or {listed[-1]}"
+
+
+def _no_handler(given: Any) -> str:
+    places = {
+        "TorchDynamoPlugin": "dynamo_plugin",
+        "GradientAccumulationPlugin": "gradient_accumulation_plugin",
+        "FullyShardedDataParallelPlugin": "fsdp_plugin",
+        "DeepSpeedPlugin": "deepspeed_plugin",
+        "ParallelismConfig": "parallelism_config",
+        "ProjectConfiguration": "project_config",
+        "DataLoaderConfiguration": "dataloader_config",
+    }
+    name = type(given).__name__
+    if isinstance(given, type):
+        hint = f" Did you mean {given.__name__}()?"
+    else:
+        hint = f" It belongs to Accelerator({places[name]}=...)." if name in places else ""
+    return f"Accelerator(kwargs_handlers=[...]) holds {given!r:.200}, which is no handler.{hint} Pass {_accepted()}."

@@ -1,0 +1,571 @@
+"""What ``prepare`` makes of a DataLoader: this process's part of it, on the device, with a place that can be saved."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from .. import messages
+from ..data.batches import Batches
+from ..data.combined_loader import length_of
+from ..data.loaders import (
+    load_loader_state,
+    loader_state,
+    replaced,
+    samplers_of,
+    samples_in_batch,
+    seed_shuffling,
+    users_generators,
+    what_fetching_changes,
+)
+from ..data.sample_order import cuts, takes_indices
+from ..data.sharding import is_split, last_share, repeats, shard
+from ..data.stream_sharding import Division
+from ..data.worker_failure import explain_lost_worker
+from ..processes.seed import host_random_states, mixed, set_random_states
+from ..strategies.base import Strategy
+from .dispatched_loader import Dispatched
+from .loader_positions import Loaded, Pass, Place, resumed
+from .nested_tensors import rows_of
+
+INF = float("inf")
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How loaders are prepared.
+
+    Attributes:
+        split_batches: the user's batch size is that of all processes together; each batch is cut in as many parts.
+        dispatch_batches: process 0 reads and hands the others their batches. None means no: each process reads.
+        even_batches: all processes have as many batches. False: at the end some may have one less, nothing is repeated.
+        use_seedable_sampler: accepted; the order is a function of seed and epoch in any case.
+        data_seed: what shuffling is computed from, in place of the seed of torch.
+        non_blocking: accepted; copies to a GPU are pinned and do not wait in any case.
+        use_stateful_dataloader: read iterable data sets with torchdata's StatefulDataLoader, whose place can be saved
+            with workers too. Map-style data sets are continued exactly without it.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+class NoWindows:
+    """Stands where nobody asks which loader is active."""
+
+    active_dataloader: Any = None
+
+    def begin(self, loader: Any) -> None:
+        """A pass begins."""
+
+    def end(self, loader: Any) -> None:
+        """A pass is over."""
+        self.active_dataloader = None
+
+
+class PreparedLoader(DataLoader[Any]):
+    """A DataLoader that yields this process's batches, on its device; everything else is the user's loader's.
+
+    What is read from it that it does not have itself comes from ``base``, what is set goes there.
+
+    Args:
+        loader: the user's.
+        strategy: whose processes share it.
+        config: how.
+        gradient_state: told which loader is being read.
+        seed: what the order is computed from, together with the epoch; None leaves the order to the loader.
+        device_placement: whether batches are brought to the device.
+
+    Attributes:
+        base: the user's loader.
+        end_of_dataloader: the batch handed out last is the last of its pass.
+        derived: what :meth:`load_state_dict` had to compute rather than restore, in words.
+    """
+
+    _is_accelerate_prepared = True
+    base: DataLoader[Any]
+    strategy: Strategy
+    end_of_dataloader: bool
+    derived: str
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        strategy: Strategy,
+        config: DataLoaderConfiguration,
+        gradient_state: Any = None,
+        seed: int | None = None,
+        device_placement: bool = True,
+    ) -> None:
+        vars(self).update(
+            base=loader,
+            strategy=strategy,
+            config=config,
+            gradient_state=gradient_state or NoWindows(),
+            seed=seed if config.data_seed is None else config.data_seed,
+            device_placement=device_placement,
+            end_of_dataloader=False,
+            derived="",
+            _even=config.even_batches,
+            _skip=0,
+            _batch=None,
+            _place=Place(),
+        )
+        self._divide()
+
+    # ---- what it is made of ----------------------------------------------------------------------------------------
+
+    def _divide(self) -> None:
+        """Make this process's part of the loader; every process must call."""
+        source = _part(self.base, self.strategy, self.config, self._even)
+        dispatched = isinstance(source, Dispatched)
+        vars(self).update(_source=source, _order=self.base if dispatched else source)
+        if source is not self.base and not dispatched:
+            for generator in users_generators(source):
+                generator.set_state(self.strategy.broadcast(generator.get_state()))
+        vars(self)["_limit"] = self._common_length()
+
+    def _common_length(self) -> int | float:
+        """After how many batches a pass is ended; inf where it ends by itself."""
+        if self.strategy.world_size == 1 or isinstance(self._source, Dispatched) or not self._even:
+            return INF
+        found = self.strategy.gather_objects(length_of(self._source))
+        known = [length for length in found if length is not None]
+        if len(known) < len(found) or len(set(known)) == 1:
+            return INF
+        messages.warn(
+            f"The processes' loaders have {', '.join(map(str, known))} batches; a pass has {min(known)} on each, the "
+            "rest is left out. Give every process as many, or leave the sharding to prepare()."
+        )
+        return min(known)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "base" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(vars(self)["base"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        if name in own or name in vars(PreparedLoader):
+            object.__setattr__(self, name, value)
+            return
+        setattr(own["base"], name, value)
+        if own["_source"] is not own["base"] and isinstance(own["_source"], DataLoader):
+            setattr(own["_source"], name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"gradient_state": NoWindows(), "_batch": None}
+
+    def __len__(self) -> int:
+        return max(int(min(len(self._source), self._limit)) - self._skip, 0)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all processes have as many batches. Every process must set it."""
+        return self._even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        if even != self._even:
+            vars(self)["_even"] = even
+            self._divide()
+
+    def get_sampler(self) -> Any:
+        """The user's sampler: the innermost."""
+        return next(iter(samplers_of(self.base)[-1:]), None)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Take another sampler in place of the user's; every process must call."""
+        changes: dict[str, Any] = {"sampler": sampler}
+        if cuts(self.base.batch_sampler):
+            kind, old = type(self.base.batch_sampler), self.base.batch_sampler
+            changes["batch_sampler"] = kind(sampler, old.batch_size, old.drop_last)  # type: ignore[union-attr,call-arg]
+        vars(self)["base"] = replaced(self.base, **changes)
+        self._divide()
+
+    # ---- a pass ----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        on_pass = getattr(self.gradient_state, "on_pass", None)
+        if on_pass is not None:
+            on_pass(self)
+        place = self._place
+        if place.left_out is not None:
+            place.left_out.over()
+        loaded, place.resume, place.left_out = place.resume, None, None
+        return self._hand_out(*self._begin(place.epoch)) if loaded is None else resumed(self, loaded)
+
+    def _begin(self, epoch: int) -> tuple[Pass, Iterator[Any]]:
+        """Begin a pass at its start, or after the batches that ``skip_first_batches`` leaves out."""
+        return self._begun(epoch, self._skip, self._batches(epoch, self._skip))
+
+    def _begun(self, epoch: int, start: int, batches: Batches) -> tuple[Pass, Iterator[Any]]:
+        place = self._place
+        length = -1 if self._looks_ahead() else int(min(len(self._source), self._limit))
+        place.current = one = Pass(epoch, start, batches, length)
+        try:
+            iterator = iter(batches)
+        except RuntimeError as error:
+            better = explain_lost_worker(error, f"the start of pass {epoch} over the data")
+            if better is None:
+                raise
+            raise better from error
+        place.epoch = epoch + 1
+        return one, iterator
+
+    def _hand_out(self, one: Pass, iterator: Iterator[Any]) -> Generator[Any]:
+        own, batches, state, done, last = vars(self), one.batches, self.gradient_state, one.done, one.length
+        state.begin(self)
+        try:
+            for batch in iterator:
+                one.done = done = done + 1
+                own["_batch"] = batch
+                own["end_of_dataloader"] = done == last or batches.exhausted
+                state.active_dataloader = self
+                yield batch
+            if batches.left_over:
+                messages.info_anywhere(
+                    f"Rank {self.strategy.global_rank} had batches left when another rank's loader ended after {done} "
+                    f"in epoch {one.epoch}: they are left out, so that no rank waits."
+                )
+        except RuntimeError as error:
+            better = explain_lost_worker(error, f"batch {done} of pass {one.epoch} over the data")
+            if better is None:
+                raise
+            raise better from error
+        finally:
+            own["_batch"] = None
+            batches.close()
+            if self._place.current is one:
+                self._place.current = None
+            state.end(self)
+
+    def _batches(self, epoch: int, start: int, resume: Mapping[str, Any] | None = None) -> Batches:
+        """The batches of a pass from number ``start`` on, in an order that seed and epoch alone decide."""
+        order, source, strategy, limit = self._order, self._source, self.strategy, self._limit
+        ahead, seed, skip = self._looks_ahead(), None, start
+        if self.seed is not None:
+            seed_shuffling(order, self.seed, epoch)
+            seed = mixed(self.seed, epoch, strategy.data_rank)
+        ended = resume is not None and resume["ended"]
+        if resume is not None:
+            knows_place = load_loader_state(order, resume["loader"], not ended, self._is_mine(resume))
+            if knows_place and not ended:
+                skip, limit = 0, limit - start
+        if isinstance(source, Dispatched):
+            source.start, source.worker_seed, skip = skip, seed, 0
+        reads = not isinstance(source, Dispatched) or strategy.global_rank == 0
+        fetched = None if resume is None or not self._is_mine(resume) else resume["random_before_fetch"]
+        before_fetch = None if fetched is None else partial(set_random_states, fetched)
+        return Batches(
+            source,
+            strategy.batch_mover() if self.device_placement else None,
+            ahead,
+            skip if ended else limit,
+            skip,
+            self._keeps_step(),
+            seed,
+            what_fetching_changes(order) if ahead and reads else None,
+            before_fetch,
+        )
+
+    def _looks_ahead(self) -> bool:
+        """Whether batches are fetched one ahead: to overlap copies to a device, or where a length cannot be relied on.
+
+        A sampler of the user's may only estimate its length.
+        """
+        if self.strategy.device.type == "cuda" or isinstance(self._source, Dispatched):
+            return True
+        owners = {type(sampler).__module__.partition(".")[0] for sampler in samplers_of(self.base)}
+        return not takes_indices(self._source) or not owners <= {"torch", "builtins"}
+
+    def _keeps_step(self) -> Callable[[bool], bool] | None:
+        """What asks, batch by batch, whether every process has one; None where that is known."""
+        strategy, source = self.strategy, self._source
+        if (
+            strategy.world_size == 1
+            or isinstance(source, Dispatched)
+            or not self._even
+            or length_of(source) is not None
+        ):
+            return None
+        return partial(strategy.agree, all=True)
+
+    # ---- the batch handed out last ---------------------------------------------------------------------------------
+
+    @property
+    def batches_done(self) -> int:
+        """How many batches of the pass under way were handed out."""
+        place = self._place
+        if place.current is not None:
+            return place.current.done
+        if place.resume is None or place.resume.position["epoch"] != place.epoch:
+            return 0
+        return place.resume.position["batches"]
+
+    @property
+    def batch_rows(self) -> int:
+        """How many samples the batch handed out last has; 0 outside of a pass."""
+        return rows_of(self._batch)
+
+    @property
+    def rows(self) -> int:
+        """How many of them count: not those that another process has too."""
+        rows, last = self.batch_rows, self.end_of_dataloader and not self._is_cut()
+        if not rows or repeats(self._source, self.batches_done - 1, last):
+            return 0
+        return max(rows - self._repeated(), 0) if last else rows
+
+    def _repeated(self) -> int:
+        """How many samples a DistributedSampler of the user's repeats at this process's end."""
+        sampler: Any = next((s for s in samplers_of(self.base) if isinstance(s, DistributedSampler)), None)
+        if sampler is None or sampler.drop_last:
+            return 0
+        return sum(i % sampler.num_replicas == sampler.rank for i in range(len(sampler.dataset), sampler.total_size))
+
+    @property
+    def last_share(self) -> float:
+        """What this process's mean over the pass's last batch counts in the mean over the processes, as a factor."""
+        return 1.0 if self._is_cut() else last_share(self._source)
+
+    def _is_cut(self) -> bool:
+        """Whether a pass ends before the loader does, because another process's is shorter."""
+        return self._limit != INF and len(self._source) > self._limit
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """How many samples the processes' batches have together; None where the loader does not say."""
+        return samples_in_batch(self.base, 1 if self.config.split_batches else self.strategy.num_data_ranks)
+
+    @property
+    def total_dataset_length(self) -> int | None:
+        """How many samples the data set has; None where it does not say."""
+        return length_of(self.base.dataset)
+
+    @property
+    def remainder(self) -> int:
+        """How many samples are left for the last round of batches; -1 where that is not known or they are dropped."""
+        total, size = self.total_dataset_length, self.total_batch_size
+        return -1 if total is None or not size or self.base.drop_last else total % size
+
+    # ---- its place -------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The number of the pass under way, or of the next."""
+        current = self._place.current
+        return self._place.epoch if current is None else current.epoch
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """The position that was loaded within a pass, until the next pass begins."""
+        return self._place.resume
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which number the next pass has."""
+        place, loaded = self._place, self._place.resume
+        if loaded is not None and epoch not in (loaded.position["epoch"], loaded.next_epoch):
+            if not loaded.by_script:
+                messages.warn(
+                    f"set_epoch({epoch}) leaves the position that was loaded, batch {loaded.position['batches']} of "
+                    f"epoch {loaded.position['epoch']}: the next pass is epoch {epoch} from its beginning. Start your "
+                    f"epochs at {loaded.next_epoch} to continue there."
+                )
+            place.resume = None
+        place.epoch = epoch
+        if self.seed is not None and place.current is None:
+            seed_shuffling(self._order, self.seed, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps for this process, as plain data and tensors."""
+        place, current = self._place, self._place.current
+        if current is None and place.resume is not None:
+            return dict(place.resume.position)
+        ended = current is not None and current.batches.exhausted
+        ahead = {} if current is None or ended else current.batches.before_ahead or {}
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches_done,
+            "under_way": current is not None,
+            "ended": ended,
+            "last": current is not None and current.at_last,
+            "seed": self.seed,
+            "rank": self.strategy.data_rank,
+            "ranks": self.strategy.num_data_ranks,
+            "batch_samples": self.total_batch_size,
+            "loader": ahead.get("loader") or loader_state(self._order),
+            "random_at_start": None if current is None else current.random,
+            "random_before_fetch": ahead.get("random"),
+            "random": None if current is None else host_random_states(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was: the next pass is the rest of the one under way then.
+
+        Where nothing was left of it, the next pass is the one after it. On another number of processes, or with another
+        batch size, it goes on at the same sample.
+        """
+        place, own = self._place, vars(self)
+        own["derived"], done = "", state["batches"]
+        saved, now = state["batch_samples"], self.total_batch_size
+        if saved is None or now is None:  # then a batch is taken to be as large as it was
+            saved, now = state["ranks"], self.strategy.num_data_ranks
+        if saved != now and done:
+            done, left = divmod(done * saved, now)
+            again = "; what does not fill one of its batches is read again" if left else ""
+            own["derived"] = (
+                f"the position, batch {done} of the epoch (batch {state['batches']} in the saved run){again}"
+            )
+        if self.seed is not None and state["seed"] is not None:
+            own["seed"] = state["seed"]
+        length, place.current, place.left_out = length_of(self._source), None, None
+        if not state["under_way"]:
+            place.epoch, place.resume = state["epoch"], None
+            load_loader_state(self._order, state["loader"], same_ranks=self._is_mine(state))
+            return
+        last = state.get("last", state["ended"]) or (length is not None and done >= min(length, self._limit))
+        place.resume = Loaded({**state, "batches": done, "batch_samples": self.total_batch_size, "last": last})
+        place.epoch = place.resume.next_epoch
+
+    def _is_mine(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is that of this process among as many."""
+        return (state["rank"], state["ranks"]) == (self.strategy.data_rank, self.strategy.num_data_ranks)
+
+    def _continue(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
+        """Begin the rest of a pass; everything random is then as it was when its state was taken."""
+        present, epoch, start = host_random_states(), position["epoch"], position["batches"]
+        batches = self._batches(epoch, start, position)
+        set_random_states(position["random_at_start"])
+        found = self._begun(epoch, start, batches)
+        set_random_states(position["random"] if self._is_mine(position) else present)
+        return found
+
+    def _begin_again(self, position: Mapping[str, Any]) -> tuple[Pass, Iterator[Any]]:
+        """Begin the pass of a position at its start, in the same order."""
+        present = host_random_states()
+        load_loader_state(self._order, position["loader"], mid_epoch=True, same_ranks=False)
+        set_random_states(position["random_at_start"])
+        found = self._begin(position["epoch"])
+        set_random_states(present)
+        return found
+
+    def _finish(self, position: Mapping[str, Any]) -> None:
+        """End the pass of a position that was at its last batch."""
+        one, iterator = self._continue(position)
+        deque(iterator, maxlen=0)  # random numbers that are drawn at the end of an order
+        one.batches.close()
+        self._place.current = None
+
+
+def prepare_data_loader(
+    loader: Any,
+    strategy: Strategy,
+    config: DataLoaderConfiguration | None = None,
+    gradient_state: Any = None,
+    seed: int | None = 0,
+    device_placement: bool = True,
+) -> PreparedLoader:
+    """Return a loader that yields this process's part of ``loader``, on its device. Every process must call.
+
+    A loader that this strategy has prepared is returned as it is; one that another has is prepared anew.
+
+    Raises:
+        TypeError: it is no DataLoader.
+        ValueError: ``split_batches`` with a batch that cannot be split.
+    """
+    if isinstance(loader, PreparedLoader):
+        if loader.strategy is strategy:
+            return loader
+        loader = loader.base
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"prepare_data_loader got {messages.a(loader)}, but only a torch.utils.data.DataLoader can be split "
+            "over processes. Wrap it: DataLoader(dataset, batch_size=...), with batch_size=None if its items are "
+            "batches already."
+        )
+    config = config or DataLoaderConfiguration()
+    if config.use_stateful_dataloader:
+        loader = _stateful(loader)
+    return PreparedLoader(loader, strategy, config, gradient_state, seed, device_placement)
+
+
+def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+    """Return a loader whose passes leave out their first batches; its length is that of the rest.
+
+    It counts its passes together with ``loader``, so that after a first pass through it the other goes on with the next
+    epoch. Where ``load_state`` has found the place in a pass already, the number says the place in it once more: it is
+    not left out twice.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    if num_batches < 0:
+        raise ValueError(f"skip_first_batches got {num_batches} batches to leave out. Give 0 or more.")
+    if not isinstance(loader, PreparedLoader):
+        loader = PreparedLoader(loader, Strategy(), DataLoaderConfiguration())
+    skipping = object.__new__(PreparedLoader)
+    vars(skipping).update(vars(loader), _skip=num_batches, _batch=None)
+    return skipping
+
+
+def _part(loader: Any, strategy: Strategy, config: DataLoaderConfiguration, even: bool) -> Any:
+    """This process's part of a loader."""
+    world = strategy.num_data_ranks
+    if world == 1:
+        return loader
+    if is_split(loader):
+        messages.info_once(
+            f"The loader of {type(loader.dataset).__name__} is split by rank already (it has a DistributedSampler, or "
+            "a data set that knows its rank), so prepare() leaves it as it is. It could do that itself: leave the "
+            "sampler out and write shuffle=True."
+        )
+        return loader
+    size = _batch_size(loader)
+    if config.split_batches and (not size or size % world):
+        raise ValueError(
+            f"split_batches=True cuts each batch into {world} parts of one size, but batch_size={size} cannot be: give "
+            f"a batch_size that {world} divides, or leave split_batches out, so that every process has batches of "
+            "batch_size."
+        )
+    if config.dispatch_batches:
+        return Dispatched(loader, strategy, config.split_batches)
+    if config.split_batches and not isinstance(loader.dataset, IterableDataset) and not cuts(loader.batch_sampler):
+        raise ValueError(
+            f"split_batches=True cannot cut what a {type(loader.batch_sampler).__name__} yields without reading it. "
+            "Give DataLoader a batch_size (and a sampler), or leave split_batches out: batches are then dealt whole."
+        )
+
+    def divide(size: int, drop_last: bool = False) -> Division:
+        rows = size // world if config.split_batches else size
+        return Division(strategy.data_rank, world, rows, drop_last, repeats=even)
+
+    return shard(loader, world, divide)
+
+
+def _batch_size(loader: Any) -> int | None:
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+
+
+def _stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader that knows its place in an iterable data set, by torchdata."""
+    if not messages.is_installed("torchdata"):
+        raise ModuleNotFoundError(
+            messages.missing("DataLoaderConfiguration(use_stateful_dataloader=True)", "torchdata")
+        )
+    if callable(getattr(loader, "state_dict", None)) or not isinstance(loader.dataset, IterableDataset):
+        return loader
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[reportMissingImports]
+
+    kept = ("batch_size", "drop_last", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn")
+    kept += ("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "in_order")
+    return StatefulDataLoader(loader.dataset, **{name: getattr(loader, name) for name in kept})

@@ -1,0 +1,88 @@
+"""Local SGD: every process trains by itself for some steps, then the parameters are averaged."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .. import messages
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+
+
+class LocalSGD:
+    """Context in which gradients are not communicated; parameters are averaged every so many updates and at the end.
+
+    Processes talk ``local_sgd_steps`` times less; what comes out is not what synchronous training gives. Statistics
+    such as those of batch norm and the optimizers' states stay each process's own.
+
+    Example:
+        >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:  # doctest: +SKIP
+        ...     for batch in loader:
+        ...         accelerator.backward(model(**batch).loss)
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         local_sgd.step()
+
+    References:
+        Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019.
+
+    Args:
+        accelerator: that has prepared the model.
+        model: whose parameters are averaged.
+        local_sgd_steps: updates between two averages.
+        enabled: False changes nothing about the training.
+
+    Raises:
+        ValueError: the model is not prepared, or ``local_sgd_steps`` is less than 1.
+        NotImplementedError: the processes hold parts of one model (FSDP, DeepSpeed, ...).
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+        if local_sgd_steps < 1:
+            raise ValueError(f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): it counts updates. Set it to 1 or more.")
+        placement = accelerator._placements.get(id(model))
+        if placement is None:
+            raise ValueError(
+                f"LocalSGD got {messages.a(model)} that this accelerator has not prepared. Pass what "
+                "accelerator.prepare returned for it."
+            )
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
+        self.enabled = enabled and accelerator.num_processes > 1
+        self.num_steps = 0
+        self._strategy = placement.strategy
+        self._apart = ExitStack()
+
+    def __enter__(self) -> LocalSGD:
+        self.num_steps = 0
+        if self.enabled:
+            self._apart.enter_context(self._strategy.keep_gradients_local())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._apart.close()
+        if self.enabled and error is None and self.num_steps % self.local_sgd_steps:
+            self._average()
+
+    def step(self) -> None:
+        """Count an update; call it after ``optimizer.step()``. Micro-batches of an open window do not count."""
+        if not self.accelerator.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(self._strategy.reduce(parameter, "mean"))

@@ -1,0 +1,94 @@
+"""Loggers of the standard library for scripts that run in several processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import messages
+from ..processes.cluster_environment import find_cluster
+from ..strategies.distributed import host_room
+
+_LEVEL_VARIABLES = ("PACELINE_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
+_TIMEOUT = timedelta(minutes=30)
+
+
+class MultiProcessAdapter(logging.LoggerAdapter):
+    """A logger whose lines come from the main process only, unless a call says otherwise.
+
+    Each method takes, besides what the standard ones take:
+
+    * ``main_process_only=False``: every process logs the line, with its rank in front;
+    * ``in_order=True``: every process does, one after the other; all must call, and wait for each other.
+    """
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log a line; ``level`` is one of :mod:`logging`."""
+        everybody = not kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        if not self.isEnabledFor(level):
+            return
+        kwargs.setdefault("stacklevel", 2)
+        msg, options = self.process(msg, kwargs)
+        rank, count = _place()
+        if count > 1 and (everybody or in_order):
+            msg = f"[RANK {rank}] {msg}"
+        for turn in range(count) if in_order else ():
+            if turn == rank:
+                self.logger.log(level, msg, *args, **options)
+            _wait(count)
+        if not in_order and (everybody or messages.is_rank_zero()):
+            self.logger.log(level, msg, *args, **options)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """As the standard adapter does, but what a call gives as ``extra`` is kept."""
+        return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Like ``warning``, but one text is logged once by a process."""
+        said = (self.logger.name, str(msg), repr(args))
+        if said not in _said:
+            _said.add(said)
+            self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
+
+
+_said: set[tuple[str, str, str]] = set()
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """The logger of that name, for scripts that run in several processes.
+
+    Args:
+        name: usually ``__name__``.
+        log_level: the least level that it lets through; None: as ``PACELINE_LOG_LEVEL`` (or ``ACCELERATE_LOG_LEVEL``)
+            says, else what :mod:`logging` is set up to.
+    """
+    level = log_level or next((value for name in _LEVEL_VARIABLES if (value := os.environ.get(name))), None)
+    logger = logging.getLogger(name)
+    if level is not None:
+        logger.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})
+
+
+def _place() -> tuple[int, int]:
+    """This process's number and how many there are, also before they have met."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    cluster = find_cluster()
+    return (cluster.rank, cluster.world_size) if cluster is not None else (0, 1)
+
+
+def _wait(count: int) -> None:
+    if count == 1:
+        return
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "logger.log(..., in_order=True): the processes have not met yet, so they cannot wait for each other. Make "
+            "an Accelerator (or a PartialState) before."
+        )
+    dist.barrier(host_room(_TIMEOUT)[0])

@@ -1,0 +1,225 @@
+"""The weights of a prepared model, whole, and files of them in the layout that other tools read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import messages
+from ..big_model.module_sizes import size_in_bytes
+from ..checkpoint import atomic_write, safetensors_export
+from ..checkpoint.sharded_folder import together
+from ..checkpoint.storage import Location, location
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+
+
+class Layout(NamedTuple):
+    """How files of weights are called.
+
+    Attributes:
+        stem: the name before the numbers.
+        suffix: the ending.
+        listing: the file that says which tensor is where, if there are several.
+    """
+
+    stem: str
+    suffix: str
+    listing: str
+
+    def name(self, number: int, count: int) -> str:
+        """Of the file ``number`` (from 1) of ``count``."""
+        return f"{self.stem}{self.suffix}" if count == 1 else f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}"
+
+    def has(self, name: str) -> bool:
+        """Whether a file is one of this layout."""
+        numbers = r"(-\d{5}-of-\d{5})?"
+        pattern = f"{re.escape(self.stem)}{numbers}{re.escape(self.suffix)}"
+        return name == self.listing or re.fullmatch(pattern, name) is not None
+
+
+SAFETENSORS = Layout("model", ".safetensors", "model.safetensors.index.json")
+TORCH = Layout("pytorch_model", ".bin", "pytorch_model.bin.index.json")
+
+
+# ---- gather ----------------------------------------------------------------------------------------------------------
+
+
+def get_state_dict(accelerator: Accelerator, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    """The ``state_dict`` of a model, whole. Every rank must call.
+
+    Where the weights lie in parts, rank 0 gets them, on the CPU, and the others an empty dict.
+
+    Args:
+        accelerator: whose the model is; one that was not prepared is taken as it is.
+        model: as ``prepare`` returned it, or a compiled form of it.
+        unwrap: without the names that a wrapper of the user's (such as ``torch.compile``) puts in front.
+    """
+    module = accelerator.unwrap_model(model) if unwrap else model
+    placement = accelerator._placements.get(id(module))
+    if placement is None:
+        return module.state_dict()
+    state = placement.strategy.model_state(module)
+    elsewhere = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+    return {} if elsewhere and not accelerator._strategy.is_global_zero else state
+
+
+# ---- write -----------------------------------------------------------------------------------------------------------
+
+
+def save_model(
+    accelerator: Accelerator,
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    """Write a model's weights, in several files with an index if they are large. Every rank must call.
+
+    Each file appears whole or not at all, the index last; what an earlier call left there of the same kind is removed
+    then. Tensors that are tied are written once.
+
+    Args:
+        accelerator: whose the model is.
+        model: as ``prepare`` returned it.
+        save_directory: made if it does not exist; an address is possible too.
+        max_shard_size: bytes, or text such as ``"5GB"``; only a tensor that is larger by itself makes a larger file.
+        safe_serialization: ``model*.safetensors``; False: ``pytorch_model*.bin``.
+
+    Raises:
+        ValueError: the size is not one.
+        OSError: a file could not be written; raised on every rank.
+    """
+    limit = size_in_bytes(max_shard_size, "max_shard_size")
+    strategy = accelerator._strategy
+    folder = location(save_directory)
+    strategy.barrier(f"save_model({str(folder)!r})")
+    module = accelerator.unwrap_model(model)
+    state = get_state_dict(accelerator, module)
+    tied = getattr(module, "_tied_weights_keys", None) or ()
+    writes = _writes(accelerator) and bool(state)
+
+    def write() -> None:
+        if writes:
+            write_model(state, folder, limit, SAFETENSORS if safe_serialization else TORCH, list(tied))
+
+    together(strategy, "saved", write)
+
+
+def write_model(state: Mapping[str, Any], folder: Location, limit: int, layout: Layout, tied: list[str]) -> None:
+    """Write a whole ``state_dict``; see :func:`save_model`."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"save_model({str(folder)!r}): this is a file. Pass a folder.")
+    safe = layout is SAFETENSORS
+    found = safetensors_export.bare(state, tied)
+    if safe:
+        _say_left_out(found.others)
+    groups = _groups(found.tensors if safe else state)
+    plan = _shards(groups, limit)
+    names = [layout.name(number + 1, len(plan)) for number in range(len(plan))]
+    with ExitStack() as stack:  # what is entered first takes its name last
+        if len(plan) > 1:
+            index = stack.enter_context(atomic_write.written_aside(folder / layout.listing))
+            _write_index(index, dict(zip(names, plan, strict=True)), state)
+        for name, keys in zip(names, plan, strict=True):
+            path = stack.enter_context(atomic_write.written_aside(folder / name))
+            if safe:
+                twins = {twin: key for twin, key in found.twins.items() if key in keys}
+                safetensors_export.write_safetensors({key: found.tensors[key] for key in keys}, path, twins)
+            else:
+                safetensors_export.write_torch({key: state[key] for key in keys}, path)
+    current = {*names, *([layout.listing] if len(plan) > 1 else [])}
+    for old in list(folder.iterdir()):
+        if layout.has(old.name) and old.name not in current:
+            old.unlink()
+
+
+def _say_left_out(others: dict[str, str]) -> None:
+    if others:
+        listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
+        messages.warn_once(
+            f"save_model leaves out what is no tensor: {listed}. The safetensors format cannot hold it; pass "
+            "safe_serialization=False to keep it."
+        )
+
+
+def _groups(state: Mapping[str, Any]) -> list[tuple[list[str], int]]:
+    """Names that belong in one file, since they share memory, and the bytes of each such group."""
+    groups: dict[Any, list[str]] = {}
+    for name, value in state.items():
+        groups.setdefault(safetensors_export.memory_of(value) if isinstance(value, Tensor) else name, []).append(name)
+    return [(names, _bytes(state, names)) for names in groups.values()]
+
+
+def _bytes(state: Mapping[str, Any], names: list[str]) -> int:
+    tensors = [value for name in names if isinstance(value := state[name], Tensor)]
+    return max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
+
+
+def _shards(groups: list[tuple[list[str], int]], limit: int) -> list[list[str]]:
+    """The names in each file, in order."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for names, size in groups:
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1] += names
+        filled += size
+    return shards
+
+
+def _write_index(path: Path, files: dict[str, list[str]], state: Mapping[str, Any]) -> None:
+    where = {key: name for name, keys in files.items() for key in keys}
+    total = sum(_bytes(state, [key]) for key in where)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+    safetensors_export.sync(path)
+
+
+def save(obj: Any, f: Any, accelerator: Accelerator, safe_serialization: bool = False) -> None:
+    """Write an object on rank 0 alone (with ``save_on_each_node``, on the first rank of every machine).
+
+    A file appears whole or not at all.
+
+    Args:
+        obj: anything that ``torch.save`` takes; with ``safe_serialization`` a dict of tensors.
+        f: a path, or an open binary file.
+        accelerator: says which rank this is.
+        safe_serialization: in the safetensors format.
+
+    Raises:
+        TypeError: it is no dict of tensors, and the format holds nothing else.
+    """
+    if not _writes(accelerator):
+        return
+    if not isinstance(f, (str, os.PathLike)):
+        torch.save(obj, f)
+        return
+    found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
+    if safe_serialization and (found is None or found.others):
+        odd = f"has {', '.join(found.others)} in it, no tensor" if found else f"is of type {type(obj).__name__}"
+        raise TypeError(
+            f"accelerator.save(..., {str(f)!r}, safe_serialization=True): the object {odd}, and the safetensors format "
+            "holds a dict of tensors only. Leave safe_serialization out."
+        )
+    with atomic_write.written_aside(location(f)) as path:
+        if found is None:
+            safetensors_export.write_torch(obj, path)
+        else:
+            safetensors_export.write_safetensors(found.tensors, path, found.twins)
+
+
+def _writes(accelerator: Accelerator) -> bool:
+    strategy = accelerator._strategy
+    each_node = accelerator.project_configuration.save_on_each_node
+    return strategy.is_global_zero or (each_node and strategy.local_rank == 0)

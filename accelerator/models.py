@@ -1,0 +1,266 @@
+"""What ``prepare`` does to a model: the same object comes back, and its forward goes through the strategy."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from .. import messages
+from ..strategies.base import Strategy
+from .errors import answer, nobody
+
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+class PreparedModel:
+    """A model and the strategy that holds it.
+
+    Attributes:
+        module: the user's object.
+        strategy: one of its own; states, gradients and steps of this model go through it.
+        parameters: of the module, by name.
+        frozen: it was prepared for evaluation only.
+    """
+
+    def __init__(self, module: nn.Module, strategy: Strategy, frozen: bool) -> None:
+        self.module = module
+        self.strategy = strategy
+        self.frozen = frozen
+        self._know_parameters()
+        self._before = {id(parameter): (weakref.ref(parameter), name) for name, parameter in self.parameters.items()}
+
+    def set_up(self, place: bool) -> None:
+        """Bring the module to its device; shard or wrap it."""
+        if place and self.strategy.places(self.module):
+            self.module = self.strategy.setup_module(self.module)
+            self.strategy.settle_weights(self.module, required=False)
+        self._know_parameters()
+        self._wrap()
+
+    def _know_parameters(self) -> None:
+        self.parameters = dict(self.module.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def _wrap(self) -> None:
+        self._wrapped = self.module if self.frozen else self.strategy.wrap_for_training(self.module)
+
+    def current(self, parameter: Tensor) -> Tensor | None:
+        """The module's parameter that this one is, or was before the module was set up; None if it is none of its."""
+        if id(parameter) in self._names:
+            return parameter
+        reference, name = self._before.get(id(parameter), (None, ""))
+        return self.parameters[name] if reference is not None and reference() is parameter else None
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Let an optimizer that was made before have the module's parameters of now; whether it has any of them."""
+        found = False
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                own = self.current(parameter)
+                if own is not None:
+                    found = True
+                    group["params"][index] = own
+        return found
+
+    def route(
+        self,
+        output_dtype: str,
+        compiler: Callable[[nn.Module], Callable[[Any], Any] | None],
+        explain: Callable[[BaseException], BaseException | None],
+    ) -> None:
+        """Let the module's forward go through wrapper, precision and compiler; ``explain`` finds words for an error."""
+        self._output_dtype, self._compiler = output_dtype, compiler
+        module, strategy, compile_with = self.module, self.strategy, compiler(self.module)
+        plain = step = module.forward
+        if compile_with is not None:
+            step = compile_with(step)
+        if output_dtype == "fp32" and strategy.precision.name.endswith("mixed"):
+            step = partial(_in_float32, step)
+        evaluate = strategy.bind_step(step, self._wrapped)
+        train = evaluate if self.frozen else strategy.bind_step(step, self._wrapped, training=True)
+        if strategy.waiting.unfilled:
+            train, evaluate = partial(self._once_filled, train), partial(self._once_filled, evaluate)
+        if train is not plain or evaluate is not plain:
+            module.forward = Routed(module, train, evaluate, explain)
+
+    def explain_with(self, accelerator: Callable[[], Any]) -> None:
+        """Let errors of the forward be answered by this Accelerator, of which there is a weak reference."""
+        routed: Any = vars(self.module).get("forward")
+        if isinstance(routed, Routed):
+            routed.explain = partial(answer, accelerator, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        refuse_processes(self.strategy, f"A prepared {type(self.module).__name__}")
+        names = ("module", "strategy", "frozen", "_output_dtype", "_compiler")
+        return {name: vars(self)[name] for name in names} | {"gradients": self.strategy.window_gradients(self.module)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        gradients = state["gradients"]
+        vars(self).update({name: value for name, value in state.items() if name != "gradients"})
+        if "_parameters" not in vars(self.module):
+            raise TypeError(
+                f"{type(self.module).__name__} holds the Accelerator, or an optimizer, that it was prepared with, and "
+                "neither can be made before the other. Pickle the Accelerator, which brings the module, or keep it out "
+                "of the module."
+            )
+        self.strategy.setup_environment()
+        self._know_parameters()
+        self._before = {}
+        self._wrap()
+        self.route(self._output_dtype, self._compiler, partial(answer, nobody, self))
+        self.strategy.load_window_gradients(self.module, gradients or {})
+
+    def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A step of a model that needs weights which nobody had loaded when it was prepared."""
+        if self.strategy.waiting.unfilled:
+            self.strategy.settle_weights(self.module)
+        return step(*args, **kwargs)
+
+
+def refuse_processes(strategy: Strategy, what: str) -> None:
+    """Raise if what a strategy holds cannot be copied, since several processes share it.
+
+    Raises:
+        TypeError: there are several processes, or the strategy splits models into parts.
+    """
+    if strategy.world_size > 1 or strategy.communicates_forward:
+        name, several = type(strategy).__name__, strategy.world_size > 1
+        why = f"{strategy.world_size} processes share it" if several else "it keeps models in parts"
+        raise TypeError(
+            f"{what} cannot be copied or pickled under {name}, because {why}. Save everything with "
+            "accelerator.save_state(folder), or the weights with accelerator.get_state_dict(model)."
+        )
+
+
+class Routed:
+    """Stands in a prepared module for its forward.
+
+    What copies or pickles the module gets one with its own plain forward: a copy is not a prepared model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        train: Callable[..., Any],
+        evaluate: Callable[..., Any],
+        explain: Callable[[BaseException], BaseException | None],
+    ) -> None:
+        self.module = module
+        self.explain = explain
+        self.train = train
+        self.evaluate = evaluate
+        self.plain = module.forward
+        self.__wrapped__ = self.plain  # its signature is what inspect shows
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if torch.is_grad_enabled():
+                return self.train(*args, **kwargs)
+            return self.evaluate(*args, **kwargs)
+        except RuntimeError as error:
+            better = self.explain(error)
+            if better is None:
+                raise
+            raise better from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.plain, memo)
+
+    def __reduce__(self) -> Any:
+        if _is_class_forward(self.plain):
+            return _plain_forward, (self.module,)
+        return _itself, (self.plain,)
+
+
+def _plain_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+def _is_class_forward(forward: Any) -> bool:
+    """Whether a forward is its module's class's, rather than one that was set on the module itself."""
+    function = getattr(forward, "__func__", None)
+    return function is not None and function is getattr(type(forward.__self__), "forward", None)
+
+
+def is_prepared(module: Any) -> bool:
+    """Whether a module's forward goes through a strategy."""
+    return isinstance(vars(module).get("forward") if isinstance(module, nn.Module) else None, Routed)
+
+
+def restore(module: nn.Module) -> None:
+    """Give a module its own forward back."""
+    if is_prepared(module):
+        plain = vars(module).pop("forward").plain
+        if not _is_class_forward(plain):
+            module.forward = plain
+
+
+def unwrapped(model: Any) -> Any:
+    """The module inside of what was put around it: by torch.compile, DataParallel or DistributedDataParallel."""
+    while True:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif compiler_of(model) is not None:
+            model = model._orig_mod
+        else:
+            return model
+
+
+def compiler_of(model: Any) -> Callable[[Any], Any] | None:
+    """What compiles a function as ``torch.compile(module)`` was told to; None if a module was not."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return model.dynamo_ctx if dynamo is not None and isinstance(model, dynamo.OptimizedModule) else None
+
+
+def migrated(model: nn.Module) -> nn.Module:
+    """The module to prepare; says which lines of the script are of no more use."""
+    if isinstance(model, DataParallel):
+        messages.warn_once(
+            "accelerator.prepare got a model in nn.DataParallel. It is taken out: one process a device "
+            "(DistributedDataParallel) is faster and is what `paceline launch` starts. Delete the DataParallel(...) "
+            "line."
+        )
+    elif isinstance(model, DistributedDataParallel):
+        messages.warn_once(
+            "accelerator.prepare got a model that is in DistributedDataParallel already. It is taken out, since "
+            "prepare wraps it; options such as find_unused_parameters go into "
+            "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)]). Delete the "
+            "DistributedDataParallel(...) line."
+        )
+    return unwrapped(model)
+
+
+def _in_float32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a forward; what it returns in 16 bits becomes float32, so that losses are computed in that."""
+    return to_float32(forward(*args, **kwargs))
+
+
+def to_float32(data: Any) -> Any:
+    """Tensors of 16 bits in nested lists, tuples, dicts and dataclass-like mappings, as float32."""
+    if isinstance(data, Tensor):
+        return data.float() if data.dtype in _SIXTEEN_BITS else data
+    if type(data) in (tuple, list):
+        return type(data)(to_float32(value) for value in data)
+    if isinstance(data, Mapping):
+        if type(data) is dict:
+            return {key: to_float32(value) for key, value in data.items()}
+        for key, value in list(data.items()):  # a model's output class: changed in place, so that it stays one
+            changed = to_float32(value)
+            if changed is not value:
+                data[key] = changed  # type: ignore[index]
+        return data
+    return pytree.tree_map_only(Tensor, to_float32, data)

@@ -1,0 +1,301 @@
+"""What the processes of a loop exchange: gather, reduce, broadcast, pad, split.
+
+Every process has to make the same call. Tensors are described to each other first (16 bytes), so that a difference is
+an error on every process and not garbage on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .. import messages
+from ..strategies.base import Strategy, UnlikeTensorsError
+from .nested_tensors import honor_type, leaves, recursively_apply
+
+Reduction = Literal["mean", "sum", "min", "max", "none"]
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+
+
+class DistributedOperationException(ValueError):  # noqa: N818 - the name that users catch
+    """The processes gave an operation different things."""
+
+
+def gather(data: Any, strategy: Strategy, group: Any = None) -> Any:
+    """Concatenate the tensors of all processes along their first dimension, in rank order; a scalar gives (world,).
+
+    First dimensions may differ.
+
+    Raises:
+        DistributedOperationException: on every process, if the tensors differ in another way.
+        TypeError: there is something else than tensors.
+    """
+    _refuse_others("gather", data)
+    own = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in leaves(data)]
+    try:
+        stacked = strategy.all_gather(own, group)
+        joined = own if stacked is own else [tensor.flatten(0, 1) for tensor in stacked]
+    except UnlikeTensorsError as error:
+        joined = _joined_ragged(own, list(error.found), strategy, group)
+    return _with_leaves(data, joined)
+
+
+def _refuse_others(operation: str, data: Any) -> None:
+    """Raise if there is something else than tensors."""
+
+    def itself(tensor: Tensor) -> Tensor:
+        return tensor
+
+    itself.__name__ = operation
+    recursively_apply(itself, data, error_on_other_type=True)
+
+
+def _joined_ragged(own: list[Tensor], found: list[Any], strategy: Strategy, group: Any) -> list[Tensor]:
+    """Pad to the most rows, gather, take the padding out."""
+    like = [(shape[1:], dtype) for shape, dtype in found[0]]
+    if any([(shape[1:], dtype) for shape, dtype in entry] != like for entry in found):
+        raise DistributedOperationException(_said("gather", found, "their first dimension")) from None
+    rows = [[shape[0] for shape, _ in column] for column in zip(*found, strict=True)]
+    padded = [_padded(tensor, 0, max(counts)) for tensor, counts in zip(own, rows, strict=True)]
+    return [
+        torch.cat([part[:count] for part, count in zip(stack, counts, strict=True)])
+        for stack, counts in zip(strategy.all_gather(padded, group), rows, strict=True)
+    ]
+
+
+def _with_leaves(data: Any, tensors: list[Tensor]) -> Any:
+    """The structure of ``data`` with other tensors."""
+    following = iter(tensors)
+    return recursively_apply(lambda _: next(following), data)
+
+
+def gather_for_metrics(data: Any, strategy: Strategy, loader: Any = None, use_gather_object: bool = False) -> Any:
+    """As :func:`gather`, without what only repeats: over a pass exactly the data set, once each, in its order.
+
+    Rows are taken out of tensors (and lists of objects) that have as many as the batch; what else there is comes back
+    whole, and at the end of a pass in which something was repeated a warning says so.
+
+    Args:
+        data: tensors in any structure; where there is none, or something else, objects are gathered.
+        strategy: whose processes.
+        loader: the :class:`~.loaders.PreparedLoader` whose batch the data are of; None: nothing is taken out.
+        use_gather_object: gather as Python objects: a list of each process's entries.
+    """
+    if strategy.world_size == 1:
+        return data
+    objects = use_gather_object or not _only_tensors(data)
+    own, counting = (0, 0) if loader is None else (loader.batch_rows, loader.rows)
+    if strategy.num_data_ranks > 1 and loader is not None and loader.end_of_dataloader:
+        data = _without_repeats(data, own, counting, objects, strategy)
+    if objects:
+        return gather_object(data, strategy, strategy.data_group)
+    return gather(data, strategy, strategy.data_group)
+
+
+def _only_tensors(data: Any) -> bool:
+    others: list[Any] = []
+    recursively_apply(others.append, data, test_type=lambda v: not isinstance(v, (list, tuple, Mapping)))
+    return bool(others) and all(other is None or isinstance(other, Tensor) for other in others)
+
+
+def _without_repeats(data: Any, own: int, counting: int, objects: bool, strategy: Strategy) -> Any:
+    """The rows of this process's last batch that no other has; ``own`` and ``counting`` say how many there are."""
+    whole: list[str] = []
+
+    def cut(value: Any) -> Any:
+        sized = isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
+        if sized and len(value) == own:
+            return value[:counting]
+        whole.append(f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__)
+        return value
+
+    data = cut(data) if objects else recursively_apply(cut, data)
+    if strategy.agree(bool(whole) and counting < own):
+        messages.warn_once(
+            f"gather_for_metrics got {messages.names(dict.fromkeys(whole), last='and')} for batches of {own} samples, "
+            "and at the end of this loader a process only repeats samples of another's. What does not have one row a "
+            "sample is returned whole, so these count twice in it. Gather a value for each sample and reduce what "
+            "comes back."
+        )
+    return data
+
+
+def gather_object(data: Any, strategy: Strategy, group: Any = None) -> Any:
+    """Every process's list of objects, joined in rank order; of something else than a list, a list with each one's."""
+    found = strategy.gather_objects(data, group)
+    if all(isinstance(entry, (list, tuple)) for entry in found):
+        return list(chain.from_iterable(found))
+    return found
+
+
+def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+    """Reduce every tensor over the processes, then multiply it by ``scale``.
+
+    Args:
+        data: tensors in any structure; everything else stays as it is.
+        strategy: whose processes.
+        reduction: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``; ``"none"`` leaves each process its own.
+        scale: a factor.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(messages.unknown("reduction", reduction, REDUCTIONS))
+    _require_alike("reduce", data, strategy)
+
+    def one(tensor: Tensor) -> Tensor:
+        if reduction != "none":
+            tensor = strategy.reduce(tensor, reduction)  # type: ignore[arg-type]
+        return tensor if scale == 1.0 else tensor * scale
+
+    return recursively_apply(one, data)
+
+
+def broadcast(data: Any, strategy: Strategy, from_process: int = 0) -> Any:
+    """The tensors of one process on every process, which all give some of the same shapes and dtypes."""
+    _refuse_others("broadcast", data)
+    _require_alike("broadcast", data, strategy)
+    return recursively_apply(lambda tensor: strategy.broadcast_tensor(tensor, from_process), data)
+
+
+def broadcast_object_list(object_list: list[Any], strategy: Strategy, from_process: int = 0) -> list[Any]:
+    """Replace the entries of a list by those of one process, in place; return it."""
+    object_list[:] = strategy.broadcast(list(object_list), from_process)
+    return object_list
+
+
+def pad_across_processes(
+    data: Any, strategy: Strategy, dim: int = 0, pad_index: Any = 0, pad_first: bool = False
+) -> Any:
+    """Pad every tensor along ``dim`` to the largest size that it has on any process.
+
+    Args:
+        data: tensors in any structure; those without that dimension stay as they are.
+        strategy: whose processes.
+        dim: which dimension, negative ones counting from the last.
+        pad_index: what to pad with.
+        pad_first: pad at the beginning.
+
+    Raises:
+        DistributedOperationException: on every process, if their tensors differ in number or in dimensions.
+    """
+    sizes = [(tensor.dim(), tensor.shape[dim] if _has(tensor, dim) else -1) for tensor in leaves(data)]
+    found = strategy.unlike(sizes)
+    if not found:
+        return data
+    if len({len(entry) for entry in found}) > 1:
+        raise DistributedOperationException(
+            f"pad_across_processes got {', '.join(str(len(entry)) for entry in found)} tensors on ranks 0, 1, ...: "
+            "give as many on every process."
+        )
+    for index, column in enumerate(zip(*found, strict=True)):
+        if len({dims for dims, _ in column}) > 1:
+            which = f"tensor {index}" if len(sizes) > 1 else "a tensor"
+            raise DistributedOperationException(
+                f"pad_across_processes got {which} with {', '.join(str(dims) for dims, _ in column)} dimensions on "
+                "ranks 0, 1, ...: padding makes a dimension longer, it adds none. Give tensors with as many dimensions "
+                "on every process, such as tensor.unsqueeze(0) for a single sample."
+            )
+    largest = iter([max(size for _, size in column) for column in zip(*found, strict=True)])
+
+    def pad(tensor: Tensor) -> Tensor:
+        size = next(largest)
+        return _padded(tensor, dim, size, pad_index, pad_first) if _has(tensor, dim) else tensor
+
+    return recursively_apply(pad, data)
+
+
+def _has(tensor: Tensor, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()
+
+
+def _padded(tensor: Tensor, dim: int, size: int, value: Any = 0, first: bool = False) -> Tensor:
+    missing = size - tensor.shape[dim]
+    if missing <= 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    filling = tensor.new_zeros(shape) + value
+    parts = [filling.to(tensor.dtype), tensor]
+    return torch.cat(parts if first else parts[::-1], dim=dim)
+
+
+# ---- what differs ----------------------------------------------------------------------------------------------------
+
+
+def _described(data: Any) -> list[tuple[tuple[int, ...], str]]:
+    return [(tuple(tensor.shape), str(tensor.dtype)) for tensor in leaves(data)]
+
+
+def _require_alike(operation: str, data: Any, strategy: Strategy) -> None:
+    found = strategy.unlike(_described(data))
+    if found:
+        raise DistributedOperationException(_said(operation, found))
+
+
+def _said(operation: str, found: list[Any], but: str = "") -> str:
+    listed = "; ".join(
+        f"rank {rank}: {', '.join(f'{shape} {dtype}' for shape, dtype in entry) or 'no tensor'}"
+        for rank, entry in enumerate(found)
+    )
+    may = f" (only {but} may differ)" if but else ""
+    return (
+        f"{operation} needs tensors of the same shapes and dtypes on every rank{may}, but got {listed}. Bring them to "
+        "one shape: pad_across_processes(data, dim=1) pads a dimension."
+    )
+
+
+# ---- split -----------------------------------------------------------------------------------------------------------
+
+
+def split_between_processes(inputs: Any, strategy: Strategy, apply_padding: bool = False) -> Any:
+    """This process's part of ``inputs``; parts are contiguous and differ in size by at most 1, larger ones first.
+
+    Args:
+        inputs: a list, tuple, tensor, array, ``datasets.Dataset``, or a dict of these (dicts too), all equally long.
+        strategy: whose processes.
+        apply_padding: repeat the last input until all parts have the same size.
+
+    Raises:
+        TypeError: it cannot be split.
+        ValueError: the entries of a dict have different lengths.
+    """
+    world, rank = strategy.num_data_ranks, strategy.data_rank
+    if world == 1:
+        return inputs
+    total = _length(inputs)
+    low, larger = divmod(total, world)
+    start = rank * low + min(rank, larger)
+    own = list(range(start, start + low + (rank < larger)))
+    if apply_padding and total:
+        own += [total - 1] * (low + bool(larger) - len(own))
+    return _taken(inputs, own)
+
+
+def _length(inputs: Any) -> int:
+    if isinstance(inputs, Mapping):
+        lengths = {key: _length(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"split_between_processes got a dict whose entries have different lengths: {lengths}. Give as many "
+                "inputs under each key."
+            )
+        return next(iter(lengths.values()), 0)
+    if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
+        raise TypeError(
+            f"split_between_processes got {messages.a(inputs)}, which has no entries to share. Give a list, a "
+            "tuple, a tensor, a datasets.Dataset or a dict of them."
+        )
+    return len(inputs)
+
+
+def _taken(inputs: Any, indices: list[int]) -> Any:
+    if isinstance(inputs, Mapping):
+        return {key: _taken(value, indices) for key, value in inputs.items()}
+    if isinstance(inputs, (list, tuple)):
+        return honor_type(inputs, [inputs[index] for index in indices])
+    if hasattr(inputs, "select") and not isinstance(inputs, Tensor):
+        return inputs.select(indices)
+    return inputs[indices]

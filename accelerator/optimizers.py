@@ -1,0 +1,197 @@
+"""A prepared optimizer: it steps when the window of micro-batches is complete, and does nothing before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from ..strategies.base import Strategy
+from ..strategies.precision.base import Precision
+from .loss_scaler import refuse_scaler
+from .models import refuse_processes
+
+if TYPE_CHECKING:
+    from .accumulation import GradientState
+    from .models import PreparedModel
+
+
+class AcceleratedOptimizer(Optimizer):
+    """Stands for the user's optimizer; whatever is read from it is that one's.
+
+    ``step()`` does nothing while gradients are accumulated. ``zero_grad()`` keeps gradients that no step has used yet,
+    so that it may be called at the beginning of a micro-batch as well as at its end.
+
+    Args:
+        optimizer: the user's.
+        strategy: what steps it: that of its model.
+        state: of the Accelerator.
+        placements: the prepared models whose parameters it has.
+        clip_norm: what the norm of its gradients is clipped to before each step; None: they are not.
+
+    Attributes:
+        placement: the first of its models; None if it has parameters of none.
+        strategies: ids of the strategies that hold its models.
+        scales: its gradients have fp16's loss scale in them.
+    """
+
+    #: Finds better words for an error of a step; None: there are none.
+    explain: Callable[[BaseException], BaseException | None] | None = None
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        state: GradientState,
+        placements: Sequence[PreparedModel] = (),
+        clip_norm: float | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.strategy = strategy
+        self.placements = list(placements)
+        self.placement = self.placements[0] if self.placements else None
+        self.strategies = {id(one.strategy) for one in self.placements}
+        self._state_of_gradients = state
+        self._is_overflow = False
+        self.scales = strategy.precision.scaler is not None
+        self._clip_norm = clip_norm
+        self._plain = (
+            clip_norm is None
+            and type(strategy).optimizer_step is Strategy.optimizer_step
+            and type(strategy.precision).optimizer_step is Precision.optimizer_step
+        )
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because fp16's gradients overflowed."""
+        return self._is_overflow
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step, if the window is complete.
+
+        Args:
+            closure: evaluates the loss and calls ``accelerator.backward``, for optimizers that need one.
+        """
+        state = self._state_of_gradients
+        if not state.sync_gradients:
+            return None
+        if state.first_use:
+            state.used()
+        window = state.window
+        loss = None
+        if closure is None:
+            if self.scales or window.by_items or window.local or window.count != state.num_steps:
+                window.settle(self)  # elsewhere gradients have their final size
+            if self._clip_norm is not None:
+                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+                self.strategy.clip_by_norm(parameters, self._clip_norm)
+        try:
+            if self._plain and closure is None:
+                self.optimizer.step()
+            elif closure is None:
+                self._is_overflow = not self.strategy.optimizer_step(self.optimizer)
+            else:
+                loss, self._is_overflow = self._step_with(closure)
+        except RuntimeError as error:
+            better = None if self.explain is None else self.explain(error)
+            if better is None:
+                raise
+            raise better from error
+        window.stepped.add(id(self))
+        return loss
+
+    def _step_with(self, closure: Callable[[], Any]) -> tuple[Any, bool]:
+        losses: list[Any] = []
+
+        def settled() -> Any:
+            losses[:] = [closure()]
+            window = self._state_of_gradients.window
+            window.settled.discard(id(self))
+            window.settle(self)
+            window.stepped.add(id(self))
+            return losses[0]
+
+        stepped = self.strategy.optimizer_step(self.optimizer, settled)
+        return (losses[0] if losses else None), not stepped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; nothing while they are accumulated, also at the beginning of a window's last micro-batch.
+
+        Args:
+            set_to_none: as for torch's optimizers.
+        """
+        state = self._state_of_gradients
+        window = state.window
+        used = window.counted or window.free or id(self) in window.stepped
+        if (state.sync_gradients and used) or not window.count:
+            self.optimizer.zero_grad(set_to_none)
+            window.cleared = window.count > 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """For optimizers without schedules, which have a mode for training."""
+        _call(self.optimizer, "train")
+
+    def eval(self) -> None:
+        """For optimizers without schedules, which have a mode for evaluation."""
+        _call(self.optimizer, "eval")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The user's optimizer's."""
+        refuse_scaler(self.scales or self._state_of_gradients.num_steps > 1)
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The user's optimizer's."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The user's optimizer's."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        refuse_processes(self.strategy, f"A prepared {type(self.optimizer).__name__}")
+        window = self._state_of_gradients.window
+        groups = () if self.placements else self.optimizer.param_groups  # gradients of models are with them
+        return {
+            "own": {name: value for name, value in vars(self).items() if name not in ("explain", "strategies")},
+            "gradients": [(parameter, parameter.grad) for group in groups for parameter in group["params"]],
+            "settled": id(self) in window.settled,
+            "stepped": id(self) in window.stepped,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state["own"])
+        self.strategies = {id(one.strategy) for one in self.placements}
+        window = self._state_of_gradients.window
+        for done, optimizers in ((state["settled"], window.settled), (state["stepped"], window.stepped)):
+            if done:
+                optimizers.add(id(self))
+        for parameter, gradient in state["gradients"]:
+            parameter.grad = gradient
+
+
+def _call(optimizer: Optimizer, name: str) -> None:
+    method = getattr(optimizer, name, None)
+    if callable(method):
+        method()

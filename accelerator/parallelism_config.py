@@ -1,0 +1,264 @@
+"""``ParallelismConfig``: along which dimensions the processes share the work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from .. import messages
+from .plugins import fill
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: The dimensions of the mesh, outermost first.
+DIMS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """More for tensor parallelism.
+
+    Args:
+        enable_async_tp: not supported.
+        plan: how layers are split, pattern of layer names -> ``"colwise"``, ``"rowwise"``; ``"auto"``: found by names.
+    """
+
+    enable_async_tp: bool = False
+    plan: Any = "auto"
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """For context parallelism, which a loop of one's own does not have.
+
+    Args:
+        cp_comm_strategy: how keys and values travel.
+    """
+
+    cp_comm_strategy: str | None = None
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """For DeepSpeed's sequence parallelism, which Paceline does not have."""
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+
+@dataclass
+class ParallelismConfig:
+    """Sizes whose product is the number of processes. None: by the settings (``parallelism_config_...``), else 1.
+
+    Args:
+        dp_replicate_size: copies of the (sharded) model.
+        dp_shard_size: processes over which each parameter is sharded.
+        tp_size: processes over which each layer is split.
+        cp_size: processes over which a sequence is split; not supported above 1.
+        cp_backend: ``"torch"``.
+        sp_size: not supported above 1.
+        sp_backend: ``"deepspeed"``.
+        tp_handler: more for tensor parallelism.
+        cp_handler: accepted.
+        sp_handler: accepted.
+
+    Raises:
+        ValueError: a size is no number of processes.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: Literal["torch"] = "torch"
+    sp_size: int | None = None
+    sp_backend: Literal["deepspeed"] = "deepspeed"
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for dim in DIMS:
+            size = getattr(self, f"{dim}_size")
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"ParallelismConfig({dim}_size={size!r}) is no number of processes. Pass 1 or more.")
+        for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if getattr(self, name) != only:
+                raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))
+        if self.cp_enabled and self.sp_enabled:
+            raise ValueError(
+                f"ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size}): both split sequences. Set one of "
+                "them to 1."
+            )
+
+    def filled(self, settings: Mapping[str, Any] | None) -> ParallelismConfig:
+        """A copy with what is open from the settings, and 1 where they say nothing."""
+        names = {f"{dim}_size": f"parallelism_config_{dim}_size" for dim in DIMS}
+        found = fill(self, settings, names)
+        found = replace(found, **{name: getattr(found, name) or 1 for name in names})
+        return found
+
+    # ---- sizes -----------------------------------------------------------------------------------------------------
+
+    def size(self, dim: str) -> int:
+        """The number of processes along a dimension."""
+        return getattr(self, f"{dim}_size") or 1
+
+    @property
+    def total_size(self) -> int:
+        """The number of processes that the sizes ask for."""
+        return math.prod(self.size(dim) for dim in DIMS)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes over which data are split or parameters sharded."""
+        return self.size("dp_replicate") * self.size("dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Processes that share one sample."""
+        return self.size("tp") * self.size("cp") * self.size("sp")
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are copies."""
+        return self.size("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.size("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are split."""
+        return self.size("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split."""
+        return self.size("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are split by DeepSpeed."""
+        return self.size("sp") > 1
+
+    def check(self, num_processes: int) -> None:
+        """Raise if the sizes do not multiply to the number of processes."""
+        if self.total_size == num_processes:
+            return
+        sizes = {f"{dim}_size": self.size(dim) for dim in self.active_mesh_dims}
+        product = " x ".join(map(str, sizes.values()))
+        raise ValueError(
+            f"ParallelismConfig({', '.join(f'{name}={size}' for name, size in sizes.items())}): "
+            f"{f'{product} = ' if len(sizes) > 1 else ''}{self.total_size} processes are asked for, but the number of "
+            f"processes is {num_processes}. Change a size, or start as many: paceline launch --num_processes "
+            f"{self.total_size} ..."
+        )
+
+    # ---- the mesh --------------------------------------------------------------------------------------------------
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The dimensions along which there are several processes, outermost first."""
+        return [dim for dim in DIMS if self.size(dim) > 1]
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Those of them that see different data."""
+        return [dim for dim in self.active_mesh_dims if dim in ("dp_replicate", "dp_shard")]
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Those of them that share samples."""
+        return [dim for dim in self.active_mesh_dims if dim in ("tp", "cp", "sp")]
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Those over which parameters are sharded."""
+        return [dim for dim in self.active_mesh_dims if dim in ("dp_shard", "cp", "sp")]
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Those over which a loss is averaged."""
+        return [dim for dim in self.active_mesh_dims if dim in ("dp_replicate", "dp_shard", "cp", "sp")]
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """What ``fully_shard`` gets: the copies, and the flattened dimension of the shards."""
+        return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard_cp"]
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """All processes as a mesh of the active dimensions, flattened ones included; None with one process.
+
+        Every process must call; the process group exists.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not self.active_mesh_dims:
+            return None
+        sizes = tuple(self.size(dim) for dim in self.active_mesh_dims)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(self.active_mesh_dims))
+        for name, dims in (
+            ("dp", self.dp_dim_names),
+            ("dp_shard_cp", self.dp_shard_cp_dim_names),
+            ("dp_cp", self.dp_cp_dim_names),
+        ):
+            if dims:
+                mesh[tuple(dims)]._flatten(name)
+        self.device_mesh = mesh
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The mesh; it is made where there is none and ``device_type`` is given."""
+        if self.device_mesh is None and device_type is not None:
+            return self.build_device_mesh(device_type)
+        if self.device_mesh is not None and device_type not in (None, self.device_mesh.device_type):
+            raise ValueError(
+                f"The mesh of this ParallelismConfig is of {self.device_mesh.device_type!r}, but {device_type!r} was "
+                "asked for. Make another ParallelismConfig for it."
+            )
+        return self.device_mesh
+
+    def to_json(self) -> dict[str, Any]:
+        """Sizes, back ends and handlers as plain data."""
+        from dataclasses import asdict, is_dataclass
+
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return {name: asdict(value) if is_dataclass(value) else value for name, value in found.items()}  # type: ignore[arg-type]
+
+    # ---- the strategy ----------------------------------------------------------------------------------------------
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of ModelParallelStrategy.
+
+        Raises:
+            NotImplementedError: split sequences, or asynchronous tensor parallelism.
+        """
+        for name in ("cp", "sp"):
+            if self.size(name) > 1:
+                raise NotImplementedError(
+                    f"ParallelismConfig({name}_size={self.size(name)}) splits sequences, so that a model returns a "
+                    "part of each, while the loss is computed outside of it, on whole ones. Write "
+                    "Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step has both inside, or "
+                    f"leave {name}_size out."
+                )
+        if self.tp_handler is not None and self.tp_handler.enable_async_tp:
+            raise NotImplementedError(
+                "TorchTensorParallelConfig(enable_async_tp=True) is not supported. Leave it out: layers are split "
+                "alike, and communicate between their products."
+            )
+        found: dict[str, Any] = {
+            "data_parallel_replicate": self.size("dp_replicate"),
+            "data_parallel_shard": self.size("dp_shard"),
+            "tensor_parallel": self.size("tp"),
+        }
+        if self.tp_enabled and self.tp_handler is not None:
+            found["plan"] = self.tp_handler.plan
+        return found

@@ -1,0 +1,365 @@
+"""Plugins of an Accelerator: windows, compiling, folders, and DeepSpeed. FSDP's is in ``fsdp_plugin.py``.
+
+A field that is None is not set: the launcher's flag, the environment or the configuration file then decides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import nn
+
+from .. import messages
+from ..strategies.compile_networks import compile_repeated
+from ..strategies.recompile_watch import watch_compiling
+from .enums import BackendName, DynamoBackend
+from .kwargs_handlers import KwargsHandler
+
+T = TypeVar("T")
+
+ModeName = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+MODES: tuple[ModeName, ...] = get_args(ModeName)
+
+
+def given(settings: Mapping[str, Any] | None, name: str) -> Any:
+    """What somebody set; None where a setting is at its default."""
+    if settings is None:
+        return None
+    is_set = getattr(settings, "is_set", None)
+    return settings.get(name) if is_set is None or is_set(name) else None
+
+
+def fill(plugin: T, settings: Mapping[str, Any] | None, names: Mapping[str, str]) -> T:
+    """A copy of a plugin with what its user left open from the settings; ``names``: field -> setting."""
+    found = {field: given(settings, name) for field, name in names.items() if getattr(plugin, field) is None}
+    return replace(plugin, **{field: value for field, value in found.items() if value is not None})  # type: ignore[type-var]
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How ``accumulate`` makes windows of micro-batches.
+
+    Args:
+        num_steps: micro-batches an update; None: by the settings, else 1.
+        adjust_scheduler: accepted; a prepared scheduler moves once an update in either case, so its length counts
+            updates.
+        sync_with_dataloader: the last batch of a loader ends its window.
+        sync_each_batch: communicate gradients with every micro-batch (less memory under FSDP, more to send).
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None and (
+            isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1
+        ):
+            raise ValueError(
+                f"GradientAccumulationPlugin(num_steps={self.num_steps!r}) is no number of micro-batches. Pass 1 or "
+                "more."
+            )
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where logs and checkpoints go.
+
+    Args:
+        project_dir: folder of the project.
+        logging_dir: folder of the trackers; ``project_dir`` if None.
+        automatic_checkpoint_naming: ``save_state()`` without a folder makes ``checkpoints/checkpoint_0``, ``_1``, ...
+        total_limit: how many of those to keep; None: all.
+        iteration: number of the next one.
+        save_on_each_node: write on each machine, for disks that they do not share.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Set the project's folder, and that of the logs where it is not set."""
+        self.project_dir = None if project_dir is None else os.fspath(project_dir)
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """What ``torch.compile`` is called with for prepared models.
+
+    Args:
+        backend: a :class:`DynamoBackend` or its name; ``"no"``: models are not compiled.
+        mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
+        fullgraph: raise rather than compile in several graphs.
+        dynamic: compile for shapes that change; None: torch finds out.
+        options: of the backend; excludes ``mode``.
+        disable: compile nothing, for debugging.
+        use_regional_compilation: compile the repeated blocks one by one, which start faster than the whole model.
+    """
+
+    backend: DynamoBackend | BackendName | None = None
+    mode: ModeName | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            self.backend = DynamoBackend(self.backend)
+        if self.mode is not None and self.mode not in MODES:
+            raise ValueError(messages.unknown("mode in TorchDynamoPlugin", self.mode, MODES))
+        if self.options is not None and self.mode not in (None, "default"):
+            raise ValueError(
+                f"TorchDynamoPlugin(mode={self.mode!r}, options={self.options!r}): torch.compile takes only one of the "
+                "two. A mode is a set of options: leave one out."
+            )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether there is something to compile with."""
+        return self.backend not in (None, DynamoBackend.NO)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, by name; the backend as torch writes it."""
+        found = super().to_dict()
+        return found if self.backend is None else {**found, "backend": str(self.backend).lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of ``torch.compile`` that are given."""
+        found = super().to_kwargs()
+        found.pop("use_regional_compilation", None)
+        if found.get("mode") == "default":
+            del found["mode"]
+        return found
+
+    def compiler(self) -> Callable[..., Any] | None:
+        """``torch.compile`` with these arguments; None if nothing is to be compiled.
+
+        Raises:
+            ValueError: torch has no such backend here.
+        """
+        if not self.compiles:
+            return None
+        arguments = self.to_kwargs()
+        present = torch.compiler.list_backends(exclude_tags=())
+        if arguments["backend"] not in present:
+            known = [word for word in DynamoBackend.list() if word.lower() in present]
+            raise ValueError(
+                f"TorchDynamoPlugin(backend={str(self.backend)!r}): torch {torch.__version__} has no such backend "
+                f"here. It has {messages.names(known, 'and')}; others come with packages of their own, which have to "
+                "be installed."
+            )
+        watch_compiling()
+        return partial(torch.compile, **arguments)
+
+    def compile(self, module: nn.Module) -> Callable[[Any], Any] | None:
+        """What compiles the module's forward; None if nothing does, or its repeated blocks were compiled in place."""
+        compiler = self.compiler()
+        if compiler is None or not self.use_regional_compilation:
+            return compiler
+        if compile_repeated(module, self.to_kwargs()):
+            return None
+        messages.info_once(
+            f"use_regional_compilation found no list of blocks of one class in {type(module).__name__}, so all of it "
+            "is compiled at once."
+        )
+        return compiler
+
+
+_DYNAMO = {
+    "backend": "dynamo_backend",
+    "mode": "dynamo_mode",
+    "fullgraph": "dynamo_use_fullgraph",
+    "dynamic": "dynamo_use_dynamic",
+    "use_regional_compilation": "dynamo_use_regional_compilation",
+}
+
+
+def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] | None) -> TorchDynamoPlugin:
+    """The plugin in force: the one given, with what it leaves open from the settings."""
+    if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
+        raise TypeError(
+            f"Accelerator(dynamo_plugin={plugin!r}) is {messages.a(plugin)}. Pass a TorchDynamoPlugin, or write "
+            "dynamo_backend='inductor'."
+        )
+    found = fill(plugin or TorchDynamoPlugin(), settings, _DYNAMO)
+    return found if found.backend is not None else replace(found, backend=DynamoBackend.NO)
+
+
+# ---- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+_DEEPSPEED = {
+    "hf_ds_config": "deepspeed_config_file",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_stage",
+    "offload_optimizer_device": "offload_optimizer_device",
+    "offload_param_device": "offload_param_device",
+    "offload_optimizer_nvme_path": "offload_optimizer_nvme_path",
+    "offload_param_nvme_path": "offload_param_nvme_path",
+    "zero3_init_flag": "zero3_init_flag",
+    "zero3_save_16bit_model": "zero3_save_16bit_model",
+    "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
+}
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """ZeRO by the package DeepSpeed.
+
+    Args:
+        hf_ds_config: a DeepSpeed configuration, a dict or the path of a JSON file; it wins over the other fields.
+        gradient_accumulation_steps: micro-batches an update.
+        gradient_clipping: norm that gradients are clipped to.
+        zero_stage: what is split over processes: 1 optimizer, 2 gradients too, 3 weights too; None: 2.
+        is_train_batch_min: which of several loaders' batch sizes DeepSpeed is told; here it is told none.
+        offload_optimizer_device: ``"none"`` or ``"cpu"``.
+        offload_param_device: ``"none"`` or ``"cpu"``, with stage 3.
+        offload_optimizer_nvme_path: not supported.
+        offload_param_nvme_path: not supported.
+        zero3_init_flag: accepted; a model becomes split when it is prepared.
+        zero3_save_16bit_model: accepted; saving always gathers whole weights.
+        transformer_moe_cls_names: not supported.
+        enable_msamp: not supported.
+        msamp_opt_level: not supported.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: Literal["none", "cpu"] | None = None
+    offload_param_device: Literal["none", "cpu"] | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+
+    def filled(self, settings: Mapping[str, Any] | None) -> DeepSpeedPlugin:
+        """A copy with what is open from the settings."""
+        return fill(self, settings, _DEEPSPEED)
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration, read from its file; values ``"auto"`` are left out."""
+        from ..strategies.deepspeed.config import read_config
+
+        return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
+
+    def decided(self, name: str) -> Any:
+        """``gradient_accumulation_steps`` or ``gradient_clipping``: the configuration's, else the field's.
+
+        Raises:
+            ValueError: the two differ.
+        """
+        field, config = getattr(self, name), self.deepspeed_config.get(name)
+        if None not in (field, config) and field != config:
+            raise ValueError(
+                f"DeepSpeedPlugin({name}={field!r}) contradicts its configuration, which says {config!r}. Leave one "
+                "out."
+            )
+        return field if config is None else config
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of DeepSpeedStrategy.
+
+        Raises:
+            NotImplementedError: a field that Paceline has nothing for.
+            ValueError: an unknown device.
+        """
+        for name in (
+            "offload_optimizer_nvme_path",
+            "offload_param_nvme_path",
+            "transformer_moe_cls_names",
+            "enable_msamp",
+            "msamp_opt_level",
+        ):
+            if getattr(self, name) not in (None, False, "", "none"):
+                raise NotImplementedError(
+                    f"DeepSpeedPlugin({name}={getattr(self, name)!r}) is not supported: Paceline clips, scales and "
+                    "saves what DeepSpeed keeps in memory, in 16 or 32 bits, and knows no experts. Leave it out."
+                )
+        if not self.is_train_batch_min or self.zero3_init_flag:
+            named = "is_train_batch_min=False" if not self.is_train_batch_min else "zero3_init_flag=True"
+            messages.info_once(
+                f"DeepSpeedPlugin({named}) has no effect: DeepSpeed is not told batch sizes, and splits a model when "
+                "it is prepared."
+            )
+        # Windows and clipping are the Accelerator's.
+        ours = ("gradient_accumulation_steps", "gradient_clipping")
+        config = {name: value for name, value in self.deepspeed_config.items() if name not in ours}
+        found: dict[str, Any] = {"config": config} if self.hf_ds_config is not None else {}
+        if self.zero_stage is not None:
+            found["stage"] = int(self.zero_stage)
+        for field, argument in (("optimizer", "offload_optimizer"), ("param", "offload_parameters")):
+            name = f"offload_{field}_device"
+            device = str(getattr(self, name) or "none").lower()
+            if device not in ("none", "cpu"):
+                raise ValueError(
+                    f"DeepSpeedPlugin({name}={device!r}): Paceline clips, scales and saves what lies in memory. Choose "
+                    "'cpu' or 'none'."
+                )
+            if device == "cpu":
+                found[argument] = True
+        return found
+
+
+def choose_accumulation(
+    plugin: GradientAccumulationPlugin | None,
+    settings: Mapping[str, Any] | None,
+    deepspeed: DeepSpeedPlugin | None = None,
+) -> dict[str, Any]:
+    """The arguments of ``GradientState``: what the plugin says, else the settings, else DeepSpeed's configuration.
+
+    Args:
+        plugin: ``Accelerator(gradient_accumulation_plugin=...)``.
+        settings: with ``gradient_accumulation_steps``.
+        deepspeed: the plugin in force.
+
+    Raises:
+        TypeError: the plugin is none.
+        ValueError: two of them say different numbers.
+    """
+    if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
+        raise TypeError(
+            f"Accelerator(gradient_accumulation_plugin={plugin!r}) is {messages.a(plugin)}. Pass a "
+            "GradientAccumulationPlugin, or write gradient_accumulation_steps=4."
+        )
+    found = (plugin or GradientAccumulationPlugin()).to_dict()
+    origin = getattr(settings, "origin", None)
+    in_code = origin is None or origin("gradient_accumulation_steps").place == "code"
+    asked = given(settings, "gradient_accumulation_steps")
+    if None not in (found["num_steps"], asked) and in_code and asked not in (1, found["num_steps"]):
+        raise ValueError(
+            f"Accelerator(gradient_accumulation_steps={asked}) contradicts GradientAccumulationPlugin(num_steps="
+            f"{found['num_steps']}). Leave one out."
+        )
+    steps = found["num_steps"] if found["num_steps"] is not None else asked
+    theirs = deepspeed.decided("gradient_accumulation_steps") if deepspeed is not None else None
+    if None not in (steps, theirs) and steps != theirs:
+        raise ValueError(
+            f"DeepSpeed is told gradient_accumulation_steps={theirs}, but the Accelerator has {steps}. Leave one out."
+        )
+    return {**found, "num_steps": steps or theirs or 1}

@@ -1,0 +1,133 @@
+"""Which process this is, and what only some of them do: shared by ``PartialState`` and ``Accelerator``."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..strategies.base import Strategy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Processes:
+    """The processes of a strategy, of which this is one."""
+
+    _strategy: Strategy
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._strategy.device
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes, on all machines."""
+        return self._strategy.world_size
+
+    @property
+    def process_index(self) -> int:
+        """This process among all, 0-based."""
+        return self._strategy.global_rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process among those of its machine, 0-based."""
+        return self._strategy.local_rank
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the one process that writes and speaks."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the process with the highest index."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here."""
+        self._strategy.barrier("wait_for_everyone")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``, on the first process of each machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)  # noqa: T201 (it is the user who prints)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The main process runs the block, then the others: to download or to preprocess once."""
+        yield from self._first(self.is_main_process, "main_process_first")
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """On each machine the first process runs the block, then the others."""
+        yield from self._first(self.is_local_main_process, "local_main_process_first")
+
+    def _first(self, first: bool, name: str) -> Iterator[None]:
+        if not first:
+            self._strategy.barrier(name)
+        try:
+            yield
+        finally:
+            if first:  # after an error too: the others wait
+                self._strategy.barrier(name)
+
+    def on_main_process(self, function: F) -> F:
+        """Decorator: the function runs on the main process; elsewhere it returns None."""
+        return self._only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: F) -> F:
+        """Decorator: the function runs on the first process of each machine; elsewhere it returns None."""
+        return self._only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorator: the function runs on the process with the highest index; elsewhere it returns None."""
+        return self._only(function, lambda: self.is_last_process)
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Decorator: the function runs on one process; elsewhere it returns None."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return self._only(function, lambda: self.process_index == (process_index or 0))
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Decorator: the function runs on one process of each machine; elsewhere it returns None."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only(function, lambda: self.local_process_index == (local_process_index or 0))
+
+    def _only(self, function: F, condition: Callable[[], bool]) -> F:
+        @functools.wraps(function)
+        def perhaps(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if condition() else None
+
+        return perhaps  # type: ignore[return-value]
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of a list, a tuple, a dict of these, a tensor or a data set.
+
+        Args:
+            inputs: what is split, in rank order; the first processes have one more where it does not come out even.
+            apply_padding: repeat the last element so that all parts have the same length.
+        """
+        from .operations import split_between_processes
+
+        yield split_between_processes(inputs, self._strategy, apply_padding)

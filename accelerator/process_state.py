@@ -1,0 +1,344 @@
+"""Where this process stands among the others: ``PartialState``, and what an Accelerator shows as ``state``.
+
+What belongs to the process group is one for the whole process; precision, plugins and windows belong to each
+Accelerator.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..processes.devices import find_kind
+from ..settings import resolve
+from ..strategies import distributed
+from ..strategies.base import Strategy
+from .choose_strategy import Choice, choose
+from .enums import DistributedType
+from .kwargs_handlers import Handlers, InitProcessGroupKwargs
+from .process_info import Processes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: Set in processes that a notebook forked.
+FORKED = "FORK_LAUNCHED"
+
+
+@dataclass
+class _Process:
+    """What is one for the whole process.
+
+    Attributes:
+        strategy: by which the process stands in its group; None: nobody asked yet.
+        state: of the Accelerator made last.
+        resets: how often all was forgotten.
+        cpu: a PartialState was asked to stay on the CPU.
+    """
+
+    strategy: Strategy | None = None
+    state: AcceleratorState | None = None
+    resets: int = 0
+    cpu: bool = False
+
+    def forget(self) -> None:
+        self.strategy, self.state, self.resets, self.cpu = None, None, self.resets + 1, False
+
+
+_process = _Process()
+
+
+@contextmanager
+def forgotten() -> Iterator[None]:
+    """Context in which the process stands nowhere, as processes that are copied from it in there."""
+    before = vars(_process).copy()
+    _process.forget()
+    try:
+        yield
+    finally:
+        vars(_process).update(before)
+
+
+class _Shared(Mapping[str, Any]):
+    """Read by programs that ask whether there is a state already: empty until then."""
+
+    def __init__(self, attribute: str) -> None:
+        self._attribute = attribute
+
+    def _shown(self) -> dict[str, Any]:
+        value = getattr(_process, self._attribute)
+        return {} if value is None else {self._attribute: value}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._shown()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shown())
+
+    def __len__(self) -> int:
+        return len(self._shown())
+
+
+def stays_on_cpu() -> bool:
+    """Whether a PartialState was asked to stay on the CPU."""
+    return _process.cpu
+
+
+class PartialState(Processes):
+    """The device and the place of this process among the others; makes the process group if there is none.
+
+    All of them show the same: an Accelerator's, and those made before it.
+
+    Args:
+        cpu: compute on the CPU, also where there are GPUs.
+        **group: what InitProcessGroupKwargs takes: ``backend``, ``timeout``, ``init_method``.
+    """
+
+    _shared_state = _Shared("strategy")
+
+    def __init__(self, cpu: bool = False, **group: Any) -> None:
+        if _process.strategy is None:
+            _process.strategy = _made(cpu, group)
+        elif cpu and _process.strategy.device.type != "cpu":
+            raise ValueError(
+                f"PartialState(cpu=True), but this process stands on {_process.strategy.device} already. Pass cpu=True "
+                "where the first PartialState or Accelerator is made."
+            )
+        _process.cpu = cpu or _process.cpu
+        self._own = _process.strategy
+        self._resets = _process.resets
+
+    def __reduce__(self) -> Any:
+        """The place of the process that reads it."""
+        return _place_here, (self.device.type == "cpu",)
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> PartialState:
+        """The state of a strategy that is set up; the first one becomes that of the process."""
+        state = object.__new__(cls)
+        state._own, state._resets = strategy, _process.resets
+        if _process.strategy is None:
+            _process.strategy = strategy
+        return state
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the process's place, so that the next PartialState or Accelerator finds it anew, for all of them."""
+        _process.forget()
+
+    @property
+    def _strategy(self) -> Strategy:  # type: ignore[override]
+        if self._resets != _process.resets:
+            if _process.strategy is None:
+                raise AttributeError(_forgotten("PartialState", sys._getframe(1).f_code.co_name))
+            self._own, self._resets = _process.strategy, _process.resets
+        return self._own
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the place is known: False from when it is forgotten until it is found anew."""
+        return self._resets == _process.resets or _process.strategy is not None
+
+    @property
+    def default_device(self) -> torch.device:
+        """The best kind of device here."""
+        return torch.device(find_kind("auto"))
+
+    @property
+    def backend(self) -> str | None:
+        """The process group's backend; None without one."""
+        return getattr(self._strategy, "backend", None)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes share the work."""
+        return type_of(self._strategy)
+
+    @property
+    def debug(self) -> bool:
+        """Whether shapes are compared before each collective (PACELINE_DEBUG)."""
+        return bool(resolve()["debug"])
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook started this process."""
+        return os.environ.get(FORKED, "0").lower() in ("1", "true")
+
+    def set_device(self) -> None:
+        """Make the device current for torch."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the process group, or one that was made by hand; every process must call."""
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
+        elif torch.distributed.is_initialized():
+            distributed.leave()
+            _process.forget()
+
+    def __repr__(self) -> str:
+        if not self.initialized:
+            return "PartialState(forgotten)"
+        return (
+            f"Distributed environment: {self.distributed_type}{f'  Backend: {self.backend}' if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+class AcceleratorState:
+    """What an Accelerator was made with, and everything of its PartialState.
+
+    ``AcceleratorState()`` is that of the Accelerator made last. Changing an Accelerator's settings is done on it: this
+    only shows them.
+
+    Args:
+        mixed_precision: None, or what the Accelerator has.
+
+    Raises:
+        ValueError: there is no Accelerator yet, or it has another precision.
+    """
+
+    _shared_state = _Shared("state")
+
+    mixed_precision: str
+    deepspeed_plugin: Any
+    fsdp_plugin: Any
+    dynamo_plugin: Any
+    parallelism_config: Any
+    device_mesh: DeviceMesh | None
+
+    def __new__(cls, mixed_precision: str | None = None, **_: Any) -> AcceleratorState:
+        """The state of the Accelerator made last."""
+        state = _process.state
+        if state is None:
+            raise ValueError(
+                "AcceleratorState() shows what an Accelerator was made with, but none was made in this process. Call "
+                "Accelerator() first; for device and ranks alone there is PartialState()."
+            )
+        if mixed_precision is not None and str(mixed_precision) != state.mixed_precision:
+            raise ValueError(
+                f"AcceleratorState(mixed_precision={str(mixed_precision)!r}), but the Accelerator made last has "
+                f"{state.mixed_precision!r}. Leave it out, or read accelerator.state of the one you mean."
+            )
+        return state
+
+    @classmethod
+    def of(cls, partial: PartialState, mixed_precision: str = "no", **plugins: Any) -> AcceleratorState:
+        """That of an Accelerator which is being made; it becomes what ``AcceleratorState()`` returns.
+
+        Args:
+            partial: its place.
+            mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+            **plugins: ``deepspeed_plugin``, ``fsdp_plugin``, ``dynamo_plugin``, ``parallelism_config`` and
+                ``device_mesh``, each None if there is none.
+        """
+        state = object.__new__(cls)
+        names = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config", "device_mesh")
+        vars(state).update({name: plugins.get(name) for name in names})
+        vars(state).update(_partial=partial, mixed_precision=mixed_precision)
+        _process.state = state
+        return state
+
+    def __reduce__(self) -> Any:
+        """The same settings, at the place of the process that reads it."""
+        plugins = {name: value for name, value in vars(self).items() if name not in ("_partial", "device_mesh")}
+        return _state_here, (self._partial, plugins)
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget the Accelerators; with ``reset_partial_state`` the process's place too."""
+        if _process.state is not None:
+            vars(_process.state).clear()
+            _process.state = None
+        if reset_partial_state:
+            _process.forget()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether it still shows something."""
+        return "_partial" in vars(self)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded by ``fully_shard``."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def use_fsdp(self) -> bool:
+        """Whether there is an FSDP plugin."""
+        return self.fsdp_plugin is not None
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, Any] | None:
+        """The plugin under its name; None if there is none."""
+        return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
+
+    def get_deepspeed_plugin(self, name: str = "default") -> Any:
+        """The plugin: there is one at most."""
+        return (self.deepspeed_plugins or {})[name]
+
+    def select_deepspeed_plugin(self, name: str = "default") -> None:
+        """Does nothing: there is one plugin at most."""
+        self.get_deepspeed_plugin(name)
+
+    def __getattr__(self, name: str) -> Any:
+        partial = vars(self).get("_partial")
+        if partial is None:
+            raise AttributeError(_forgotten("AcceleratorState", name))
+        return getattr(partial, name)
+
+    def __repr__(self) -> str:
+        return f"{self._partial!r}\nMixed precision type: {self.mixed_precision}\n"
+
+
+def _place_here(cpu: bool) -> PartialState:
+    return PartialState(cpu=cpu and _process.strategy is None)
+
+
+def _state_here(partial: PartialState, settings: dict[str, Any]) -> AcceleratorState:
+    state = object.__new__(AcceleratorState)
+    vars(state).update(settings, _partial=partial, device_mesh=None)
+    return state
+
+
+def is_initialized() -> bool:
+    """Whether an Accelerator was made in this process."""
+    return _process.state is not None
+
+
+def type_of(strategy: Strategy) -> DistributedType:
+    """The word for how a strategy's processes share the work."""
+    names = {name for kind in type(strategy).__mro__ for name in vars(kind).get("names", ())}
+    if "deepspeed" in names:
+        return DistributedType.DEEPSPEED
+    if "fsdp" in names:
+        return DistributedType.FSDP
+    if strategy.world_size == 1:
+        return DistributedType.NO
+    return DistributedType.MULTI_GPU if strategy.device.type == "cuda" else DistributedType.MULTI_CPU
+
+
+def _made(cpu: bool, group: dict[str, Any]) -> Strategy:
+    """A strategy that stands where a launcher put this process, its group made."""
+    handlers = Handlers(process_group=InitProcessGroupKwargs(**group) if group else None)
+    settings = {"cpu": resolve({"cpu": cpu or None}, door="PartialState")["cpu"]}
+    strategy = choose(Choice(handlers=handlers, settings=settings))
+    strategy.setup_environment()
+    return strategy
+
+
+def _forgotten(kind: str, name: str) -> str:
+    return (
+        f"`{kind}` object has no attribute `{name}` any more: `{kind}._reset_state()` was called. Make a new "
+        f"{'PartialState' if kind == 'PartialState' else 'Accelerator'}() and read it from there."
+    )

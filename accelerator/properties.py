@@ -1,0 +1,225 @@
+"""What is in force in an Accelerator, to be read off it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .process_info import Processes
+from .process_state import type_of
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..settings import Settings
+    from .accumulation import GradientState
+    from .enums import DistributedType
+    from .loaders import DataLoaderConfiguration
+    from .optimizers import AcceleratedOptimizer
+    from .plugins import ProjectConfiguration
+    from .process_state import AcceleratorState
+    from .trackers import Trackers
+
+
+class Facts(Processes):
+    """The properties of an Accelerator."""
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    dataloader_config: DataLoaderConfiguration
+    project_configuration: ProjectConfiguration
+    settings: Settings
+    trackers: Trackers
+    _optimizers: list[AcceleratedOptimizer]
+    _trigger = False
+
+    @property
+    def _script_skips(self) -> bool:
+        """Whether the script itself skips to the position in the data that ``load_state`` has loaded."""
+        return False
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
+        name = self._strategy.precision.name
+        return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes share the work."""
+        return type_of(self._strategy)
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of logs and checkpoints."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of the trackers."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the window is complete with the micro-batch under way, so that optimizers step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in a window."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.num_steps = value
+
+    @property
+    def scaler(self) -> Any:
+        """fp16's ``GradScaler``; None where losses are not scaled."""
+        return self._strategy.precision.scaler
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left out its last step because fp16's gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that were asked for: names, classes and objects."""
+        return self.trackers.wanted
+
+    # ---- how processes share the work ------------------------------------------------------------------------------
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several GPUs hold a copy of the model each."""
+        return self.use_distributed and self.device.type != "cpu"
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded by ``fully_shard``."""
+        return self.state.is_fsdp2
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin in force; None if there is none."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The sizes of the parallelism that was asked for; None if none was."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of all processes; None where there is one kind of parallelism."""
+        return self.state.device_mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether parameters are sharded or split by torch's composable means."""
+        return self.is_fsdp2
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This process among those that split layers."""
+        return self._place_on("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This process among those that hold successive layers."""
+        return self._place_on("pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This process among those that split sequences."""
+        return self._place_on("cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process among those that see different data."""
+        return self._strategy.data_rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This process among those that share one copy of the model."""
+        return self._place_on("dp_shard")
+
+    def _place_on(self, axis: str) -> int:
+        place_on = getattr(self._strategy, "place_on", None)
+        return 0 if place_on is None else place_on(axis)
+
+    @property
+    def fp8_backend(self) -> None:
+        """None: there is no 8-bit training."""
+        return
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes a model that was gathered."""
+        return self.is_main_process
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process that :meth:`check_trigger` tells all processes of."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called :meth:`set_trigger` since the last time; every process must call."""
+        raised = self._strategy.agree(self._trigger)
+        self._trigger = False
+        return raised
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a model is spread over several devices by a device map."""
+        found = getattr(model, "hf_device_map", None) or {}
+        return len(set(found.values())) > 1
+
+    def print_config(self) -> None:
+        """Print every setting in force, and where it comes from."""
+        if self.is_main_process:
+            self.settings.print()
+
+    # ---- folders and loaders ---------------------------------------------------------------------------------------
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next folder that ``save_state()`` makes."""
+        return self.project_configuration.iteration
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether one process reads for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all processes have as many batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Accepted; the order of samples is a function of seed and epoch in any case."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Accepted; copies to a GPU do not wait in any case."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether iterable data sets are read by torchdata's StatefulDataLoader."""
+        return self.dataloader_config.use_stateful_dataloader

@@ -1,0 +1,64 @@
+"""Seeds and random states of a loop on several processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .. import messages
+from ..processes.cluster_environment import find_cluster
+from ..processes.seed import numpy_random, seed_everything
+from .process_state import PartialState
+
+_KINDS = ("torch", "cuda", "mps", "python", "numpy", "generator")
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed python's ``random``, numpy and torch (all devices).
+
+    Args:
+        seed: 0 to 4294967295, the same on all processes. The order in which loaders shuffle comes of it too.
+        device_specific: each process adds its index, so that dropout, for one, differs between them.
+        deterministic: use algorithms that give the same bits every time, and raise where there is none.
+    """
+    cluster = find_cluster()
+    seed_everything(seed + (cluster.rank if device_specific and cluster is not None else 0), verbose=False)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """Give all processes rank 0's state of one kind of random generator; every process must call.
+
+    Args:
+        rng_type: ``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``, or ``"generator"`` for the one given.
+        generator: a generator of the script's own.
+    """
+    strategy, kind = PartialState()._strategy, getattr(rng_type, "value", rng_type)
+    if kind not in _KINDS:
+        raise ValueError(messages.unknown("rng_type", kind, _KINDS))
+    if kind == "python":
+        random.setstate(strategy.broadcast(random.getstate()))
+    elif kind == "numpy":
+        numpy = numpy_random()
+        if numpy is not None:
+            numpy.set_state(strategy.broadcast(numpy.get_state()))
+    elif kind == "torch":
+        torch.set_rng_state(strategy.broadcast(torch.get_rng_state()))
+    elif kind == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_rng_state(strategy.broadcast(torch.cuda.get_rng_state()))
+    elif kind == "mps" and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(strategy.broadcast(torch.mps.get_rng_state()))
+    elif kind == "generator":
+        if generator is None:
+            raise ValueError("synchronize_rng_state('generator') needs the generator. Pass generator=...")
+        generator.set_state(strategy.broadcast(generator.get_state()))
+
+
+def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
+    """:func:`synchronize_rng_state` for several kinds."""
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator)

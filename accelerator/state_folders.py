@@ -1,0 +1,367 @@
+"""The folders that an Accelerator's states are in: their names, the newest, how many are kept, and what hooks add."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from .. import messages
+from ..checkpoint import atomic_write, manifest, storage
+from ..checkpoint.find import newest_valid
+from ..checkpoint.logger_positions import section_of
+from ..checkpoint.manifest import STATE
+from ..checkpoint.sharded_folder import together
+from ..checkpoint.storage import Location, Remote, location
+from ..checkpoint.verify import sums
+
+if TYPE_CHECKING:
+    from ..strategies.base import Strategy
+    from .accelerator import Accelerator
+
+#: Below the project's folder, where states that are named by number go.
+CHECKPOINTS = "checkpoints"
+_NUMBERED = "checkpoint_"
+_ROOM, _BEFORE = "hooks", "before"
+#: Files that hooks wrote: size in bytes and CRC-32, by their path in the folder.
+Files = dict[str, list[int]]
+
+
+class Saves:
+    """What one Accelerator knows of its saves.
+
+    Attributes:
+        line: the mark of the run, the same in starts that went on from each other.
+        sequence: the number of the last save.
+        folders: where this start has saved, the newest last.
+        counted: folders whose saves of earlier starts have been counted.
+        before_save: hooks ``(models, weights, output_dir)``, by the id of their handle.
+        before_load: hooks ``(models, input_dir)``.
+    """
+
+    def __init__(self) -> None:
+        self.line = uuid4().hex[:12]
+        self.sequence = 0
+        self.folders: list[Location] = []
+        self.counted: set[Location] = set()
+        self.before_save: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self.before_load: OrderedDict[int, Callable[..., None]] = OrderedDict()
+
+    def next(self, folder: Location) -> int:
+        """Number one more save; it is higher than all that lie beside it."""
+        if folder.parent not in self.counted:
+            self.counted.add(folder.parent)
+            found = [known.sequence for state in states_in(folder.parent) if (known := _known(state))]
+            self.sequence = max([self.sequence, *found])
+        self.sequence += 1
+        return self.sequence
+
+    def saved(self, folder: Location) -> None:
+        """A save is on the disk."""
+        self.folders = [other for other in self.folders if other != folder] + [folder]
+
+
+def states_in(folder: Location) -> Iterator[Location]:
+    """The states in the folders of a folder, hidden ones aside; none if there is no such folder."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+            if not entry.name.startswith(".") and (entry / STATE).exists():
+                yield entry / STATE
+
+
+def _known(state: Location) -> manifest.Manifest | None:
+    try:
+        return manifest.read(state)
+    except (OSError, ValueError):
+        return None
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def folder_to_save(accelerator: Accelerator, output_dir: Any) -> Location:
+    """Where the next state goes: the folder given, or the next number; the same on every rank.
+
+    Raises:
+        ValueError: nothing says where.
+    """
+    if output_dir is not None:
+        return location(output_dir)
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming:
+        raise ValueError(
+            "accelerator.save_state() was not told where. Pass output_dir=..., or let folders be numbered: "
+            "Accelerator(project_config=ProjectConfiguration(project_dir='runs', automatic_checkpoint_naming=True))."
+        )
+    return accelerator._strategy.broadcast(_next_numbered(_project(accelerator, "save_state") / CHECKPOINTS, config))
+
+
+def _project(accelerator: Accelerator, asked: str) -> Location:
+    folder = accelerator.project_configuration.project_dir
+    if folder is None:
+        raise ValueError(
+            f"accelerator.{asked}() numbers folders (automatic_checkpoint_naming=True) below project_dir, and there is "
+            "none. Pass Accelerator(project_dir=...)."
+        )
+    return location(folder)
+
+
+def _next_numbered(folder: Location, config: Any) -> Location:
+    number = config.iteration
+    if _is_taken(folder / f"{_NUMBERED}{number}"):
+        taken = [_number(entry.name) for entry in folder.iterdir()]
+        number = max([*taken, number]) + 1
+        messages.info(
+            f"{folder / f'{_NUMBERED}{config.iteration}'} exists already, so this state is saved as number {number}. "
+            "accelerator.load_state() continues from the newest."
+        )
+        config.iteration = number
+    return folder / f"{_NUMBERED}{number}"
+
+
+def _is_taken(folder: Location) -> bool:
+    """Whether there is more than a save that was killed left behind."""
+    return folder.exists() and not (folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir()))
+
+
+def _number(name: str) -> int:
+    digits = name.removeprefix(_NUMBERED)
+    return int(digits) if name.startswith(_NUMBERED) and digits.isdecimal() else -1
+
+
+# ---- the newest ------------------------------------------------------------------------------------------------------
+
+
+def state_to_load(accelerator: Accelerator, input_dir: Any) -> Location:
+    """The checkpoint that ``load_state`` reads.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: nothing says where to look.
+    """
+    if input_dir is None:
+        return _newest(accelerator)
+    where = location(input_dir)
+    if (where / STATE).exists():
+        return where / STATE
+    if where.name.endswith(manifest.SUFFIX) and where.exists():
+        return where
+    raise FileNotFoundError(_nothing_in(where))
+
+
+def _nothing_in(where: Location) -> str:
+    text = f"accelerator.load_state({str(where)!r}): there is no {STATE} in it. "
+    if not where.is_dir():
+        return f"accelerator.load_state({str(where)!r}): there is no such folder. Pass one that save_state wrote."
+    newest, _ = newest_valid(states_in(where))
+    if newest is not None:
+        return f"{text}It holds several states; the newest is {str(newest.parent)!r}. Pass that."
+    names = {entry.name for entry in where.iterdir()}
+    if names & {"random_states_0.pkl", "model.safetensors", "pytorch_model.bin"}:
+        return (
+            f"{text}These look like files of another tool. Take the weights, before prepare: "
+            "model.load_state_dict(safetensors.torch.load_file(...)) or torch.load(..., weights_only=True)."
+        )
+    return f"{text}It was never finished, or is something else. Pass a folder that save_state wrote."
+
+
+def _newest(accelerator: Accelerator) -> Location:
+    saves, config = accelerator._saves, accelerator.project_configuration
+    folders: list[Location] = []
+    if config.automatic_checkpoint_naming:
+        folders = [_project(accelerator, "load_state") / CHECKPOINTS]
+    elif config.project_dir is not None:
+        folders = [location(config.project_dir) / CHECKPOINTS, location(config.project_dir)]
+    if not folders and not saves.folders:
+        raise ValueError(
+            "accelerator.load_state() was not told where. Pass input_dir=..., or Accelerator(project_dir=...), whose "
+            "newest state it takes."
+        )
+    own = [folder / STATE for folder in saves.folders if (folder / STATE).exists()]
+    found = dict.fromkeys([*own, *(state for folder in folders for state in states_in(folder))])
+    newest, passed_over = newest_valid(found)
+    listed = ", ".join(f"{state.parent} ({why})" for state, why in passed_over.items())
+    if newest is None:
+        where = messages.names(map(str, folders or saves.folders), "and")
+        broken = f" Passed over: {listed}." if listed else ""
+        raise FileNotFoundError(
+            f"accelerator.load_state(): there is no valid state in {where}.{broken} Save one first, or pass input_dir."
+        )
+    if listed:
+        messages.warn(f"accelerator.load_state() passed over {listed} and takes {newest.parent}.")
+    return newest
+
+
+def newer_of_its_run(state: Location) -> str | None:
+    """The folder, beside that of a state, of one that the same run saved later; None if there is none."""
+    own = _known(state)
+    if own is None:
+        return None
+    found = ((one, known) for one in states_in(state.parent.parent) if (known := _known(one)))
+    return next(
+        (str(one.parent) for one, known in found if known.line == own.line and known.sequence > own.sequence), None
+    )
+
+
+# ---- how many are kept -----------------------------------------------------------------------------------------------
+
+
+def delete_old(saves: Saves, newest: Location, limit: int | None) -> None:
+    """Delete the oldest states of this run, and of starts that it goes on from, beyond ``limit``.
+
+    Numbered folders go whole; of others what was saved there, and the folder if nothing else is in it.
+    """
+    if limit is None:
+        return
+    found = dict.fromkeys([*states_in(newest.parent), *(folder / STATE for folder in saves.folders)])
+    known = {state: one for state in found if (one := _known(state)) and one.line == saves.line}
+    order = sorted(known, key=lambda state: known[state].sequence)
+    for state in [state for state in order if state.parent != newest][: max(len(order) - max(limit, 1), 0)]:
+        try:
+            _delete(state)
+        except OSError as error:
+            messages.warn(
+                f"{newest} is saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: {error}"
+            )
+
+
+def _delete(state: Location) -> None:
+    folder = state.parent
+    if folder.parent.name == CHECKPOINTS and _number(folder.name) >= 0:
+        storage.remove(folder)
+        return
+    files = files_of(state)
+    storage.remove(state)
+    if isinstance(folder, Path):
+        _delete_files(folder, files)
+        with suppress(OSError):
+            folder.rmdir()
+
+
+# ---- files of hooks --------------------------------------------------------------------------------------------------
+
+
+def files_of(state: Location) -> Files:
+    """The files that hooks wrote beside a state."""
+    return section_of(state).get("accelerator", {}).get("files", {})
+
+
+class HookFiles:
+    """What hooks write comes beside a state together with it, or not at all.
+
+    They write to a hidden folder inside, of the same name as the real one. Just before the state takes its place so do
+    their files, and those of before are kept in the hidden folder until it has: see :func:`settle_files`.
+
+    Args:
+        folder: of the state.
+        strategy: every rank must call.
+    """
+
+    def __init__(self, folder: Location, strategy: Strategy) -> None:
+        self.folder = folder
+        self.strategy = strategy
+        self.files: Files = {}
+        name = strategy.broadcast(atomic_write.temporary_name(_ROOM))
+        self._room = atomic_write.beside(folder / STATE, name)
+        self.path = self._room / "new" / (folder.name or "state")
+
+    def written_by(self, write: Callable[[str], None]) -> None:
+        """Call the hooks; every rank does, with the folder to write to."""
+        strategy = self.strategy
+        try:
+            together(strategy, "saved", lambda: self.path.mkdir(parents=True, exist_ok=True))
+            together(strategy, "saved", lambda: write(str(self.path)))
+            if strategy.is_global_zero:
+                self.files = dict(_sums_below(self.path))
+        except BaseException:
+            self.remove()
+            raise
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, on rank 0, the state is written; if that fails, everything is as it was."""
+        before = files_of(self.folder / STATE) if (self.folder / STATE).exists() else {}
+        moved: list[str] = []
+        try:
+            for name in self.files:
+                moved.append(name)
+                self._put(name)
+            yield
+        except BaseException:
+            for name in moved:
+                self._take_back(name)
+            raise
+        if isinstance(self.folder, Path):
+            _delete_files(self.folder, before.keys() - self.files.keys())
+
+    def _put(self, name: str) -> None:
+        source, target = self.path / name, self.folder / name
+        if isinstance(target, Remote):
+            target.upload(source)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            kept = self._room / _BEFORE / name
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(target, kept)
+            except OSError:  # there are no links here
+                shutil.copy2(target, kept)
+        source.replace(target)
+
+    def _take_back(self, name: str) -> None:
+        kept, target = self._room / _BEFORE / name, self.folder / name
+        if isinstance(target, Remote):
+            return
+        if kept.exists():
+            kept.replace(target)
+        elif not (self.path / name).exists():
+            target.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete the hidden folder; on every rank, since the machines may not share it."""
+        atomic_write.remove(self._room)
+
+
+def _sums_below(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        yield path.relative_to(folder).as_posix(), sums([path])[path.name]
+
+
+def _delete_files(folder: Path, names: Iterable[str]) -> None:
+    parents = set()
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+        parents |= {parent for parent in (folder / name).parents if folder in parent.parents}
+    for parent in sorted(parents, key=lambda path: -len(path.parts)):
+        with suppress(OSError):
+            parent.rmdir()
+
+
+def settle_files(state: Location, files: Files) -> list[str]:
+    """Bring back the files that a state was saved with, where a later save was killed on its way; on rank 0.
+
+    Returns:
+        Those that are not what was saved, and of which there is no other.
+    """
+    folder = state.parent
+    wrong = [name for name, sum_ in files.items() if not _is(folder / name, sum_)]
+    if not isinstance(folder, Path):
+        return wrong
+    for name in list(wrong):
+        rooms = (room / _BEFORE / name for room in folder.glob(f".{_ROOM}.*.tmp"))
+        kept = next((path for path in rooms if _is(path, files[name])), None)
+        if kept is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            kept.replace(folder / name)
+            wrong.remove(name)
+    return wrong
+
+
+def _is(path: Location, sum_: list[int]) -> bool:
+    return path.exists() and path.stat().st_size == sum_[0] and sums([path])[path.name] == sum_

@@ -1,0 +1,134 @@
+"""Device maps: which part of a model lies where, by the name of a module or tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import messages
+from .module_sizes import named_tensors
+
+#: A device: the number of an accelerator, ``"cpu"``, ``"disk"``, or what ``torch.device`` takes.
+Device = int | str
+DeviceMap = dict[str, Device]
+
+
+def is_offloaded(device: Any, main_device: Any) -> bool:
+    """Whether what lies on ``device`` is fetched to run on the main device."""
+    return device == "disk" or (_is_host(device) and not _is_host(main_device))
+
+
+def _is_host(device: Any) -> bool:
+    return str(device).partition(":")[0] == "cpu"
+
+
+def main_device_of(device_map: Mapping[str, Any]) -> Any:
+    """Where parts run that lie in the host's memory or on disk: the first accelerator of a map, else the CPU."""
+    return next((device for device in device_map.values() if not (device == "disk" or _is_host(device))), "cpu")
+
+
+def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    """What a map says of a module or tensor: its own entry, or that of the nearest module around it; None: nothing."""
+    while True:
+        if name in device_map:
+            return device_map[name]
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """See that a map speaks of every tensor of a model and of nothing else, and names devices that are there.
+
+    Raises:
+        ValueError: a tensor is left out, or a name or a device is unknown.
+    """
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    tensors = [name for name, _ in named_tensors(model)]
+    odd = [name for name in device_map if name not in known and name not in tensors]
+    if odd:
+        near = messages.did_you_mean(odd[0], [*known, *tensors])
+        raise ValueError(f"device_map names {odd[0]!r}, which {type(model).__name__} does not have.{near}")
+    missing = [name for name in tensors if device_of(name, device_map) is None]
+    if missing:
+        raise ValueError(
+            f"device_map says nothing about {len(missing)} of the {len(tensors)} tensors of {type(model).__name__}: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add their module, or '' for all the rest."
+        )
+    for name, device in device_map.items():
+        if device != "disk":
+            torch_device(device, f"device_map[{name!r}]")
+
+
+def torch_device(device: Any, what: str) -> torch.device:
+    """The device that a map names.
+
+    Args:
+        device: a number, a name or a device.
+        what: what it is called in errors.
+
+    Raises:
+        ValueError: there is none of that name here.
+    """
+    kind = torch.accelerator.current_accelerator()
+    try:
+        if isinstance(device, int) and not isinstance(device, bool):
+            device = torch.device(kind.type if kind is not None else "cuda", device)
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        choices = ("cpu", "disk", "cuda:0", "mps")
+        raise ValueError(messages.unknown(f"device in {what}", device, choices, ", or the number of a GPU")) from error
+    if found.type == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count() if kind is not None and found.type == kind.type else 0
+    if found.type != "meta" and (found.index or 0) >= count:
+        seen = f"{count} of that kind" if count else "none"
+        raise ValueError(
+            f"{what} is {str(found)!r}, but this process sees {seen}. Use 'cpu' or 'disk', or show it more."
+        )
+    return found
+
+
+class Refusal:
+    """Stands where a module that was spread has what moves and converts it (``to``, ``half``, also of a parent).
+
+    Args:
+        name: of its class.
+        where: over what it was spread.
+    """
+
+    def __init__(self, name: str, where: str) -> None:
+        self.name = name
+        self.where = where
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"This would move or convert {self.name}, which was spread over {self.where}, and undo that. Load it again "
+            "with another device_map, max_memory or dtype, or first call remove_hook_from_submodules(model), from "
+            "paceline.big_model.hooks."
+        )
+
+
+def spread_in(module: nn.Module) -> nn.Module | None:
+    """The first module in a module that a device map has spread; None if none was."""
+    return next((part for part in module.modules() if isinstance(vars(part).get("_apply"), Refusal)), None)
+
+
+def join_neighbors(device_map: Mapping[str, Device]) -> DeviceMap:
+    """The shortest map that says the same: modules in which all lies on one device, instead of their parts."""
+    below: dict[str, set[Device]] = {}
+    for name, device in device_map.items():
+        for prefix in _prefixes(name):
+            below.setdefault(prefix, set()).add(device)
+    return {
+        next(prefix for prefix in _prefixes(name) if len(below[prefix]) == 1): device
+        for name, device in device_map.items()
+    }
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".") if name else []
+    return [".".join(parts[:end]) for end in range(len(parts) + 1)]

@@ -1,0 +1,377 @@
+"""Spread a model over accelerators, the host's memory and disk, and let it run as if it lay in one place."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .device_map import Refusal, check_device_map, device_of, is_offloaded, main_device_of, torch_device
+from .empty_init import give
+from .hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    LayerwiseCastingHook,
+    SequentialHook,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    default_device,
+    remove_hook_from_module,
+)
+from .infer_device_map import smallest_parts
+from .module_sizes import named_tensors, names_of
+from .offload import (
+    Fetcher,
+    OffloadedWeightsLoader,
+    Part,
+    Stored,
+    load_offloaded_weight,
+    offload_weight,
+    save_offload_index,
+)
+from .weight_files import Pages, is_aligned
+
+_NO_FORWARD = nn.Module.forward
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main_device: Any = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Any = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Bring each part of a model to where a map says, and let it run from there. The same object.
+
+    A part in the host's memory or on disk comes to the main device when it runs, whole, and goes afterwards; the next
+    one is fetched meanwhile. With the CPU as main device weights on disk are used where the file is mapped, without a
+    copy. Outputs are those of the model in one place, to the bit, if modules call each other: one that reads the weight
+    of another sees its values where they lie, which on the CPU may change the last bits of a product unless its file is
+    aligned to 64 bytes, as those that Paceline writes are. One thread at a time may run it, and the files must stay as
+    they are while it is in use. To train what does not fit, use ``strategy="fsdp"``.
+
+    Args:
+        model: with all its values, or on the meta device where ``state_dict`` or ``offload_index`` has them.
+        device_map: name of module or tensor to device: a number, ``"cpu"``, ``"disk"``; ``""`` is all the rest.
+        main_device: where parts run that lie elsewhere; None: the first accelerator of the map, else the CPU.
+        state_dict: values of offloaded parts, where they are not the model's.
+        offload_dir: where the values of ``"disk"`` are written that are in no file of safetensors yet, or there in
+            another dtype.
+        offload_index: what that folder has (or which safetensors files), where it was written before.
+        offload_buffers: buffers of offloaded parts too.
+        skip_keys: keyword arguments that are not moved to a part's device.
+        preload_module_classes: classes, or names of them, that are fetched whole. None: the model's blocks.
+        force_hooks: attach hooks also if all lies on one device.
+
+    Raises:
+        ValueError: the map leaves something out, names what is not there, or asks for disk without a folder.
+    """
+    check_device_map(model, device_map)
+    _take_off(model)
+    main = torch_device(main_device_of(device_map) if main_device is None else main_device, "main_device")
+    offloaded = {name: device for name, device in device_map.items() if is_offloaded(device, main)}
+    if len(set(map(str, device_map.values()))) == 1 and not offloaded and not force_hooks:
+        _bring(model, device_map, main, _weights(state_dict, offload_dir, offload_index), None, offload_buffers)
+        check_filled(model)
+        model.to(torch_device(next(iter(device_map.values())), "device_map"))
+    else:
+        weights = _weights(state_dict, offload_dir, offload_index)
+        _bring(model, device_map, main, weights, offload_dir, offload_buffers)
+        _attach(model, device_map, main, offload_buffers, skip_keys, preload_module_classes)
+        _forbid_moves(model, bool(offloaded))
+    check_filled(model)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Any = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Any = None,
+) -> nn.Module:
+    """Keep a model's weights in the host's memory and bring each part to a device while it runs.
+
+    Args:
+        model: the model; the same object is returned.
+        execution_device: where it runs; None: the first accelerator, else the CPU.
+        offload_buffers: buffers too.
+        state_dict: the values, where they are not the model's.
+        preload_module_classes: what is fetched whole.
+    """
+    main = default_device() if execution_device is None else execution_device
+    rest = {"preload_module_classes": preload_module_classes, "force_hooks": True}
+    return dispatch_model(model, {"": "cpu"}, main, state_dict, offload_buffers=offload_buffers, **rest)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | os.PathLike[str],
+    execution_device: Any = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Any = None,
+) -> nn.Module:
+    """Write a model's weights to a folder and bring each part to a device while it runs.
+
+    Args:
+        model: the model; the same object is returned.
+        offload_dir: the folder.
+        execution_device: where it runs; None: the first accelerator, else the CPU.
+        offload_buffers: buffers too.
+        preload_module_classes: what is fetched whole.
+    """
+    main = default_device() if execution_device is None else execution_device
+    return dispatch_model(
+        model,
+        {"": "disk"},
+        main,
+        offload_dir=offload_dir,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+    )
+
+
+def cpu_offload_with_hook(
+    model: nn.Module, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a whole model in the host's memory until it runs; it stays on the device until the next one needs it.
+
+    Args:
+        model: the model.
+        execution_device: where it runs; None: the first accelerator, else the CPU.
+        prev_module_hook: of the model before it in a pipeline, which is moved back when this one runs.
+
+    Returns:
+        The model, and its hook with ``offload()`` and ``remove()``.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Keep the weights of each layer in a smaller dtype than it computes in.
+
+    Args:
+        module: the model.
+        storage_dtype: between forwards, such as ``torch.float8_e4m3fn``.
+        compute_dtype: within.
+        skip_modules_pattern: regular expressions for names that keep their dtype, with all that is in them.
+        skip_modules_classes: classes that keep it, likewise.
+        non_blocking: do not wait for copies.
+    """
+    patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
+    left_out: tuple[str, ...] = ()
+    for name, part in module.named_modules():
+        if isinstance(part, skip_modules_classes or ()) or any(re.search(one, name) for one in patterns):
+            left_out += (f"{name}." if name else "",)
+        if isinstance(part, _CAST) and not f"{name}.".startswith(left_out):
+            add_hook_to_module(part, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+
+
+_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+# ---- where values lie ------------------------------------------------------------------------------------------------
+
+
+def _weights(
+    state_dict: Mapping[str, Tensor] | None, folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
+) -> OffloadedWeightsLoader:
+    return OffloadedWeightsLoader(state_dict, folder if index is not None else None, index or {})
+
+
+def _bring(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main: torch.device,
+    weights: OffloadedWeightsLoader,
+    folder: str | os.PathLike[str] | None,
+    offload_buffers: bool,
+) -> None:
+    """Each tensor to where it lies; a tied one to the first of its places. What a file has stays in that file."""
+    pages, seen, index, names = Pages(), set(), {}, names_of(model)
+    buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
+    for name, tensor in list(named_tensors(model)):
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        device = device_of(name, device_map)
+        found = weights.stored(name) if name in weights else Stored(tensor.data, tensor.dtype, in_file=False)
+        value, dtype, in_file = found
+        if value.is_meta:
+            continue
+        in_file = in_file or not value.numel() or pages.holds(value)
+        if is_offloaded(device, main) and id(tensor) in buffers:
+            device = main
+        if device != "disk":
+            place = torch_device(device, f"device_map[{name!r}]")
+            value = value.to(place, dtype, copy=in_file and not is_aligned(value)).contiguous()
+        elif not in_file or value.dtype != dtype:
+            value = _written(name, found, folder, index)
+        give(model, names[id(tensor)], tensor, value)
+    if folder is not None:
+        save_offload_index(index, folder)
+
+
+def _written(name: str, found: Stored, folder: str | os.PathLike[str] | None, index: dict[str, Any]) -> Tensor:
+    value, dtype, in_file = found
+    if folder is None:
+        why = f", where its file has {value.dtype}" if in_file else ""
+        raise ValueError(
+            f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass "
+            "offload_dir=... (in load_checkpoint_and_dispatch and from_pretrained: offload_folder=...), with room for "
+            "the weights."
+        )
+    offload_weight(value, name, folder, index, dtype)
+    return load_offloaded_weight(Path(folder) / f"{name}.dat", index[name])
+
+
+def check_filled(model: nn.Module) -> None:
+    """See that no tensor of a model is on the meta device.
+
+    Raises:
+        RuntimeError: one is.
+    """
+    empty = [name for name, tensor in named_tensors(model) if tensor.is_meta]
+    if empty:
+        raise RuntimeError(
+            f"{len(empty)} tensors of {type(model).__name__} have no values: {', '.join(empty[:5])}"
+            f"{', ...' if len(empty) > 5 else ''}. Load weights that have them; buffers that are computed must be made "
+            "for real (init_empty_weights(include_buffers=False))."
+        )
+
+
+# ---- what happens when it runs ---------------------------------------------------------------------------------------
+
+
+def _attach(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main: torch.device,
+    offload_buffers: bool,
+    skip_keys: str | Sequence[str] | None,
+    whole: Any,
+) -> None:
+    fetcher = Fetcher()
+    kept = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
+    homes: dict[int, Any] = {}  # a tied one lies at the first of its places
+    for name, tensor in named_tensors(model):
+        homes.setdefault(id(tensor), device_of(name, device_map))
+    owned: dict[str, dict[int, Tensor]] = {}
+    for name, part in _parts(model, whole, device_map):
+        runner = _runner(model, name)
+        runs = _run_device(runner, device_map, main)
+        for tensor in [one for _, one in named_tensors(part)] if isinstance(part, nn.Module) else [part]:
+            home = homes[id(tensor)]
+            away = is_offloaded(home, main) and id(tensor) not in kept
+            if away or (not is_offloaded(home, main) and torch_device(home, "device_map") != runs):
+                owned.setdefault(runner, {})[id(tensor)] = tensor
+    devices = {name: _run_device(name, device_map, main) for name in owned}
+    parts = {name: Part(list(tensors.values()), devices[name], fetcher) for name, tensors in owned.items()}
+    for part, following in itertools.pairwise(parts.values()):
+        part.following = following
+    places = _places(model, device_map, main)
+    for name in dict.fromkeys(["", *places, *parts] if parts else places):
+        device = devices.get(name, places.get(name, main))
+        rest = {"part": parts.get(name), "fetcher": fetcher if parts and not name else None}
+        hook = AlignDevicesHook(device, io_same_device=not name and bool(places), skip_keys=skip_keys, **rest)
+        add_hook_to_module(model.get_submodule(name), hook, append=True)
+
+
+def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
+    """What is brought as one, by name: blocks and the like; what is in them, where the map speaks of that."""
+    split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
+    split |= {""} if any(device_map) else set()
+    return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
+
+
+def _split(name: str, part: nn.Module | Tensor, split: set[str]) -> list[tuple[str, nn.Module | Tensor]]:
+    if name not in split or not isinstance(part, nn.Module):
+        return [(name, part)]
+    below = [*part.named_children(), *named_tensors(part, recurse=False)]
+    prefix = f"{name}." if name else ""
+    return [found for key, one in below for found in _split(f"{prefix}{key}", one, split)]
+
+
+def _run_device(name: str, device_map: Mapping[str, Any], main: torch.device) -> torch.device:
+    """Where a module runs."""
+    device = device_of(name, device_map)
+    return main if device is None or is_offloaded(device, main) else torch_device(device, "device_map")
+
+
+def _take_off(model: nn.Module) -> None:
+    """Undo an earlier dispatch, but for where values lie; hooks of others stay."""
+    for part in model.modules():
+        hook = vars(part).get("_hf_hook")
+        hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+        others = [one for one in hooks if one is not None and not isinstance(one, AlignDevicesHook)]
+        if hook is not None and len(others) < len(hooks):
+            vars(part)["_hf_hook"] = others[0] if len(others) == 1 else SequentialHook(*others)
+            if not others:
+                remove_hook_from_module(part)
+    for part in model.modules():
+        if isinstance(vars(part).get("_apply"), Refusal):
+            del vars(part)["_apply"]
+
+
+def _places(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
+    """The modules that take inputs to an accelerator, the model itself first; none if all runs on the CPU."""
+    run = {
+        name: main if is_offloaded(one, main) else torch_device(one, "device_map") for name, one in device_map.items()
+    }
+    if {device.type for device in (main, *run.values())} == {"cpu"}:
+        return {}
+    found = {"": main}
+    for name, device in run.items():
+        for below in _called(model, name):
+            found.setdefault(below, device)
+    return found
+
+
+def _called(model: nn.Module, name: str) -> list[str]:
+    """The module of that name, or what is called inside of it if it is a mere container; none for a tensor."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return []
+    if type(module).forward is not _NO_FORWARD:
+        return [name]
+    return [one for key, _ in module.named_children() for one in _called(model, f"{name}.{key}" if name else key)]
+
+
+def _runner(model: nn.Module, name: str) -> str:
+    """The nearest module around (or at) a name that is called: containers and tensors are not."""
+    while name:
+        try:
+            if type(model.get_submodule(name)).forward is not _NO_FORWARD:
+                return name
+        except AttributeError:  # a tensor
+            pass
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _forbid_moves(model: nn.Module, offloaded: bool) -> None:
+    where = "the host's memory or disk" if offloaded else "several devices"
+    for part in (model, *(one for one in model.modules() if isinstance(vars(one).get("_hf_hook"), AlignDevicesHook))):
+        vars(part)["_apply"] = Refusal(type(part).__name__, where)

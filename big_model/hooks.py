@@ -1,0 +1,370 @@
+"""What is done before and after a module's forward: moving inputs, bringing weights.
+
+The names and attributes are those of Accelerate's hooks (``module._hf_hook``, ``module._old_forward``), which libraries
+around transformers and diffusers look at.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..strategies.batch_transfer import move
+from ..strategies.dtypes import convert
+from .device_map import torch_device
+from .empty_init import give
+from .module_sizes import named_tensors, names_of
+from .offload import Fetcher, Part
+
+
+class ModelHook:
+    """Something to do around a module's forward; :func:`add_hook_to_module` attaches it."""
+
+    #: Whether the forward runs under ``torch.no_grad()``.
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """When it is attached; returns the module."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the forward; returns its arguments."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """After the forward; returns its output."""
+        return output
+
+    def failed(self, module: nn.Module) -> None:
+        """Instead of :meth:`post_forward`, when the forward raises; not if :meth:`pre_forward` did."""
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """When it is removed; returns the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, one after the other.
+
+    Args:
+        *hooks: in order, also after the forward.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Of each."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of each."""
+        for place, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                SequentialHook(*self.hooks[:place]).failed(module)
+                raise
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Of each."""
+        for place, hook in enumerate(self.hooks):
+            try:
+                output = hook.post_forward(module, output)
+            except BaseException:
+                SequentialHook(*self.hooks[place + 1 :]).failed(module)
+                raise
+        return output
+
+    def failed(self, module: nn.Module) -> None:
+        """Of each."""
+        for hook in self.hooks:
+            hook.failed(module)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Of each."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Do something around a module's forward, on the instance.
+
+    Args:
+        module: the module, which is returned.
+        hook: what to do.
+        append: after the hook it has already, rather than in its place.
+    """
+    before = vars(module).get("_hf_hook")
+    if before is not None and not append:
+        remove_hook_from_module(module)
+    old = vars(module).get("_old_forward", module.forward)
+    module = hook.init_hook(module)
+    vars(module).update(_hf_hook=SequentialHook(before, hook) if before is not None and append else hook)
+    vars(module).update(_old_forward=old)
+    module.forward = functools.update_wrapper(functools.partial(_run, module), old)  # a copy of both runs the copy
+    return module
+
+
+def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A module's forward with its hook."""
+    hook: ModelHook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    try:
+        with torch.no_grad() if hook.no_grad else _NOTHING:
+            output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        hook.failed(module)
+        raise
+    return hook.post_forward(module, output)
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Give a module its own forward back.
+
+    Args:
+        module: the module, which is returned.
+        recurse: also the modules in it.
+    """
+    hook = vars(module).pop("_hf_hook", None)
+    if hook is not None:
+        hook.detach_hook(module)
+        old = vars(module).pop("_old_forward")
+        vars(module).pop("forward", None)
+        if getattr(old, "__func__", None) is not type(module).forward:  # it had been replaced before
+            vars(module)["forward"] = old
+    for child in module.children() if recurse else ():
+        remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Give a module and all in it their own forwards back; what stands in the way of moving it goes too."""
+    remove_hook_from_module(module, recurse=True)
+    for part in module.modules():
+        vars(part).pop("_apply", None)
+    vars(module).pop("hf_device_map", None)
+
+
+class AlignDevicesHook(ModelHook):
+    """Inputs, and with ``offload`` the weights, are where a module runs.
+
+    Args:
+        execution_device: where it runs; None: where it is.
+        offload: the weights lie elsewhere: in ``weights_map``, or in the host's memory.
+        io_same_device: outputs go back to where the inputs were.
+        weights_map: values by name, in the host's memory or mapped from a file.
+        offload_buffers: buffers too.
+        place_submodules: all modules inside of it too, not only its own tensors.
+        skip_keys: keyword arguments that are not moved.
+        tied_params_map: accepted; tied parameters are one object, and move together.
+        part: what comes and goes with it, if that is decided already.
+        fetcher: told when the module begins and ends to run; for the whole model.
+    """
+
+    def __init__(
+        self,
+        execution_device: Any = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: Any = None,
+        part: Part | None = None,
+        fetcher: Fetcher | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.part = part
+        self.fetcher = fetcher
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Bring the tensors to where they run, or with ``offload`` to where they lie."""
+        if self.execution_device is None or self.part is not None or self.fetcher is not None:
+            return module
+        device = torch_device(self.execution_device, "execution_device")
+        away = list(named_tensors(module, self.place_submodules, self.offload_buffers)) if self.offload else []
+        leaving = {id(tensor) for _, tensor in away}
+        for _, tensor in named_tensors(module, recurse=self.place_submodules):
+            if id(tensor) not in leaving and not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+        if away:
+            self._send_away(module, [name for name, _ in away], device)
+        return module
+
+    def _send_away(self, module: nn.Module, names: list[str], device: torch.device) -> None:
+        weights = self.weights_map or {}
+        for name in names:
+            tensor = _tensor(module, name)
+            home = weights[name] if name in weights else tensor.data.to("cpu")
+            if home is not tensor.data and (tensor.is_meta or home.data_ptr() != tensor.data_ptr()):
+                give(module, names_of(module)[id(tensor)], tensor, home)
+        tensors = {id(tensor): tensor for tensor in (_tensor(module, name) for name in names)}
+        self.part = Part(list(tensors.values()), device, Fetcher())
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Weights and inputs come to where the module runs."""
+        if self.io_same_device:
+            self.input_device = _device_in((args, kwargs))
+        if self.execution_device is not None and str(self.execution_device) != "cpu":
+            device = torch_device(self.execution_device, "execution_device")
+            kwargs = {key: value if key in self.skip_keys else move(value, device) for key, value in kwargs.items()}
+            args = move(args, device)
+        if self.fetcher is not None:
+            self.fetcher.start()
+        try:
+            if self.part is not None:
+                self.part.enter()
+        except BaseException:
+            if self.fetcher is not None:
+                self.fetcher.stop()
+            raise
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Weights go; with ``io_same_device`` outputs go back."""
+        self.failed(module)
+        if self.io_same_device and self.input_device is not None:
+            return move(output, self.input_device)
+        return output
+
+    def failed(self, module: nn.Module) -> None:
+        """Weights go."""
+        if self.part is not None:
+            self.part.leave()
+        if self.fetcher is not None:
+            self.fetcher.stop()
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Weights stay where they lie, fit to be used from there."""
+        if self.part is not None:
+            self.part.release()
+        return module
+
+
+class CpuOffload(ModelHook):
+    """A whole model lies in the host's memory until it runs; then it stays on the device until another one runs.
+
+    Args:
+        execution_device: where it runs; None: the accelerator of this machine.
+        prev_module_hook: of the model whose place it takes.
+    """
+
+    def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = default_device() if execution_device is None else execution_device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """To the host's memory."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The other model goes, this one comes."""
+        device = torch_device(self.execution_device, "execution_device")
+        tensor = next((tensor for _, tensor in named_tensors(module)), None)
+        if tensor is not None and tensor.device != device:
+            if self.prev_module_hook is not None:
+                self.prev_module_hook.offload()
+            module.to(device)
+        return move(args, device), move(kwargs, device)
+
+
+class UserCpuOffloadHook:
+    """What :func:`cpu_offload_with_hook` returns to steer by hand.
+
+    Args:
+        model: the model.
+        hook: its hook.
+    """
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Move the model back to the host's memory now."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        remove_hook_from_module(self.model)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """A layer's weights lie in one dtype and compute in another.
+
+    Args:
+        storage_dtype: between forwards.
+        compute_dtype: within.
+        non_blocking: do not wait for copies.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """To the dtype of storage."""
+        return convert(module, self.storage_dtype, self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """To the dtype of computing."""
+        convert(module, self.compute_dtype, self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """To the dtype of storage."""
+        self.failed(module)
+        return output
+
+    def failed(self, module: nn.Module) -> None:
+        """To the dtype of storage."""
+        convert(module, self.storage_dtype, self.non_blocking)
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    place, _, last = name.rpartition(".")
+    owner = module.get_submodule(place)
+    found = owner._parameters.get(last)
+    return found if found is not None else owner._buffers[last]  # type: ignore[return-value]
+
+
+def default_device() -> torch.device:
+    """The first accelerator of this machine, else the CPU."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if kind is None else torch.device(kind.type, 0)
+
+
+def _device_in(values: Any) -> torch.device | None:
+    """The device of the first tensor in nested values."""
+    if isinstance(values, Tensor):
+        return values.device
+    inside = values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple)) else ()
+    return next((found for value in inside if (found := _device_in(value)) is not None), None)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+_NOTHING = _Nothing()

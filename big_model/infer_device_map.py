@@ -1,0 +1,468 @@
+"""Which part of a model lies on which device: sizes and limits in, a device map out, with the reason for each line."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from .. import messages
+from ..processes import devices
+from ..strategies.fsdp.wrapping import repeated_elements
+from .device_map import Device, DeviceMap, is_offloaded, join_neighbors
+from .module_sizes import Sizes, named_tensors, size_in_bytes
+
+Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
+WORDS: tuple[Spread, ...] = get_args(Spread)
+#: They read the weights of modules inside of them, without calling these.
+_INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+#: Of a device's free memory, what weights may take when no limit is given; the rest is for activations.
+_FOR_WEIGHTS = 0.9
+
+
+class Row(NamedTuple):
+    """One line of a plan.
+
+    Attributes:
+        module: name of a module or tensor; ``""``: the whole model.
+        kind: its class.
+        device: where it lies.
+        bytes: that it takes there; of a tied tensor nothing, where it lies already.
+        why: the reason.
+    """
+
+    module: str
+    kind: str
+    device: Device
+    bytes: int
+    why: str
+
+
+@dataclass
+class DevicePlan:
+    """Where each part of a model is to lie.
+
+    Attributes:
+        device_map: name to device, as :func:`dispatch_model` takes it.
+        rows: the parts in order, before neighbors on one device were joined.
+        limits: bytes of weights that each device may hold; infinite for the disk.
+        main_device: where parts run that lie in the host's memory or on disk.
+        reserved: bytes kept free there for the part that is fetched while the one before it runs.
+        buffers: bytes of buffers there that belong to parts which lie elsewhere.
+        used: bytes on each device.
+    """
+
+    device_map: DeviceMap
+    rows: list[Row]
+    limits: dict[Device, float]
+    main_device: Device
+    reserved: int = 0
+    buffers: int = 0
+    used: dict[Device, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.used = {device: sum(row.bytes for row in self.rows if row.device == device) for device in self.limits}
+        self.used[self.main_device] += self.buffers
+
+    @property
+    def offloaded(self) -> list[str]:
+        """The names in the map that do not lie where they run."""
+        return [name for name, device in self.device_map.items() if is_offloaded(device, self.main_device)]
+
+    def __str__(self) -> str:
+        head = ("module", "class", "device", "size", "why")
+        lines = [
+            (_span(rows), rows[0].kind, str(rows[0].device), _bytes(rows), rows[0].why) for rows in _runs(self.rows)
+        ]
+        totals = [
+            f"{device}: {messages.size(self.used[device])}"
+            + (f" of {messages.size(limit)}" if limit < math.inf else "")
+            for device, limit in self.limits.items()
+        ]
+        kept = f"; {messages.size(self.reserved)} of {self.main_device} kept free for fetching" if self.reserved else ""
+        return "\n".join([messages.table([head, *lines]), f"In all {', '.join(totals)}{kept}."])
+
+
+def plan_device_map(
+    model: nn.Module,
+    device_map: Spread = "auto",
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: Any = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+    verbose: bool = True,
+) -> DevicePlan:
+    """Decide which part of a model lies where, and show it as a table; nothing is moved.
+
+    Devices are filled in order: accelerators, the host's memory, disk. A part that does not fit is taken apart, as far
+    as may be; what follows it goes to the same device or a later one, so that data pass each device once. If not all
+    fits where it runs, room is kept there for the largest part that is fetched.
+
+    Args:
+        model: may be on the meta device.
+        device_map: ``"auto"`` or ``"balanced"`` spreads the model evenly over the accelerators; ``"balanced_low_0"``
+            leaves room on the first; ``"sequential"`` fills one after the other.
+        max_memory: bytes, or text such as ``"20GiB"``, that weights may take on each device, by number, ``"cpu"`` or
+            ``"disk"``; devices left out are not used, except the disk. None: what is free, less a tenth.
+        no_split_module_classes: classes, or their names, of which no instance is taken apart (one, or several). None:
+            what the model names (``_no_split_modules``), else the blocks that repeat in its containers.
+        dtype: that floating-point weights will have; None: as in the model.
+        special_dtypes: the same for single tensors, by name.
+        offload_buffers: buffers of what is fetched lie with it; otherwise on the main device.
+        fallback_allocation: put later parts on an earlier device where they fit, instead of keeping the order.
+        verbose: print the table.
+
+    Raises:
+        ValueError: a word, limit or class is unknown, or a limit is too small for what must run there.
+    """
+    if device_map not in WORDS:
+        more = f", or a dict of module names to devices, such as {{'': {device_map!r}}} for all"
+        raise ValueError(messages.unknown("device_map", device_map, WORDS, more))
+    limits = get_max_memory(max_memory)
+    atoms = _atoms(model, no_split_module_classes)
+    sizes = Sizes(model, dtype, special_dtypes)
+    if device_map != "sequential":
+        limits = _balanced(model, sizes, atoms, limits, low_zero=device_map == "balanced_low_0")
+    placer = _Placer(model, sizes, atoms, limits, offload_buffers, fallback_allocation)
+    plan = placer.plan()
+    if verbose:
+        messages.info(str(plan))
+    return plan
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: Any = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> DeviceMap:
+    """The map of :func:`plan_device_map` with ``"sequential"``.
+
+    Args:
+        model: see there, as for all that is not named here.
+        max_memory: limits.
+        no_split_module_classes: what stays whole.
+        dtype: that weights will have.
+        special_dtypes: the same by name.
+        verbose: print the table.
+        clean_result: join neighbors on the same device under the name of what they are in.
+        offload_buffers: with what is fetched.
+        fallback_allocation: do not keep the order.
+    """
+    rest = (no_split_module_classes, dtype, special_dtypes, offload_buffers, fallback_allocation, verbose)
+    plan = plan_device_map(model, "sequential", max_memory, *rest)
+    return plan.device_map if clean_result else {row.module: row.device for row in plan.rows}
+
+
+def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Device, float]:
+    """Bytes of weights that each device may hold, accelerators first, then ``"cpu"`` and ``"disk"``.
+
+    Args:
+        max_memory: by device; None: nine tenths of what is free on each. Sizes given as text become numbers in this
+            dict too: libraries compare the limits of their own dict with what this returns.
+
+    Raises:
+        ValueError: a device or size is unknown.
+    """
+    if max_memory is None:
+        free: dict[Device, float] = {
+            index: int(torch.cuda.mem_get_info(index)[0] * _FOR_WEIGHTS) for index in range(devices.count("cuda"))
+        }
+        if not free and devices.count("mps"):
+            free["mps"] = int(torch.mps.recommended_max_memory() * _FOR_WEIGHTS)
+        return {**free, "cpu": int(devices.available_memory() * _FOR_WEIGHTS), "disk": math.inf}
+    if not isinstance(max_memory, Mapping):
+        raise TypeError(f"max_memory={max_memory!r} is no dict. Pass bytes by device, such as {{'cpu': '2GB'}}.")
+    limits = {_key(device): _limit(device, size) for device, size in max_memory.items()}
+    if isinstance(max_memory, MutableMapping):
+        texts: list[Any] = [device for device, size in max_memory.items() if isinstance(size, str)]
+        max_memory.update({device: int(limits[_key(device)]) for device in texts})
+    numbered = sorted((device for device in limits if isinstance(device, int)), key=int)
+    others = [device for device in limits if not isinstance(device, int) and device not in ("cpu", "disk")]
+    order: list[Device] = [*numbered, *others, *(["cpu"] if "cpu" in limits else []), "disk"]
+    return {device: limits.get(device, math.inf) for device in order}
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: Any = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    low_zero: bool = False,
+) -> dict[Device, float]:
+    """Limits that spread a model evenly over the accelerators.
+
+    Args:
+        model: the model.
+        max_memory: limits that are not to be passed.
+        no_split_module_classes: what stays whole.
+        dtype: that weights will have.
+        special_dtypes: the same by name.
+        low_zero: give the first accelerator only what the others cannot take.
+    """
+    sizes = Sizes(model, dtype, special_dtypes)
+    return _balanced(model, sizes, _atoms(model, no_split_module_classes), get_max_memory(max_memory), low_zero)
+
+
+def smallest_parts(model: nn.Module, no_split_module_classes: Any = None) -> list[tuple[str, nn.Module | Tensor]]:
+    """The parts that are moved as one, by name: blocks, the layers outside of them, and tensors beside these."""
+    return [(item.name, item.module) for item in _smallest(_Item("", model), _atoms(model, no_split_module_classes))]
+
+
+# ---- how it is decided -----------------------------------------------------------------------------------------------
+
+
+class _Item(NamedTuple):
+    """A part that is still to be placed: a module with all that is in it, or one tensor of a module."""
+
+    name: str
+    module: nn.Module | Tensor
+
+    def ids(self, sizes: Sizes) -> set[int]:
+        return sizes.within(self.module) if isinstance(self.module, nn.Module) else {id(self.module)}
+
+    def parts(self, atoms: set[int]) -> list[_Item]:
+        """What it is made of; nothing if it stays whole."""
+        if not isinstance(self.module, nn.Module) or id(self.module) in atoms:
+            return []
+        children = [_Item(self._below(name), child) for name, child in self.module.named_children()]
+        if not children:
+            return []
+        own = [_Item(self._below(name), tensor) for name, tensor in named_tensors(self.module, recurse=False)]
+        return [*own, *(child for child in children if any(True for _ in named_tensors(child.module)))]  # type: ignore[arg-type]
+
+    def _below(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name else name
+
+
+@dataclass
+class _Placed:
+    """Rows, the smallest parts of what is fetched, and the bytes of their buffers that stay on the main device."""
+
+    rows: list[Row]
+    fetched: list[_Item]
+    buffers: int
+
+
+class _Placer:
+    def __init__(
+        self,
+        model: nn.Module,
+        sizes: Sizes,
+        atoms: set[int],
+        limits: dict[Device, float],
+        offload_buffers: bool,
+        first_fit: bool,
+    ) -> None:
+        self.model = model
+        self.sizes = sizes
+        self.atoms = atoms
+        self.limits = limits
+        self.main = next((device for device, limit in limits.items() if limit and device != "disk"), "cpu")
+        self.buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
+        self.first_fit = first_fit
+
+    def plan(self) -> DevicePlan:
+        if self.main not in self.limits:
+            raise ValueError(
+                f"max_memory={dict(self.limits)} has no device to run on. Name 'cpu' or the number of a GPU, with a "
+                "limit above 0."
+            )
+        placed, reserved = self._place(0), 0
+        if any(is_offloaded(row.device, self.main) for row in placed.rows):
+            placed, reserved = self._with_room_to_fetch()
+        device_map = join_neighbors({row.module: row.device for row in placed.rows})
+        return DevicePlan(device_map, placed.rows, self.limits, self.main, reserved, placed.buffers)
+
+    def _with_room_to_fetch(self) -> tuple[_Placed, int]:
+        """With as little of the main device kept free as the largest part needs that is then fetched."""
+        limit, buffers = self.limits[self.main], 0
+        parts = _smallest(_Item("", self.model), self.atoms)
+        for reserved in sorted({self._room_for(part) for part in parts}):
+            kept: float = reserved
+            while kept <= limit:
+                placed = self._place(kept)
+                over = sum(row.bytes for row in placed.rows if row.device == self.main) + placed.buffers
+                over += reserved - limit
+                if over <= 0 and max(map(self._room_for, placed.fetched), default=0) <= reserved:
+                    return placed, reserved
+                buffers = placed.buffers
+                kept = kept + over if over > 0 else limit + 1
+        largest = max(parts, key=self._room_for)
+        size = self._room_for(largest)
+        if size <= limit:
+            raise ValueError(
+                f"max_memory={{{self.main!r}: {int(limit)}}} is too small for the {messages.size(buffers)} of buffers "
+                f"of what is offloaded, which stay there, beside {messages.size(size)} to fetch into. Pass "
+                "offload_buffers=True, or a higher limit."
+            )
+        raise ValueError(
+            f"max_memory={{{self.main!r}: {int(limit)}}} is {messages.size(size - limit)} less than the "
+            f"{messages.size(size)} that {largest.name!r} ({type(largest.module).__name__}) needs to be fetched"
+            f"{'' if self.main == 'cpu' else ' while the part before it runs'}. Give {self.main!r} at least "
+            f"{size} bytes, load in a smaller dtype, or name smaller blocks in no_split_module_classes."
+        )
+
+    def _room_for(self, item: _Item) -> int:
+        """On an accelerator for the part that runs and the next one; in the host's memory the former comes on top."""
+        return self.sizes.sum(item.ids(self.sizes) - self.buffers) * (1 if self.main == "cpu" else 2)
+
+    def _place(self, kept: float) -> _Placed:
+        """Place all, with so much of the main device kept free."""
+        room = {device: limit - (kept if device == self.main else 0) for device, limit in self.limits.items()}
+        order = list(room)
+        homes: dict[int, tuple[Device, str]] = {}
+        placed = _Placed([], [], 0)
+        queue = deque([_Item("", self.model)])
+        current = 0
+        while queue:
+            item = queue.popleft()
+            ids = item.ids(self.sizes)
+            new = ids - homes.keys()
+            device, why = self._choose(item, ids, new, homes, room, order if self.first_fit else order[current:])
+            if device is None:
+                queue.extendleft(reversed(item.parts(self.atoms)))
+                continue
+            offloaded = is_offloaded(device, self.main)
+            staying = new & self.buffers if offloaded else set()
+            size = self.sizes.sum(new - staying)
+            room[device] -= size
+            placed.buffers += self.sizes.sum(staying)
+            if offloaded:
+                placed.fetched += _smallest(item, self.atoms)
+            if new or not ids:
+                current = max(current, order.index(device))
+            homes.update(dict.fromkeys(new, (device, item.name)))
+            placed.rows.append(Row(item.name, type(item.module).__name__, device, size, why))
+        return placed
+
+    def _choose(
+        self,
+        item: _Item,
+        ids: set[int],
+        new: set[int],
+        homes: dict[int, tuple[Device, str]],
+        room: dict[Device, float],
+        order: list[Device],
+    ) -> tuple[Device | None, str]:
+        """A device and the reason; no device: it is to be taken apart."""
+        size = self.sizes.sum(new)
+        if ids and not new:
+            device, other = homes[next(one for one in self.sizes.bytes if one in ids)]
+            return device, f"tied to {other!r}"
+        full: list[str] = []
+        for device in order:
+            needed = size - (self.sizes.sum(new & self.buffers) if is_offloaded(device, self.main) else 0)
+            if needed <= room[device]:
+                return device, f"no room on {', '.join(full)}" if full else "fits"
+            if item.parts(self.atoms):
+                return None, ""
+            full.append(f"{device} ({messages.size(max(0, room[device]))} left)")
+        raise ValueError(
+            f"{item.name!r} ({type(item.module).__name__}, {messages.size(size)}) fits nowhere: there is no room on "
+            f"{', '.join(full)}. Raise the limits in max_memory."
+        )
+
+
+def _smallest(item: _Item, atoms: set[int]) -> list[_Item]:
+    parts = item.parts(atoms)
+    return [small for part in parts for small in _smallest(part, atoms)] if parts else [item]
+
+
+def _balanced(
+    model: nn.Module, sizes: Sizes, atoms: set[int], limits: dict[Device, float], low_zero: bool
+) -> dict[Device, float]:
+    """Limits with the accelerators' lowered to an even share and one part more; the last one keeps its own."""
+    several = [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit]
+    if len(several) < 2:
+        return limits
+    total = sizes.of(model)
+    largest = max(sizes.sum(item.ids(sizes)) for item in _smallest(_Item("", model), atoms))
+    share = math.ceil(total / (len(several) - low_zero)) + largest
+    lowered = {device: min(limits[device], share) for device in several[:-1]}
+    if low_zero:
+        others = sum(min(limits[device], share) for device in several[1:])
+        lowered[several[0]] = min(limits[several[0]], max(0, total - others))
+    return {**limits, **lowered}
+
+
+def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
+    """The ids of the modules that stay whole although there are modules inside."""
+    fixed = {id(module) for module in model.modules() if isinstance(module, _INDIVISIBLE)}
+    asked = bool(no_split_module_classes)
+    if no_split_module_classes is None:
+        named = getattr(model, "_no_split_modules", None)
+        if not named:
+            return fixed | {id(module) for module in repeated_elements(model).values()}
+        no_split_module_classes = named
+    if isinstance(no_split_module_classes, (str, type)):
+        no_split_module_classes = [no_split_module_classes]
+    names = {one if isinstance(one, str) else one.__name__ for one in no_split_module_classes}
+    known = {type(module).__name__ for module in model.modules()}
+    if asked and not names & known:
+        name = min(names)
+        messages.warn(
+            f"no_split_module_classes names {name!r}, but {type(model).__name__} has no such module, so blocks may be "
+            f"taken apart.{messages.did_you_mean(name, known)}"
+        )
+    return fixed | {id(module) for module in model.modules() if type(module).__name__ in names}
+
+
+def _key(device: Any) -> Device:
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise ValueError(f"max_memory names the device {device!r}. Pass a number, 'cpu', 'disk' or such as 'cuda:0'.")
+    if isinstance(device, int):
+        return device
+    if device == "disk":
+        return "disk"
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            messages.unknown("device in max_memory", device, ("cpu", "disk", "mps"), ", or a number for a GPU")
+        ) from error
+    if found.type == "cpu":
+        return "cpu"
+    return found.index if found.type == "cuda" and found.index is not None else str(found)
+
+
+def _limit(device: Any, size: float | str) -> float:
+    if size == 0 or size == math.inf:
+        return float(size)
+    whole = int(size) if isinstance(size, float) else size
+    return size_in_bytes(whole, f"max_memory[{device!r}]")
+
+
+def _runs(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows that differ by their number only, together."""
+    runs: list[list[Row]] = []
+    for row in rows:
+        before = runs[-1][-1] if runs else None
+        same = before is not None and before[1:4] == row[1:4] and before.why.split("(")[0] == row.why.split("(")[0]
+        if same and before is not None and before.module.rpartition(".")[0] == row.module.rpartition(".")[0]:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
+
+
+def _span(rows: list[Row]) -> str:
+    first = rows[0].module or "(all)"
+    return first if len(rows) == 1 else f"{first} to {rows[-1].module.rpartition('.')[2]}"
+
+
+def _bytes(rows: list[Row]) -> str:
+    return messages.size(rows[0].bytes) if len(rows) == 1 else f"{len(rows)} x {messages.size(rows[0].bytes)}"

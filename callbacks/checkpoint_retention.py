@@ -1,0 +1,537 @@
+"""Which checkpoints of a fit are kept, under which names."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import messages
+from ..checkpoint import file_names, storage
+from ..checkpoint.owned_files import RunFiles
+from .base import Callback
+from .early_stopping import check_direction, check_mode
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+#: Values that a name and a ranking may always ask for.
+COUNTERS = ("epoch", "step")
+
+
+class Checkpoint(Callback):
+    """Base of the callbacks that write checkpoints. They run after all others, so that they save what those did."""
+
+    runs_last = True
+
+
+class CheckpointKeeper(Checkpoint):
+    """Writes checkpoints when a subclass says so, and keeps the best, the newest, or all of them.
+
+    The arguments and attributes are described in :class:`ModelCheckpoint`. A subclass calls :meth:`save`, on every
+    rank, whenever it wants a step saved; a step that has been saved is not saved again.
+    """
+
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
+    CHECKPOINT_NAME_LAST = "last"
+    FILE_EXTENSION = ".ckpt"
+    STARTING_VERSION = 1
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None,
+        filename: str | None,
+        monitor: str | None,
+        verbose: bool,
+        save_last: bool | str | None,
+        save_top_k: int,
+        save_weights_only: bool,
+        mode: str,
+        auto_insert_metric_name: bool,
+        enable_version_counter: bool,
+        async_save: bool | None,
+    ) -> None:
+        check_mode("ModelCheckpoint", mode)
+        _check_top_k(save_top_k, monitor)
+        check_direction("ModelCheckpoint", monitor, mode)
+        self.filename = None if filename is None else str(filename).removesuffix(self.FILE_EXTENSION)
+        file_names.check(self.filename or "", "ModelCheckpoint(filename=)")
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = _whether_last(save_last)
+        self.save_top_k = save_top_k
+        self.save_weights_only = save_weights_only
+        self.mode = mode
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.enable_version_counter = enable_version_counter
+        self.async_save = async_save
+        self.best_model_path = ""
+        self.best_model_score: Tensor | None = None
+        self.best_k_models: dict[str, Tensor] = {}
+        self.kth_best_model_path = ""
+        self._worst = torch.tensor(math.inf if mode == "min" else -math.inf)
+        self.kth_value = self._worst
+        self.last_model_path = ""
+        self.current_score: Tensor | None = None
+        self._given_dirpath = None if dirpath is None else storage.absolute(dirpath)
+        self._files = RunFiles(self._given_dirpath or "")
+        self._inherited: dict[str, Any] | None = None
+        self._loading: Trainer | None = None
+        self._facts: dict[str, Any] = {}
+        self._leftovers: list[str] = []
+        self._forget_steps(alone=True)
+
+    @property
+    def dirpath(self) -> str | None:
+        """The folder of the files, absolute; None until it is known, which a fit settles when it begins."""
+        return self._files.folder or None
+
+    def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        files = self._files
+        files.folder = trainer.strategy.broadcast(self._folder(trainer))
+        files.mark, files.line = trainer.strategy.broadcast((files.mark or uuid.uuid4().hex, uuid.uuid4().hex))
+        self._forget_steps(alone=trainer.world_size == 1)
+        self._leftovers = []
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        self._loading = trainer
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        self._loading = None
+        if self._inherited is not None:  # loaded by somebody else than the trainer
+            self._adopt(trainer, self._inherited)
+
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        if self._saved_step != trainer.global_step:
+            self._saved_step, self._saved_path = -1, ""
+        if self._last_step != trainer.global_step:
+            self._last_step = -1
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        self._files.sign(checkpoint)
+        if self._facts:
+            checkpoint.setdefault("paceline", {}).setdefault("manifest", {}).update(self._facts)
+
+    def _forget_steps(self, alone: bool) -> None:
+        self._alone = alone
+        self._saved_step = self._last_step = -1
+        self._saved_path = ""
+
+    # ---- which -----------------------------------------------------------------------------------------------------
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        """Whether a file with the score ``current`` would be kept."""
+        return current is not None and self._giving_way(current) is not None
+
+    def may_save(self, trainer: Trainer) -> bool:
+        """Whether there is anything to save: not in trials, and not before the first step."""
+        return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
+
+    def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
+        """Write the file of this step if it ranks, then ``last``, and tell the loggers.
+
+        Args:
+            trainer: the one that calls.
+            ranked: False writes only ``last``.
+            scored: False if the monitored metric does not belong to these weights.
+            background: False returns when the files are on the disk; else ``async_save`` decides.
+        """
+        ranked = ranked and self.save_top_k != 0
+        if not (ranked or self.save_last) or not self.may_save(trainer):
+            return
+        values = self._values(trainer)
+        if not scored:
+            values.pop(self.monitor or "", None)
+        score, step = values.get(self.monitor or ""), trainer.global_step
+        if ranked and score is not None:
+            self.current_score = score
+        late = ranked and self._saved_step == step and self._score_late(score)
+        gone = self._pushed_out(step, score) if ranked and self._saved_step != step else None
+        last = self.save_last and (late or gone is not None or self._last_step != step)
+        if gone is not None or last:
+            trainer.saver.wait()  # what became of the save before decides what is there to be replaced
+            path = None if gone is None else self._unused(trainer, values, self.filename, replaces=gone)
+            self._write(trainer, values, path, gone, last, self.async_save if background else False)
+        elif late:
+            trainer.saver.wait()
+            self._tell(trainer, "")
+
+    def save_after(self, trainer: Trainer, exception: BaseException) -> None:
+        """Save the step at which an exception ended the fit: a file outside the ranking, and ``last``.
+
+        A failure to do so is told, not raised: the exception itself is what matters.
+        """
+        if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
+            return
+        self._alone = True  # the other processes may be elsewhere
+        step, what = trainer.global_step, type(exception).__name__
+        try:
+            values = self._values(trainer)
+            path = self._unused(trainer, values, self.filename) if self._saved_step != step else None
+            last = self.save_last and self._last_step != step
+            if path is not None or last:
+                self._write(trainer, values, path, None, last)
+            if path is not None:
+                messages.info(f"{what} ended the fit; its state is saved in {path!r}.")
+        except Exception as error:
+            messages.warn(f"The state could not be saved after the {what}: {error}")
+
+    def has_saved(self, step: int, weights: bool = False) -> bool:
+        """Whether there is a file of this step to resume from, or (``weights``) at least one of its weights."""
+        return step in (self._saved_step, self._last_step) and (weights or not self.save_weights_only)
+
+    def save_on_signal(self, trainer: Trainer, name: str) -> None:
+        """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.
+
+        Without a monitor the newest file gives way as always, and ``last`` is rewritten if it is kept. Otherwise the
+        file stays outside the ranking, until the run goes on and saves again.
+
+        Args:
+            trainer: the one that calls.
+            name: of the signal.
+        """
+        step = trainer.global_step
+        if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
+            return
+        try:
+            trainer.saver.wait()
+        except Exception as error:  # what became of the save before is no reason not to save now
+            messages.error(f"The save before {name} had failed: {type(error).__name__}: {error}")
+        try:
+            if self.save_last or (self.monitor is None and self.save_top_k):
+                self.save(trainer, ranked=self.monitor is None, background=False)
+            elif self._saved_step != step:
+                values = self._values(trainer)
+                self._write(trainer, values, self._unused(trainer, values, self.filename), None, False)
+        except Exception as error:  # the run ends by the signal all the same
+            messages.error(f"The state could not be saved after {name}: {type(error).__name__}: {error}")
+        else:
+            path = self._saved_path if self._saved_step == step else self.last_model_path
+            messages.info(f"{name} ends the fit after step {step}; its state is saved in {path!r}.")
+
+    def _pushed_out(self, step: int, score: Tensor | None) -> list[str] | None:
+        """The files that one of this step pushes out of the ranking; None if it does not get into it."""
+        gone = self._giving_way(torch.tensor(math.nan) if score is None else score)
+        if gone is None and self.verbose and score is not None:
+            messages.info(f"Step {step}: {self.monitor!r} is {score:.6g}, not among the best {self.save_top_k}.")
+        return gone
+
+    def _take_in(self, path: str, score: Tensor | None, gone: Collection[str]) -> None:
+        """Put a file into the ranking, in the place of others."""
+        if self.monitor is None:
+            self.best_model_path = path
+            return
+        for old in gone:
+            del self.best_k_models[old]
+        self.best_k_models[path] = torch.tensor(math.nan) if score is None else score
+        self._rank()
+
+    def _score_late(self, score: Tensor | None) -> bool:
+        """Give the file written at this step, before the validation, the score that is known now."""
+        if score is None or not torch.isnan(self.best_k_models.get(self._saved_path, self._worst)):
+            return False
+        self.best_k_models[self._saved_path] = score
+        self._rank()
+        return True
+
+    def _giving_way(self, score: Tensor) -> list[str] | None:
+        """The files that a new one with this score would push out; None if it would not be kept itself."""
+        if self.save_top_k == -1:
+            return []
+        if self.monitor is None:
+            return [self.best_model_path] if self.best_model_path else []
+        # The sort is stable and the new one comes last: among equals the older files stay.
+        kept = sorted({**self.best_k_models, "": score}.items(), key=lambda item: self._badness(item[1]))
+        out = [path for path, _ in kept[self.save_top_k :]]
+        return None if "" in out else out
+
+    def _badness(self, score: Tensor) -> tuple[bool, float]:
+        number = score.item()
+        if math.isnan(number):
+            return True, 0.0
+        return False, number if self.mode == "min" else -number
+
+    def _rank(self) -> None:
+        """Find the best and the worst of the files kept."""
+        order = sorted(self.best_k_models, key=lambda path: self._badness(self.best_k_models[path]))
+        best = order[0] if order and not torch.isnan(self.best_k_models[order[0]]) else ""
+        worst = order[-1] if order and len(order) >= self.save_top_k else ""
+        self.best_model_path, self.best_model_score = best, self.best_k_models.get(best)
+        self.kth_best_model_path, self.kth_value = worst, self.best_k_models.get(worst, self._worst)
+
+    def _write(
+        self,
+        trainer: Trainer,
+        values: dict[str, Tensor],
+        path: str | None,
+        gone: list[str] | None,
+        last: bool,
+        background: bool | None = False,
+    ) -> None:
+        """Write one checkpoint under the names it gets, and delete those whose place it takes.
+
+        The ranking is changed first, because the file holds it; a file that was not written changes nothing.
+
+        Args:
+            trainer: the one that saves.
+            values: what names and ranking need.
+            path: of the file; None if there is only ``last``.
+            gone: the files whose place in the ranking it takes; None if it gets none.
+            last: whether to write ``last``.
+            background: as for ``Saver.save``.
+        """
+        before = {name: getattr(self, name) for name in _CHANGED_BY_SAVING}
+        self.best_k_models = dict(self.best_k_models)
+        score, step = values.get(self.monitor or ""), trainer.global_step
+        replaced = [*self._leftovers, *(gone or ())]
+        paths: list[str] = []
+        if path is not None:
+            self._saved_step, self._saved_path = step, path
+            paths.append(self._meant(path, replaced))
+        if path is not None and gone is not None:
+            self._take_in(path, score, gone)
+        if last:
+            replaced.append(self.last_model_path)
+            self.last_model_path = self._unused(trainer, values, self.CHECKPOINT_NAME_LAST, replaces=replaced)
+            self._last_step = step
+            paths.append(self._meant(self.last_model_path, replaced))
+        gives_way = [path] if path is not None and gone is None else []
+        self._leftovers = [old for old in dict.fromkeys(replaced) if old and old not in paths]
+        after = partial(self._saved, trainer, paths, self._leftovers)
+        self._leftovers = self._leftovers + gives_way  # what the file knows, should the run end before they are deleted
+
+        def settled(error: BaseException | None) -> None:
+            if error is not None:
+                vars(self).update(before)
+                return
+            self._leftovers = gives_way
+            if trainer.state.status == "running":
+                self._tell(trainer, path or "", score)
+
+        ranked_by = {} if score is None else {"monitor": self.monitor, "score": score.item()}
+        self._facts = {"line": self._files.line, **ranked_by}
+        try:
+            trainer.saver.save(paths, self.save_weights_only, background, after, settled)
+        except BaseException:
+            vars(self).update(before)
+            raise
+        finally:
+            self._facts = {}
+
+    def _meant(self, path: str, replaced: Collection[str]) -> str:
+        """The path for the saver: a new name, unless a file of it is to be replaced."""
+        return storage.NewPath(path) if self.enable_version_counter and path not in replaced else path
+
+    def _saved(self, trainer: Trainer, paths: Collection[str], replaced: Iterable[str]) -> None:
+        """The files are on the disk, so those before them may go. Called on rank 0, perhaps in a thread."""
+        for old in replaced:
+            if old not in paths and old != self._protected(trainer):
+                self._files.delete(old)
+
+    @staticmethod
+    def _protected(trainer: Trainer) -> str | None:
+        """The file that the fit goes on from, if somebody named it; what was found for a word is one of many."""
+        path = trainer.ckpt_path
+        return None if not path or path == trainer._newest else storage.absolute(path)
+
+    def _tell(self, trainer: Trainer, path: str, score: Tensor | None = None) -> None:
+        """Tell the user and the loggers that a save is done."""
+        if self.verbose and path:
+            reached = f"{self.monitor!r} is {score:.6g}, " if score is not None else ""
+            messages.info(f"Step {self._saved_step}: {reached}saved {path!r}.")
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.after_save_checkpoint(self)
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def format_checkpoint_name(
+        self,
+        metrics: Mapping[str, Tensor | float],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """Return the path of a checkpoint.
+
+        Args:
+            metrics: the values that the template may ask for.
+            filename: the template; ``self.filename`` if None.
+            ver: number to append as ``-v<ver>``.
+            prefix: text to put in front of the name.
+
+        Example:
+            >>> ModelCheckpoint(filename="{epoch:02d}-{loss:.1f}").format_checkpoint_name({"epoch": 3, "loss": 0.25})
+            'epoch=03-loss=0.2.ckpt'
+        """
+        template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        name = file_names.fill(template, metrics, self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None)
+        version = None if ver is None else f"v{ver}"
+        name = self.CHECKPOINT_JOIN_CHAR.join(part for part in (prefix, name, version) if part is not None)
+        return storage.join(self.dirpath or "", name + self.FILE_EXTENSION)
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Write score by path of the files kept, by default to ``best_k_models.yaml`` in ``dirpath``."""
+        if filepath is None and self.dirpath is None:
+            raise RuntimeError(
+                "ModelCheckpoint.to_yaml() does not know where to write: no filepath was given, no dirpath either, and "
+                "no fit has chosen one. Pass filepath."
+            )
+        path = filepath or storage.join(self.dirpath or "", "best_k_models.yaml")
+        with storage.location(path).open("w", encoding="utf-8") as file:
+            for path, score in self.best_k_models.items():
+                number = json.dumps(score.item()).replace("Infinity", ".inf").replace("NaN", ".nan")
+                file.write(f"{json.dumps(path)}: {number}\n")
+
+    def _folder(self, trainer: Trainer) -> str:
+        root = trainer.default_root_dir
+        if not storage.is_remote(root):  # else logs are local, and checkpoints are not
+            root = trainer.log_dir or root
+        return self._given_dirpath or storage.absolute(storage.join(root, "checkpoints"))
+
+    def _values(self, trainer: Trainer) -> dict[str, Tensor]:
+        """What ranking and names need, on the CPU (the host waits for it here); rank 0's on every process."""
+        logged = trainer.callback_metrics
+        wanted = {"epoch", "step", self.monitor or "epoch", *file_names.fields(self.filename or "")}
+        wanted.update(file_names.fields(self.CHECKPOINT_NAME_LAST))
+        values = {name: logged[name].detach().squeeze().cpu().clone() for name in wanted if name in logged}
+        for name, counter in zip(COUNTERS, (trainer.current_epoch, trainer.global_step), strict=True):
+            values[name] = values[name].int() if name in values else torch.tensor(counter)
+        missing = sorted(wanted - values.keys() - {self.monitor})
+        if missing:
+            messages.warn_once(
+                f"ModelCheckpoint(filename={self.filename!r}) asks for {messages.names(missing, last='and')}, which is "
+                f"not logged yet: the name says nan. Log it, or choose {messages.names(sorted(logged))}."
+            )
+        return self._agreed(trainer, values)
+
+    def _unused(
+        self, trainer: Trainer, values: Mapping[str, Tensor], template: str | None, replaces: Collection[str] = ()
+    ) -> str:
+        """Return a path for a new file, which does not exist yet unless that file is to be replaced."""
+        path = self.format_checkpoint_name(values, template)
+        if self.enable_version_counter:
+            versions = (self.format_checkpoint_name(values, template, ver) for ver in count(self.STARTING_VERSION))
+            path = self._files.unused(chain([path], versions), [*replaces, *self._leftovers])
+        return self._agreed(trainer, path)
+
+    def _agreed(self, trainer: Trainer, value: Any) -> Any:
+        return value if self._alone else trainer.strategy.broadcast(value)
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        relative = self._files.relative
+        return {
+            "run": self._files.mark,
+            "line": self._files.line,
+            "monitor": self.monitor,
+            "best_model_path": relative(self.best_model_path),
+            "best_model_score": self.best_model_score,
+            "best_k_models": {relative(path): score for path, score in self.best_k_models.items()},
+            "kth_best_model_path": relative(self.kth_best_model_path),
+            "kth_value": self.kth_value,
+            "last_model_path": relative(self.last_model_path),
+            "current_score": self.current_score,
+            "saved_step": self._saved_step,
+            "saved_path": relative(self._saved_path),
+            "last_step": self._last_step,
+            "leftovers": [relative(path) for path in self._leftovers],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inherited = state_dict
+        self._files.mark = state_dict.get("run", "")
+        self.current_score = state_dict.get("current_score")
+        if self._loading is not None:
+            self._adopt(self._loading, state_dict)
+
+    def _adopt(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Take over the files of the run that is resumed, from where they are now."""
+        self._inherited = self._loading = None
+        self._files.mark = self._files.mark or trainer.strategy.broadcast(uuid.uuid4().hex)
+        scores = state["best_k_models"]
+        named = {*scores, state["best_model_path"], state["last_model_path"]} - {""}
+        names = sorted({*named, *state.get("leftovers", ())})
+        found = trainer.strategy.broadcast(self._find(trainer, names, state) if trainer.is_global_zero else {})
+        self.best_k_models = {path: score for name, score in scores.items() if (path := found[name])}
+        self.last_model_path = found.get(state["last_model_path"]) or ""
+        if self.monitor is None:
+            self.best_model_path = found.get(state["best_model_path"]) or ""
+        else:
+            self._rank()
+        kept = {*self.best_k_models, self.best_model_path, self.last_model_path}
+        saved = found.get(state.get("saved_path", ""))
+        if saved and saved in kept:
+            self._saved_step, self._saved_path = state["saved_step"], saved
+        at_step = trainer.is_global_zero and self._files.step_of(self.last_model_path) == state.get("last_step")
+        goes_on = trainer.ckpt_path is not None and trainer.ckpt_path == trainer._newest
+        goes_on, at_step = trainer.strategy.broadcast((goes_on, at_step))
+        self._last_step = state.get("last_step", -1) if at_step else -1
+        if goes_on:
+            self._take_up(trainer, state, {path for name in state.get("leftovers", ()) if (path := found[name])} - kept)
+        if lost := sorted(name for name in named if found[name] is None):
+            messages.info(f"Checkpoints of this run that are no longer there: {messages.names(lost, last='and')}.")
+
+    def _find(self, trainer: Trainer, names: Iterable[str], state: dict[str, Any]) -> dict[str, str | None]:
+        beside = str(storage.location(storage.absolute(trainer.ckpt_path)).parent) if trainer.ckpt_path else ""
+        return {name: self._files.find(name, beside, state.get("dirpath")) for name in names}
+
+    def _take_up(self, trainer: Trainer, state: dict[str, Any], leftovers: Collection[str]) -> None:
+        """Go on as the same run after its end.
+
+        What that kept it from deleting goes now, and with the next save what it wrote after the checkpoint that is
+        gone on from, or that itself if it is outside the ranking.
+        """
+        start, files = storage.absolute(trainer.ckpt_path), self._files
+        files.line = state.get("line") or files.line
+        depth = (self.filename or "").count("/")
+        left = trainer.strategy.broadcast(files.go_on(start, leftovers, depth) if trainer.is_global_zero else [])
+        kept = {*self.best_k_models, self.best_model_path, self.last_model_path}
+        self._leftovers = sorted({*left} - kept)
+
+
+_RANKING = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value")
+_CHANGED_BY_SAVING = (*_RANKING, "last_model_path", "_saved_step", "_saved_path", "_last_step", "_leftovers")
+
+
+def _check_top_k(save_top_k: int, monitor: str | None) -> None:
+    if monitor is not None and not isinstance(monitor, str):
+        raise TypeError(
+            f"ModelCheckpoint(monitor={monitor!r}) does not name a metric. "
+            "Pass the name that you give to self.log, such as 'val_loss', or None to keep the newest."
+        )
+    if not isinstance(save_top_k, int) or isinstance(save_top_k, bool) or save_top_k < -1:
+        raise ValueError(
+            f"ModelCheckpoint(save_top_k={save_top_k!r}) is not a number of files to keep. "
+            "Pass a whole number, -1 to keep all, or 0 to keep none."
+        )
+    if monitor is None and save_top_k > 1:
+        raise ValueError(
+            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) has no metric to tell the best {save_top_k} by. "
+            "Pass monitor, or save_top_k=1 for the newest file, -1 for all, 0 for none."
+        )
+
+
+def _whether_last(save_last: bool | str | None) -> bool:
+    if save_last not in (None, False, True, "link"):
+        raise ValueError(
+            f"ModelCheckpoint(save_last={save_last!r}) does not say whether to keep a 'last' file. Pass True or False."
+        )
+    if save_last == "link":
+        messages.info_once(
+            "ModelCheckpoint(save_last='link'): 'last' is written as a whole file, because a link breaks as soon as "
+            "the file behind it is deleted. Pass save_last=True to say the same without this note."
+        )
+    return bool(save_last)

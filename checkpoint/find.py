@@ -1,0 +1,189 @@
+"""Which file ``ckpt_path`` means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from .. import messages
+from . import manifest
+from .atomic_write import remove_temporaries
+from .manifest import FORMAT, Manifest
+from .read import read
+from .storage import Location, absolute, is_remote, location
+from .verify import problem
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+
+def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> Location | None:
+    """The file for ``"best"``, ``"last"``, ``"auto"``, a path or None.
+
+    Args:
+        trainer: whose checkpoint callbacks know their files.
+        ckpt_path: as given to the entry point.
+        fn: the entry point.
+        reused: the module is that of the run before; then None means its best checkpoint, if there is one.
+    """
+    if ckpt_path is None:
+        return _best(trainer) if reused and fn != "fit" else None
+    if ckpt_path == "best":
+        best = _best(trainer)
+        if best is None:
+            raise ValueError(
+                f"Trainer.{fn}(ckpt_path='best'): no checkpoint has been saved as the best one. Train with a "
+                "ModelCheckpoint (enable_checkpointing=True) first, or pass the path of a file."
+            )
+        return best
+    if ckpt_path in ("last", "auto"):
+        newest = _newest(trainer, ckpt_path, fn)
+        if newest is not None and fn == "fit":
+            if trainer._claims.take([str(newest.parent)], alone=True):
+                remove_temporaries(newest.parent)
+            trainer._newest = newest
+        return newest
+    return location(ckpt_path)
+
+
+def _best(trainer: Trainer) -> Location | None:
+    return next((location(c.best_model_path) for c in trainer.checkpoint_callbacks if c.best_model_path), None)
+
+
+def _newest(trainer: Trainer, word: str, fn: str) -> Location | None:
+    """The newest valid checkpoint in the folders this run saves to; for a fit one that can be resumed from."""
+    own, earlier = _folders(trainer)
+    folders = own + earlier
+    chosen, passed_over = newest_valid(_checkpoints(trainer, folders), fn)
+    listed = ", ".join(f"{path} ({why})" for path, why in passed_over.items())
+    harmless = all(why == _WEIGHTS_ONLY for why in passed_over.values())
+    if chosen is None:
+        say = messages.info if harmless and word == "auto" else messages.warn
+        where = ", ".join(map(str, folders))
+        found = f"there is no valid checkpoint in {where}" if folders else "no earlier run has left a checkpoint"
+        broken = f" Passed over: {listed}." if listed else ""
+        say(f"ckpt_path={word!r}: {found}; the run starts fresh.{broken}")
+    elif listed:
+        say = messages.info if harmless else messages.warn
+        say(f"ckpt_path={word!r} passed over {listed} and takes {chosen}.")
+    return chosen
+
+
+_WEIGHTS_ONLY = "weights only"
+
+
+def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location | None, dict[Location, str]]:
+    """The newest of some checkpoints that a run can begin with, and those that were passed over for it, with why."""
+    order, passed_over = _newest_first(paths)
+    for path, known in order:
+        why = _why_not(path, known, fn)
+        if why is None:
+            return path, passed_over
+        passed_over[path] = why
+    return None, passed_over
+
+
+def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:
+    """Checkpoints in the order to try, with what they say of themselves; and those that cannot be tried, with why.
+
+    The numbers of the saves order them, so that a clock that was set back changes nothing; files of other tools, which
+    have none, come after all that have one, by their time.
+    """
+    found: list[tuple[tuple[int, int, int], Location, Manifest | None]] = []
+    broken: dict[Location, str] = {}
+    for path in paths:
+        try:
+            known = manifest.read(path)
+            number = known.sequence if known else -1
+            found.append(((number, _version(path) if known else -1, path.stat().st_mtime_ns), path, known))
+        except (OSError, ValueError) as error:
+            broken[path] = _damage(path) or str(error)
+    found.sort(key=lambda one: one[0], reverse=True)
+    return [(path, known) for _, path, known in found], broken
+
+
+def _why_not(path: Location, known: Manifest | None, fn: str) -> str | None:
+    """Why a run cannot begin with a checkpoint; None if it can."""
+    if known is None:
+        return _damage(path) or _why_not_foreign(path, fn)
+    if known.format > FORMAT:
+        return f"of a newer version, format {known.format}"
+    return _WEIGHTS_ONLY if fn == "fit" and known.weights_only else _damage(path)
+
+
+def _damage(path: Location) -> str | None:
+    try:
+        found = problem(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None if found is None else found.why
+
+
+def _why_not_foreign(path: Location, fn: str) -> str | None:
+    try:
+        found = read(path, map_location="meta")  # its tensors are not loaded
+    except Exception as error:  # a broken file is what is being looked for
+        return f"{type(error).__name__}: {error}"
+    return _WEIGHTS_ONLY if fn == "fit" and "optimizer_states" not in found else None
+
+
+def newer_of_its_run(path: Location) -> Location | None:
+    """A checkpoint beside this one that the same run wrote later; None if there is none."""
+    found, _ = _newest_first(manifest.checkpoints_in(path.parent))
+    own = next((known for other, known in found if other.name == path.name), None)
+    if own is None:
+        return None
+    later = (
+        other
+        for other, known in found
+        if known and known.sequence > own.sequence and not known.weights_only and set(known.runs) & set(own.runs)
+    )
+    return next(later, None)
+
+
+def highest_sequence(trainer: Trainer) -> int:
+    """The highest number of a save in the folders of this run, 0 if there is none.
+
+    Of earlier runs, in version folders, only the newest that saved anything is looked at: it began above the others.
+    """
+    own, earlier = _folders(trainer)
+    highest = _highest(trainer, own)
+    return max(highest, next(filter(None, (_highest(trainer, [folder]) for folder in earlier)), 0))
+
+
+def _highest(trainer: Trainer, folders: Iterable[Location]) -> int:
+    order, _ = _newest_first(_checkpoints(trainer, folders))
+    return max((known.sequence for _, known in order if known), default=0)
+
+
+def _checkpoints(trainer: Trainer, folders: Iterable[Location]) -> Iterator[Location]:
+    names = (getattr(callback, "filename", None) or "" for callback in _savers(trainer))
+    depth = max((name.count("/") for name in names), default=0)
+    for folder in folders:
+        yield from manifest.checkpoints_in(folder, depth)
+
+
+def _savers(trainer: Trainer) -> list[Any]:
+    """The callbacks that have a folder for checkpoints, known or not yet."""
+    return [callback for callback in trainer.callbacks if hasattr(callback, "dirpath")]
+
+
+def _folders(trainer: Trainer) -> tuple[list[Location], list[Location]]:
+    """Where the callbacks save; and, if that is (or will be) the default folder, those of the runs before.
+
+    Nobody's folder is settled by asking: of a fit that goes on, the loggers' are that of the run that it continues.
+    """
+    root = trainer.default_root_dir
+    asked = [callback.dirpath for callback in _savers(trainer)]
+    folders = list(dict.fromkeys(location(folder) for folder in asked if folder))
+    runs = trainer.loggers[0].run_dirs() if trainer.loggers and not is_remote(root) else [root]
+    default = [location(absolute(run)) / "checkpoints" for run in runs]
+    if None not in asked and not any(folder in folders for folder in default):
+        return folders, []
+    return folders, [path for path in sorted(default, key=_version, reverse=True) if path not in folders]
+
+
+def _version(path: Location) -> int:
+    """N of the folder ``version_N`` that a path leads through; -1 if there is none."""
+    numbers = [part.removeprefix("version_") for part in path.parts if part.startswith("version_")]
+    return int(numbers[-1]) if numbers and numbers[-1].isdecimal() else -1

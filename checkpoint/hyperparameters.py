@@ -1,0 +1,236 @@
+"""The arguments a module or data module was made with, kept for logs and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+from .. import messages
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose entries are attributes too.
+
+    Example:
+        >>> hparams = AttributeDict(lr=0.1)
+        >>> hparams.lr
+        0.1
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            hint = messages.did_you_mean(name, self)
+            raise AttributeError(
+                f"There is no hyperparameter {name!r}.{hint} There are: {messages.names(self, 'and') or 'none'}."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self:
+            raise AttributeError(f"There is no hyperparameter {name!r} to delete.")
+        del self[name]
+
+    def __repr__(self) -> str:
+        width = max((len(str(key)) for key in self), default=0) + 1
+        return "\n".join(f"{key + ':':<{width}} {value!r}" for key, value in self.items())
+
+
+class HyperparametersMixin:
+    """Gives a class ``save_hyperparameters()`` and ``hparams``."""
+
+    _hparams: AttributeDict | None = None
+    _hparams_initial: AttributeDict | None = None
+    _hparams_name: str | None = None
+    _log_hyperparams: bool = False
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """What :meth:`save_hyperparameters` kept. Entries may be changed; a checkpoint holds them as they are then."""
+        if self._hparams is None:
+            self._hparams = AttributeDict()
+        return self._hparams
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """A copy of the hyperparameters as they were when they were saved; what loggers are given."""
+        return _copied(self._hparams_initial or AttributeDict())
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``.
+
+        Without ``args`` all arguments are kept, those of ``__init__`` of subclasses and of base classes under way too
+        (a subclass's value wins); calls in a subclass and in its base add up. The values are those that the names have
+        at the moment of the call.
+
+        Args:
+            *args: names of arguments to keep, or objects whose entries are kept instead: a dict or other mapping, an
+                ``argparse.Namespace``, a dataclass instance, an OmegaConf config.
+            ignore: names to leave out: a module passed as an argument lies in the ``state_dict`` already.
+            frame: where to begin to look for ``__init__``; the caller's by default.
+            logger: whether the loggers are told these values when a run starts.
+        """
+        if frame is None and (current := inspect.currentframe()) is not None:
+            frame = current.f_back
+        arguments, open_ended = _init_arguments(self, frame)
+        chosen = self._choose_hparams(args, arguments, frame)
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        if not open_ended:
+            _check_ignored(type(self).__name__, ignored, arguments or chosen)
+        self._log_hyperparams = logger
+        self.hparams.update({key: value for key, value in chosen.items() if key not in ignored})
+        self._hparams_initial = _copied(self.hparams)
+        _advise_about_modules(type(self).__name__, self.hparams)
+
+    def remove_ignored_hparams(self, ignore_list: Sequence[str]) -> None:
+        """Take entries out of the hyperparameters again."""
+        for name in ignore_list:
+            self.hparams.pop(name, None)
+        self._hparams_initial = _copied(self.hparams)
+
+    def _choose_hparams(
+        self, args: Sequence[Any], arguments: dict[str, Any], frame: FrameType | None
+    ) -> dict[str, Any]:
+        owner = type(self).__name__
+        by_name = all(isinstance(arg, str) for arg in args)
+        if by_name and not arguments and not _inside_init(self, frame):
+            raise RuntimeError(
+                f"{owner}.save_hyperparameters() was called outside of __init__, where the arguments are not known. "
+                "Call it inside __init__, or pass what to keep: save_hyperparameters({'lr': 0.1})."
+            )
+        if not args:
+            self._hparams_name = "kwargs"
+            return arguments
+        chosen: dict[str, Any] = {}
+        for arg in args:
+            if not isinstance(arg, str):
+                chosen.update(_entries(arg, owner))
+            elif arg in arguments:
+                chosen[arg] = arguments[arg]
+            else:
+                raise ValueError(messages.unknown(f"argument of {owner}.__init__", arg, arguments or ["none"]))
+        config = None if by_name or len(args) > 1 else args[0]
+        names = [name for name, value in arguments.items() if config is not None and value is config]
+        self._hparams_name = names[0] if names else "kwargs"
+        return chosen
+
+
+def _init_frames(owner: Any, frame: FrameType | None) -> list[FrameType]:
+    """The calls of ``owner.__init__`` (and of its bases') under way, from the innermost outwards."""
+    frames = []
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is owner:
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _inside_init(owner: Any, frame: FrameType | None) -> bool:
+    return bool(_init_frames(owner, frame))
+
+
+def _init_arguments(owner: Any, frame: FrameType | None) -> tuple[dict[str, Any], bool]:
+    """The arguments of all calls of ``__init__`` under way, and whether one of them takes ``**kwargs``."""
+    arguments: dict[str, Any] = {}
+    open_ended = False
+    for init in _init_frames(owner, frame):
+        values = init.f_locals
+        names, rest = _argument_names(init.f_code)
+        arguments.update({name: values[name] for name in names if name in values})
+        if rest is not None:
+            open_ended = True
+            arguments.update(values.get(rest, {}))
+    return arguments, open_ended
+
+
+def _argument_names(code: CodeType) -> tuple[tuple[str, ...], str | None]:
+    """Names of the arguments without ``self`` and ``*args``, and the name of ``**kwargs`` if there is one."""
+    count = code.co_argcount + code.co_kwonlyargcount
+    names = code.co_varnames[1:count]
+    has_args = bool(code.co_flags & inspect.CO_VARARGS)
+    has_kwargs = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return names, code.co_varnames[count + has_args] if has_kwargs else None
+
+
+def _entries(config: Any, owner: str) -> dict[str, Any]:
+    """The entries of a configuration object."""
+    config = _plain_config(config)
+    if isinstance(config, Mapping):
+        return {str(key): value for key, value in config.items()}
+    if isinstance(config, Namespace):
+        return vars(config)
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    raise TypeError(
+        f"{owner}.save_hyperparameters({config!r}): a {type(config).__name__} has no named entries. Pass names of "
+        "arguments, a dict, an argparse.Namespace, a dataclass instance or an OmegaConf config."
+    )
+
+
+def _plain_config(config: Any) -> Any:
+    """An OmegaConf node as (nested) dict and list; anything else as it is. The package is not imported for it."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(config):
+        return _attribute_dicts(omegaconf.OmegaConf.to_container(config, resolve=True))
+    return config
+
+
+def _attribute_dicts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return AttributeDict({str(key): _attribute_dicts(entry) for key, entry in value.items()})
+    return [_attribute_dicts(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _copied(hparams: Mapping[str, Any]) -> AttributeDict:
+    return AttributeDict({key: _copy_of(value) for key, value in hparams.items()})
+
+
+def _copy_of(value: Any) -> Any:
+    """A deep copy; the value itself if it cannot be copied or is a module, which would only cost memory."""
+    if _is_module(value):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
+def _is_module(value: Any) -> bool:
+    from torch import nn
+
+    return isinstance(value, nn.Module)
+
+
+def _advise_about_modules(owner: str, hparams: Mapping[str, Any]) -> None:
+    modules = [key for key, value in hparams.items() if _is_module(value)]
+    if modules:
+        messages.warn_once(
+            f"The hyperparameters of {owner} hold a module under {messages.names(modules, 'and')}. Its weights lie in "
+            "the state_dict already, and a hyperparameter file cannot hold it. "
+            f"Leave it out: self.save_hyperparameters(ignore={modules!r})."
+        )
+
+
+def _check_ignored(owner: str, ignored: set[str], arguments: Iterable[str]) -> None:
+    """Point out a name to ignore that does not exist but is close to one that does."""
+    known = list(arguments)
+    for name in sorted(ignored.difference(known)):
+        hint = messages.did_you_mean(name, known)
+        if hint:
+            messages.warn_once(f"{owner}.save_hyperparameters(ignore=...): there is no argument {name!r}.{hint}")

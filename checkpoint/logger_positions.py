@@ -1,0 +1,101 @@
+"""The loggers' places: where each stood when a checkpoint was written, so that a resumed run goes on just there."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import messages
+from . import manifest
+from .find import newer_of_its_run
+from .manifest import CONTENTS
+from .sharded_folder import together
+from .storage import Remote, is_remote, location
+
+if TYPE_CHECKING:
+    from ..loggers.base import Logger
+    from ..trainer.trainer import Trainer
+
+
+def gather(trainer: Trainer) -> dict[str, Any]:
+    """The state of each logger by its class and its number among those of the class; empty on other ranks than 0."""
+    pairs = named(trainer.loggers if trainer.is_global_zero else [])
+    return {name: state for name, logger in pairs if (state := logger.state_dict())}
+
+
+def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
+    """Let the loggers be those of the run that wrote a checkpoint, if they can be, before anybody asks for a folder.
+
+    Rank 0 looks; every rank must call. A run that was resumed from an older one of its checkpoints is another run from
+    there on: it gets folders of its own, unless the user named the one it has.
+    """
+
+    def look() -> dict[str, Any]:
+        found = _recognized(trainer, section_of(path)) if trainer.is_global_zero else {}
+        newer = newer_of_its_run(location(path)) if found else None
+        if newer is not None:
+            messages.info(
+                f"{path} is not the newest checkpoint of its run ({newer.name} is newer), so this fit is logged as a "
+                "new run and the logs of the other one stay whole."
+            )
+            return {}
+        if found and not is_remote(path):
+            trainer._claims.take([str(location(path).parent)], alone=True)
+        return found
+
+    found = trainer.strategy.broadcast(together(trainer.strategy, "taken over", look))
+    for name, logger in named(trainer.loggers):
+        if name in found:
+            logger.take_over(found[name])
+    say_where("Logging continues in", (logger for name, logger in named(trainer.loggers) if name in found))
+
+
+def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
+    """Name the folders of the records, once in a process."""
+    folders = dict.fromkeys(messages.path(folder) for logger in loggers if (folder := logger.records_dir))
+    if folders:
+        text = ", ".join(folders)
+        messages.info_once(f"{beginning} {text}", key=f"records in {text}")
+
+
+def restore(trainer: Trainer, section: Mapping[str, Any]) -> None:
+    """Let the loggers that are the run's go on where they stood."""
+    if trainer.is_global_zero:
+        found = _recognized(trainer, section)
+        for name, logger in named(trainer.loggers):
+            if name in found:
+                logger.load_state_dict(found[name])
+
+
+def named(loggers: Iterable[Logger]) -> Iterator[tuple[str, Logger]]:
+    """Each logger with its name in a checkpoint: its class and its number among those of the class."""
+    seen: Counter[str] = Counter()
+    for logger in loggers:
+        kind = type(logger).__qualname__
+        yield f"{kind} {seen[kind]}", logger
+        seen[kind] += 1
+
+
+def _recognized(trainer: Trainer, section: Mapping[str, Any]) -> dict[str, Any]:
+    states = section.get("loggers") or {}
+    pairs = [(name, logger) for name, logger in named(trainer.loggers) if name in states]
+    return {name: states[name] for name, logger in pairs if logger.recognizes(states[name])}
+
+
+def section_of(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:
+    """What a checkpoint says about the run, its tensors not read; nothing if it cannot be read, which is said later."""
+    where = location(path)
+    try:
+        if manifest.is_folder(where):
+            where = where / manifest.read_folder(where).inside / CONTENTS
+        if isinstance(where, Path):
+            return torch.load(where, map_location="meta", mmap=True, weights_only=True)["paceline"]
+        with where.open() as stream:
+            return torch.load(stream, map_location="meta", weights_only=True)["paceline"]
+    except Exception:  # whatever it is, reading it as a whole says it better
+        return {}

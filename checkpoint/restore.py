@@ -1,0 +1,134 @@
+"""What both doors read and write alike: versions, weights into a module, and what does not fit."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import messages
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+def versions() -> dict[str, str]:
+    """Of what a checkpoint is written with."""
+    return {
+        "paceline": sys.modules[__name__.partition(".")[0]].__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def call(owner: Any, hook: str, *args: Any) -> None:
+    """Call a hook that an object may or may not have (None counts as not having it)."""
+    method = getattr(owner, hook, None)
+    if method is not None:
+        method(*args)
+
+
+def is_strict(module: Any) -> bool:
+    """Whether names have to match; a class may have ``strict_loading = None`` as an attribute, which means yes."""
+    return module.strict_loading is not False
+
+
+def load_weights(
+    module: nn.Module, state: Mapping[str, Any], strict: bool, load: Any, advice: str | None = None
+) -> None:
+    """Load weights through ``load(module, state, strict)``; say in full what does not fit.
+
+    Args:
+        module: takes them.
+        state: a ``state_dict``.
+        strict: whether the names have to match.
+        load: how.
+        advice: a sentence that says what to do if they do not; None: the one for a ``TrainingModule``.
+
+    Raises:
+        RuntimeError: what is missing, unexpected, or of another shape, and what to do.
+    """
+    try:
+        result = load(module, state, strict)
+    except RuntimeError as error:
+        found = _differences(module, state)
+        if not found:
+            raise
+        raise RuntimeError(
+            f"The checkpoint does not fit {type(module).__name__}: {'; '.join(found)}. "
+            f"{_advice(module, state) if advice is None else advice}"
+        ) from error
+    if result is not None and (result.missing_keys or result.unexpected_keys):
+        messages.warn(
+            f"The checkpoint was loaded into {type(module).__name__} in part (strict_loading is off): "
+            f"{'; '.join(_differences(module, state))}. What is missing keeps the values it had."
+        )
+
+
+def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
+    return (
+        f"{_prefix_hint(module, state)}Build the module with the arguments it had when it was saved "
+        f"({type(module).__name__}.load_from_checkpoint takes them from the file){_or_in_part(module, state)}."
+    )
+
+
+def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
+    """The second way out, which only helps where names differ, not shapes."""
+    own = module.state_dict()
+    shapes_fit = all(own[name].shape == value.shape for name, value in state.items() if name in own)
+    return ", or set strict_loading = False on it to load only the weights whose names match" if shapes_fit else ""
+
+
+def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    own = module.state_dict()
+    missing = [key for key in own if key not in state]
+    unexpected = [key for key in state if key not in own]
+    shapes = [
+        f"{key} {tuple(state[key].shape)} in the file, {tuple(value.shape)} in the module"
+        for key, value in own.items()
+        if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and value.shape != state[key].shape
+    ]
+    kinds = ((missing, "missing in it"), (unexpected, "unexpected"), (shapes, "of another shape"))
+    return [f"{len(keys)} {what} ({_some(keys)})" for keys, what in kinds if keys]
+
+
+def _some(keys: list[str], limit: int = 10) -> str:
+    more = f", and {len(keys) - limit} more" if len(keys) > limit else ""
+    return ", ".join(keys[:limit]) + more
+
+
+def _prefix_hint(module: nn.Module, state: Mapping[str, Any]) -> str:
+    own = set(module.state_dict())
+    first = next(iter(state), "")
+    parts = first.split(".")
+    for n in range(1, len(parts)):
+        prefix = ".".join(parts[:n]) + "."
+        if all(key.startswith(prefix) for key in state) and {key.removeprefix(prefix) for key in state} == own:
+            return f"The names would match without the prefix {prefix!r}: take it off in on_load_checkpoint. "
+    return ""
+
+
+def optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: str) -> str:
+    """Why a saved state is not one of this optimizer; empty if it may be."""
+    saved, groups = state["param_groups"], optimizer.param_groups
+    if len(saved) != len(groups):
+        return f"{len(saved)} parameter groups were saved, it has {len(groups)}"
+    for index, (one, other) in enumerate(zip(saved, groups, strict=True)):
+        if len(one["params"]) != len(other["params"]):
+            return f"parameter group {index} had {len(one['params'])} parameters, it has {len(other['params'])}"
+    lacking = [key for key in optimizer.defaults if key not in saved[0]]
+    if lacking and saved_name != type(optimizer).__name__:
+        return f"it was saved by {saved_name}, which has no {messages.names(lacking)}"
+    return ""
+
+
+def restore_precision(precision: Any, state: dict[str, Any] | None) -> None:
+    """Take back the loss scale; says so if there is nothing that would use it."""
+    if state and state.keys() == precision.state_dict().keys():
+        precision.load_state_dict(state)
+    elif state:
+        messages.info(f"The saved loss scale is not used: precision {precision.name!r} scales no losses.")

@@ -1,0 +1,309 @@
+"""One checkpoint, one folder: each process writes and reads its own part of the tensors, in parallel.
+
+In the folder lie ``contents.ckpt``, a checkpoint file like any other whose big tensors have no memory (they are on the
+meta device), the parts of these, written by torch.distributed.checkpoint under the names they have in it
+(``state_dict.head.weight``), and ``manifest.json`` with the checksums of all of them. It is the same whole checkpoint
+to everybody who reads it, on any number of processes.
+
+Behind an address, where no folder can be renamed, the manifest lies alone and the other files in a folder of their own
+below, new with every save: when the manifest is replaced, the new checkpoint is there and the old one is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import messages
+from ..strategies.base import Strategy
+from . import atomic_write, manifest, single_file, storage
+from .manifest import CONTENTS
+from .storage import Location, Remote, location
+from .verify import folder_problem, sums
+
+T = TypeVar("T")
+
+_METADATA = ".metadata"
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
+    """Write a checkpoint whose tensors lie in parts. Every process must call.
+
+    Everything goes to a hidden folder beside ``path``, the manifest with the checksums of the others last, and is
+    synced to disk before the folder takes its name. For an address the folder is in the machine's place for temporary
+    files, and each process uploads what it wrote. Of what is not in parts, rank 0's counts.
+
+    Raises:
+        OSError: it could not be written, on every process. What was at ``path`` is still there.
+    """
+    from torch.distributed.tensor import DTensor
+
+    target, new = location(path), isinstance(path, storage.NewPath)
+    parts: dict[str, DTensor] = {}
+    known: dict[int, Tensor] = {}
+
+    def take_out(place: str, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if id(tensor) not in known:
+            parts[place] = tensor
+            known[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return known[id(tensor)]
+
+    contents = _mapped(checkpoint, "", take_out)
+    agreed = partial(together, strategy, "saved")
+    temporary = atomic_write.beside(target, strategy.broadcast(atomic_write.temporary_name(target.name)))
+    try:
+        agreed(lambda: _make_folder(target, temporary, strategy.is_global_zero))
+        agreed(lambda: _write_parts(parts, temporary, strategy))
+        own = agreed(lambda: _bring(sorted(temporary.glob(f"__{strategy.global_rank}_*")), temporary, target))
+        files = {name: sum_ for found in strategy.gather_objects(own) for name, sum_ in found.items()}
+        agreed(lambda: strategy.is_global_zero and _finish(contents, temporary, target, files, new))
+    except BaseException:
+        if strategy.is_global_zero:
+            _clear(temporary, target)
+        raise
+    finally:
+        if isinstance(target, Remote):
+            atomic_write.remove(temporary)
+
+
+def _mapped(value: Any, place: str, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """A copy of ``value`` in which every tensor is replaced; ``change`` gets the names of its keys, joined by dots."""
+    if isinstance(value, Tensor):
+        return change(place, value)
+    inside = f"{place}." if place else ""
+    if isinstance(value, dict):
+        changed = copy.copy(value)
+        for key, inner in value.items():
+            changed[key] = _mapped(inner, f"{inside}{key}", change)
+        return changed
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(inner, f"{inside}{index}", change) for index, inner in enumerate(value))
+    return value
+
+
+def together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
+    """Do something on this process; if it fails on one of them, raise on all, so that nobody waits."""
+    problem: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as error:
+        problem = error
+    told = strategy.gather_objects(problem and f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(told):
+        if text:
+            raise OSError(f"The checkpoint was not {verb}, because rank {rank} failed: {text}")
+    return result
+
+
+def _make_folder(target: Location, temporary: Path, make: bool) -> None:
+    if isinstance(target, Remote):  # what lies there already stays
+        temporary.mkdir(parents=True, exist_ok=True)
+        return
+    if target.is_dir() and not manifest.is_folder(target):
+        raise IsADirectoryError(
+            errno.EISDIR,
+            "There is a folder of this name that is no checkpoint. Choose another name. Folder",
+            str(target),
+        )
+    if make:
+        temporary.mkdir(parents=True)
+
+
+def _write_parts(parts: dict[str, Any], folder: Path, strategy: Strategy) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        save(parts, storage_writer=FileSystemWriter(folder), process_group=strategy.host_group)
+    except CheckpointException as error:
+        rank, failure = next(iter(error.failures.items()))
+        raise OSError(
+            f"The checkpoint was not saved: rank {rank} could not write its part to {str(folder.parent)!r} "
+            f"({failure[0]!r}). Make the folder writable from every process, free space on the disk, or save elsewhere."
+        ) from error
+
+
+def _upload_folder(temporary: Path, target: Remote) -> Remote:
+    """The folder of a save's own files, below the one that has its manifest."""
+    return target / temporary.name.split(".")[-2]
+
+
+def _bring(written: list[Path], temporary: Path, target: Location) -> dict[str, list[int]]:
+    """Bring files to where they stay; returns size and checksum by their names in the manifest."""
+    found = sums(written)
+    if isinstance(target, Path):
+        return found
+    folder = _upload_folder(temporary, target)
+    for path in written:
+        (folder / path.name).upload(path)
+    return {f"{folder.name}/{name}": sum_ for name, sum_ in found.items()}
+
+
+def _finish(
+    contents: dict[str, Any], temporary: Path, target: Location, files: dict[str, list[int]], new: bool
+) -> None:
+    elsewhere = [name for name in files if isinstance(target, Path) and not (temporary / name).exists()]
+    if elsewhere:
+        raise OSError(
+            f"The checkpoint {str(target)!r} was not saved: {len(elsewhere)} of its {len(files)} files, which other "
+            "processes wrote, are not on rank 0's disk. Save to a folder that all machines share, or with "
+            "FSDPStrategy(state_dict_type='full')."
+        )
+    single_file.write(contents, temporary / CONTENTS, whole=False)
+    files |= _bring([temporary / _METADATA, temporary / CONTENTS], temporary, target)
+    manifest.write(temporary, manifest.of(contents, files))
+    if isinstance(target, Path):
+        atomic_write.sync_folder(temporary)
+        atomic_write.take_place(temporary, target, new)
+    else:
+        _upload_manifest(temporary, target)
+
+
+def _upload_manifest(temporary: Path, target: Remote) -> None:
+    """Make the upload a checkpoint, and delete the one before it."""
+    before: dict[str, list[int]] = {}
+    with suppress(ValueError):  # there is none, or it is damaged
+        before = manifest.read_folder(target).files
+    (target / manifest.NAME).upload(temporary / manifest.NAME)
+    try:
+        storage.remove_all(target / name for name in before)
+        if target.is_file():  # behind an address a file can be there too, under the same name
+            target.unlink()
+    except OSError as error:
+        messages.warn(f"The checkpoint {str(target)!r} is saved, but the one it replaces could not be deleted: {error}")
+
+
+def _clear(temporary: Path, target: Location) -> None:
+    """Delete what was written of a checkpoint that failed."""
+    atomic_write.remove(temporary)
+    if isinstance(target, Remote):
+        folder, current = _upload_folder(temporary, target), ""
+        with suppress(OSError):
+            with suppress(ValueError):
+                current = manifest.read_folder(target).inside
+            if current != folder.name:  # else it came to be a checkpoint before something failed
+                storage.remove_all(folder.files_below())
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Location, map_location: Any = "cpu", strategy: Strategy | None = None) -> dict[str, Any]:
+    """Read a checkpoint folder, after its checksums were found right.
+
+    Args:
+        folder: where ``manifest.json`` is.
+        map_location: a device for the tensors; ``"meta"`` checks the folder without loading them.
+        strategy: says what of each tensor this process needs; whole tensors if None. Every process of it must call.
+
+    Raises:
+        ValueError: damaged, incomplete, or written by a newer version.
+    """
+    agreed = partial(together, strategy or Strategy(), "read")
+    agreed(lambda: _check(folder, strategy))
+    inside = folder / manifest.read_folder(folder).inside
+    contents = single_file.read(inside / CONTENTS, map_location)
+    if torch.device(map_location) == torch.device("meta"):
+        return contents
+    wanted: dict[str, Tensor] = {}
+    known: dict[int, Tensor] = {}
+
+    def give_memory(place: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in known:
+            room = torch.empty_like(tensor, device=map_location) if strategy is None else strategy.room_for(tensor)
+            wanted[place] = known[id(tensor)] = room
+        return known[id(tensor)]
+
+    filled = _mapped(contents, "", give_memory)
+    agreed(lambda: _load(inside, wanted))
+    return filled
+
+
+def _check(folder: Location, strategy: Strategy | None) -> None:
+    found = folder_problem(folder, strategy.global_rank, strategy.world_size) if strategy else folder_problem(folder)
+    if found is not None:
+        raise found.error(str(folder))
+
+
+def _load(folder: Location, wanted: dict[str, Tensor]) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    index = _Metadata(folder / _METADATA).load()
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return index
+
+    reader = Reader("")
+    reader.fs, reader.path = _Files(), folder  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(wanted, storage_reader=reader, no_dist=True)  # type: ignore[arg-type]
+
+
+class _Files:
+    """What torch's reader asks of a file system, for every kind of place."""
+
+    def concat_path(self, folder: Location, name: str) -> Location:
+        return folder / name
+
+    def create_stream(self, path: Location, mode: str) -> IO[bytes]:
+        return path.open(mode)
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads torch's index of a folder; like everything in a checkpoint it may not name code to run."""
+
+    def __init__(self, path: Location) -> None:
+        super().__init__(io.BytesIO(path.read_bytes()))
+        self.name = str(path)
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = (
+            module == "torch.distributed.checkpoint.metadata"
+            or (module, name) in _INDEX_NAMES
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        )
+        if not known or "." in name:
+            raise ValueError(
+                f"The checkpoint {self.name!r} was not loaded and nothing in it was run: it names {module}.{name}, "
+                "which an index of tensors does not need. Use another one, from a source that you trust."
+            )
+        return super().find_class(module, name)
+
+
+_INDEX_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "PureWindowsPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+}

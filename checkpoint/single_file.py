@@ -1,0 +1,260 @@
+"""One checkpoint, one file: written whole or not at all, read without running anything that it names."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import shutil
+from contextlib import suppress
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from .. import messages
+from . import atomic_write, manifest, storage
+from .manifest import FORMAT
+from .plain_data import plain
+from .storage import Location, Remote, location
+from .verify import Problem, file_problem
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, whole: bool = True) -> None:
+    """Write a checkpoint so that ``path`` is, at any moment and after any crash, the old file or the whole new one.
+
+    The bytes go to a hidden ``.tmp`` file beside it and are synced to disk before that takes its place. Tensors are
+    streamed from where they are; nothing holds the file in memory.
+
+    Args:
+        checkpoint: plain data and tensors.
+        path: the file; a ``NewPath`` replaces none.
+        whole: False if the file is a part of a folder, which has the manifest.
+
+    Raises:
+        TypeError: a value is neither plain data nor a tensor; the message has its place.
+        FileExistsError: there is one at a ``NewPath``.
+        OSError: it could not be written. What was at ``path`` is still there.
+    """
+    target = location(path)
+    if target.is_dir() and not manifest.is_folder(target):
+        raise IsADirectoryError(errno.EISDIR, "A checkpoint is one file, but there is a folder of this name", str(path))
+    stream = _Stream()
+    try:
+        checkpoint = plain(checkpoint, "checkpoint")
+        new = isinstance(path, storage.NewPath)
+        with atomic_write.written_aside(target, new) as temporary, _File(temporary, "x+") as stream.raw:
+            _save(checkpoint, stream)
+            if whole:
+                manifest.append(stream.raw, manifest.of(checkpoint))
+            os.fsync(stream.raw.fileno())
+    except BaseException as error:
+        taken = isinstance(error, FileExistsError) and error.filename == str(target)
+        if isinstance(error, OSError) and not taken:
+            raise _not_written(error, checkpoint, target, stream.written) from error
+        if isinstance(error, RecursionError):
+            raise ValueError(
+                "The checkpoint holds data that is nested too deeply, or that contains itself, and cannot be written. "
+                "Look at what state_dict() and on_save_checkpoint() of your classes return."
+            ) from None
+        raise
+
+
+class _File(io.FileIO):
+    """A file without a buffer: a process that is forked while a thread writes could write what is in one a second time.
+
+    (A loader's workers are. They have all the memory of this process, and close its files in the end.)
+    """
+
+    def write(self, data: Any) -> int:
+        """Write all of it, where one call to the system may write less."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        while len(rest):
+            rest = rest[super().write(rest) :]
+        return size
+
+
+class _Stream:
+    """What ``torch.save`` writes to. It fails by keeping the error: one raised here is masked by a later one."""
+
+    raw: io.FileIO
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self.raw.write(data)
+                self.written += len(data)
+            except BaseException as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None: ...
+
+
+def _save(checkpoint: dict[str, Any], stream: _Stream) -> None:
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        torch.save(checkpoint, stream)  # pyright: ignore[reportArgumentType]
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    if stream.error is not None:
+        raise stream.error
+
+
+def _not_written(error: OSError, checkpoint: dict[str, Any], target: Location, written: int) -> OSError:
+    remote = isinstance(target, Remote)
+    kept = "The file that was there before is unchanged. " if not remote and target.exists() else ""
+    text = f"{error.strerror or error}: the checkpoint was not saved. {kept}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        needed = sum(_storage_sizes(checkpoint).values())
+        room = atomic_write.beside(target, "x").parent
+        with suppress(OSError):
+            text += f"{shutil.disk_usage(room).free:,} bytes are free {f'in {room}' if remote else 'there'}, "
+        elsewhere = "set TMPDIR" if remote else "save in another folder (dirpath, default_root_dir)"
+        text += (
+            f"about {needed:,} are needed, {written:,} had been written. Free space, keep fewer checkpoints "
+            f"(save_top_k), or {elsewhere}. Checkpoint"
+        )
+    elif remote:
+        text += "Check the address, the network and the credentials, and that these may write there. Checkpoint"
+    else:
+        text += "Make its folder writable, or save in another one (dirpath, default_root_dir). Checkpoint"
+    return OSError(error.errno, text, str(target))
+
+
+def _storage_sizes(value: Any) -> dict[int, int]:
+    """Bytes of every storage that tensors somewhere in ``value`` use, by the storage's address."""
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        return {storage._cdata: storage.nbytes()}
+    sizes: dict[int, int] = {}
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    for item in inner:
+        sizes.update(_storage_sizes(item))
+    return sizes
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint file of Paceline or Lightning, after its checksums were found right.
+
+    Args:
+        path: a file, one behind an address (which is downloaded first), or an open binary file that can seek.
+        map_location: where its tensors go, as for ``torch.load``; ``"meta"`` checks a file without loading them.
+
+    Raises:
+        FileNotFoundError: no such file; the message says what lies in the folder.
+        IsADirectoryError: a folder.
+        ValueError: damaged, not a checkpoint, written by a newer version, or it names code.
+    """
+    if isinstance(path, (str, os.PathLike, Remote)):
+        where = location(path)
+        _must_be_file(where)
+        with storage.local_copy(where) as copy, copy.open("rb") as file:
+            return _read(file, str(where), map_location)
+    return _read(path, str(getattr(path, "name", path)), map_location)
+
+
+def _read(file: IO[bytes], name: str, map_location: Any) -> dict[str, Any]:
+    _check_bytes(file, name)
+    file.seek(0)
+    try:
+        checkpoint = torch.load(file, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _refused(file, name, error) from error
+    except (EOFError, LookupError, ValueError, TypeError) as error:
+        raise _damaged(name, f"torch.load says {error!r}") from error
+    except RuntimeError as error:
+        if "inline_container" in str(error) or "PytorchStreamReader" in str(error):
+            raise _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}") from error
+        raise
+    _check_contents(checkpoint, name)
+    return checkpoint
+
+
+def _must_be_file(path: Location) -> None:
+    if path.is_dir():
+        text = f"A checkpoint is one file, but this is a folder. {_files_in(path)} Checkpoint"
+        raise IsADirectoryError(errno.EISDIR, text, str(path))
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, f"There is no such file. {_neighbors(path)} Checkpoint", str(path))
+
+
+def _neighbors(path: Location) -> str:
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    if folder != path.parent:
+        return f"Its folder does not exist either; the nearest that does is {storage.absolute(folder)}."
+    return f"{_files_in(folder)}{messages.did_you_mean(path.name, _names_in(folder))}"
+
+
+def _names_in(folder: Location) -> list[str]:
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    return [name for name in names if name.endswith((".ckpt", ".pt", ".pth"))] or names
+
+
+def _files_in(folder: Location) -> str:
+    names = _names_in(folder)
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"In {storage.absolute(folder)} there is {', '.join(names[:10]) or 'nothing'}{more}."
+
+
+def _check_bytes(file: IO[bytes], name: str) -> None:
+    found = file_problem(file)
+    if found is not None:
+        raise found.error(name)
+
+
+def _check_contents(checkpoint: Any, name: str) -> None:
+    if not isinstance(checkpoint, dict):
+        raise _no_checkpoint(name, f"it holds one object of type {type(checkpoint).__name__}")
+    section = checkpoint.get("paceline", {})
+    version = section.get("format", 0)
+    if version > FORMAT:
+        raise ValueError(
+            f"The checkpoint {name!r} has format {version} (of paceline {section['versions']['paceline']}), and this "
+            f"version reads formats up to {FORMAT}. Upgrade paceline, or take only the weights: "
+            "torch.load(path)['state_dict']."
+        )
+    if "state_dict" in checkpoint:
+        return
+    shown = messages.names(list(checkpoint)[:8], last="and") or "nothing"
+    why = f"it has no 'state_dict', only {shown}{' and more' if len(checkpoint) > 8 else ''}"
+    if checkpoint and all(isinstance(value, Tensor) for value in checkpoint.values()):
+        raise _no_checkpoint(name, why, "These look like bare weights: module.load_state_dict(torch.load(path)).")
+    raise _no_checkpoint(name, why)
+
+
+def _no_checkpoint(name: str, why: str, fix: str | None = None) -> ValueError:
+    return Problem(why, foreign=True, fix=fix).error(name)
+
+
+def _damaged(name: str, why: str) -> ValueError:
+    return Problem(why).error(name)
+
+
+def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> ValueError:
+    file.seek(0)
+    found: list[str] = []
+    with suppress(Exception):
+        found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    if not found:
+        return _damaged(name, f"torch.load says {str(error).splitlines()[0]!r}")
+    return ValueError(
+        f"The checkpoint {name!r} was not loaded and nothing in it was run: it names "
+        f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, allow "
+        "these names with torch.serialization.add_safe_globals([...]); or torch.load it with weights_only=False, which "
+        "runs them, and torch.save it without them."
+    )

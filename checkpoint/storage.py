@@ -1,0 +1,324 @@
+"""Where checkpoints are: on this machine or behind an address, and what can be done with them in both.
+
+A path of this machine is a :class:`pathlib.Path`. An address, such as ``s3://bucket/run``, is a :class:`Remote`, which
+has the methods of a path that are needed here, and does them through fsspec.
+
+Credentials and endpoints come from where the package of the protocol looks for them (for S3 ``~/.aws``,
+``AWS_ENDPOINT_URL``) and from fsspec's own settings (``~/.config/fsspec``, ``FSSPEC_S3_...``).
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeAlias, TypeVar
+from uuid import uuid4
+
+from .. import messages
+
+T = TypeVar("T", bound="Callable[..., Any]")
+
+#: What an upload replaces in one step when it is complete, and what has no folders that would have to be made.
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2", "hf", "memory"}
+_USUAL = ("s3", "gs", "abfs", "hf", "sftp", "smb", "hdfs", "memory", "file")
+#: An address; pathlib makes one slash of its two.
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+):/+")
+
+
+class _Stat(NamedTuple):
+    st_size: int
+    st_mtime_ns: int
+
+
+def _told(method: T) -> T:
+    """Every failure of a remote file system as an ``OSError``; those packages raise all kinds of things."""
+
+    @wraps(method)
+    def told(self: Remote, *args: Any, **kwargs: Any) -> Any:
+        _must_be_known(self.parts[0].removesuffix("://"), str(self))
+        try:
+            return method(self, *args, **kwargs)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(
+                f"{str(self)!r} cannot be reached ({type(error).__name__}: {error}). Check the address, the network "
+                "and the credentials, which are taken from the environment and fsspec's settings."
+            ) from error
+
+    return told  # type: ignore[return-value]
+
+
+class Remote:
+    """A file or folder at an address. What a method is called in pathlib it does here."""
+
+    def __init__(self, address: str) -> None:
+        protocol, _, path = address.partition("://")
+        self._protocol = protocol.lower()
+        self._path = posixpath.normpath(path) if path.strip("/") else path
+
+    def __str__(self) -> str:
+        return f"{self._protocol}://{self._path}"
+
+    def __repr__(self) -> str:
+        return f"Remote({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> Remote:
+        return Remote(f"{self._protocol}://{posixpath.join(self._path, os.fspath(name))}")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return posixpath.basename(self._path)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The protocol and all names."""
+        return (f"{self._protocol}://", *(part for part in self._path.split("/") if part))
+
+    @property
+    def parent(self) -> Remote:
+        """The folder; at the top, the place itself."""
+        return Remote(f"{self._protocol}://{posixpath.dirname(self._path)}")
+
+    @property
+    def parents(self) -> list[Remote]:
+        """All folders that it is in, the nearest first."""
+        above = self.parent
+        return [] if above == self else [above, *above.parents]
+
+    def with_name(self, name: str) -> Remote:
+        """Another one in the same folder."""
+        return self.parent / name
+
+    # ---- what is there -----------------------------------------------------------------------------------------------
+
+    def _reach(self) -> tuple[Any, str]:
+        """The file system, and what it calls this path."""
+        from fsspec.core import url_to_fs
+
+        fs, path = url_to_fs(str(self))
+        fs.invalidate_cache()  # another process may have written since it was last listed
+        return fs, path
+
+    @_told
+    def exists(self) -> bool:
+        """Whether there is a file or folder."""
+        fs, path = self._reach()
+        return fs.exists(path)
+
+    @_told
+    def is_dir(self) -> bool:
+        """Whether something lies below it."""
+        fs, path = self._reach()
+        return fs.isdir(path)
+
+    @_told
+    def is_file(self) -> bool:
+        """Whether it can be read."""
+        fs, path = self._reach()
+        return fs.isfile(path)
+
+    @_told
+    def iterdir(self) -> Iterator[Remote]:
+        """What is in the folder."""
+        fs, path = self._reach()
+        return iter([self / posixpath.basename(found.rstrip("/")) for found in fs.ls(path, detail=False)])
+
+    @_told
+    def files_below(self) -> list[Remote]:
+        """All files in the folder and in those below."""
+        fs, path = self._reach()
+        return [self / posixpath.relpath(found, path) for found in fs.find(path)]
+
+    @_told
+    def stat(self) -> _Stat:
+        """Size in bytes and time of the last change; time 0 where there is none."""
+        fs, path = self._reach()
+        size = fs.info(path).get("size") or 0
+        try:
+            changed = fs.modified(path).timestamp()
+        except (NotImplementedError, LookupError, AttributeError):
+            changed = 0.0
+        return _Stat(size, int(changed * 1e9))
+
+    # ---- reading and writing -----------------------------------------------------------------------------------------
+
+    @_told
+    def open(self, mode: str = "rb", **options: Any) -> IO[Any]:
+        """Open as the built-in function does. What is read is fetched piece by piece."""
+        fs, path = self._reach()
+        return fs.open(path, mode, **options)
+
+    @_told
+    def read_bytes(self) -> bytes:
+        """The whole of a small file."""
+        fs, path = self._reach()
+        return fs.cat_file(path)
+
+    @_told
+    def download(self, target: Path) -> None:
+        """Copy the file to a local one."""
+        fs, path = self._reach()
+        fs.get_file(path, str(target))
+
+    @_told
+    def upload(self, source: Path) -> None:
+        """Copy a local file to here. What was here is replaced when all of it has arrived, and not before."""
+        fs, path = self._reach()
+        if self._protocol.rpartition(":")[2] in _OBJECT_STORES:
+            fs.put_file(str(source), path)
+            return
+        folder, _, name = path.rpartition("/")
+        aside = f"{folder}/.{name}.{uuid4().hex[:12]}.tmp"
+        fs.makedirs(folder, exist_ok=True)
+        try:
+            fs.put_file(str(source), aside)
+            fs.mv(aside, path)
+        except BaseException:
+            if fs.exists(aside):
+                fs.rm_file(aside)
+            raise
+
+    @_told
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the file."""
+        fs, path = self._reach()
+        try:
+            fs.rm_file(path)
+        except (FileNotFoundError, KeyError):
+            if not missing_ok:
+                raise
+
+
+Location: TypeAlias = Path | Remote
+
+
+class NewPath(str):
+    """A path where nothing is yet: what comes there meanwhile, from another process, must not be replaced."""
+
+    __slots__ = ()
+
+
+def location(path: str | os.PathLike[str] | Remote) -> Location:
+    """What a path means: ``file://`` and what has no protocol is of this machine."""
+    if isinstance(path, Remote):
+        return path
+    text = os.fspath(path)
+    found = _ADDRESS.match(text)
+    if found is None or not (isinstance(path, Path) or "://" in text):
+        return Path(text)
+    protocol, rest = found[1], text[found.end(1) + 3 :] if "://" in text else text[found.end() :]
+    if protocol.lower() in ("file", "local"):
+        return Path(rest if rest.startswith("/") or "://" in text else f"/{rest}")
+    return Remote(f"{protocol}://{rest}")
+
+
+def is_remote(path: str | os.PathLike[str] | Remote) -> bool:
+    """Whether a path is an address."""
+    return isinstance(location(path), Remote)
+
+
+def absolute(path: str | os.PathLike[str] | Remote) -> str:
+    """The path as text that means the same from every working directory.
+
+    Raises:
+        ModuleNotFoundError: the package for the protocol is not installed.
+        ValueError: there is no such protocol.
+    """
+    where = location(path)
+    if isinstance(where, Path):
+        return os.path.abspath(os.path.expanduser(where))
+    _must_be_known(where.parts[0].removesuffix("://"), str(where))
+    return str(where)
+
+
+def join(folder: str, *names: str) -> str:
+    """The path of something in a folder, which may be ``""``."""
+    where = location(folder)
+    for name in names:
+        where = where / name
+    return str(where)
+
+
+def is_inside(path: str, folder: str) -> bool:
+    """Whether a path leads to something in a folder or below it."""
+    return location(absolute(folder)) in location(absolute(path)).parents
+
+
+def relative(path: str, folder: str) -> str:
+    """A path as seen from a folder, with ``..`` where needed; the path itself if it is of another kind of place."""
+    where, start = location(path), location(folder)
+    if isinstance(where, Path) and isinstance(start, Path):
+        return os.path.relpath(path, folder)
+    if isinstance(where, Remote) and isinstance(start, Remote) and where.parts[0] == start.parts[0]:
+        return posixpath.relpath("/".join(where.parts[1:]), "/".join(start.parts[1:]))
+    return str(where)
+
+
+def remove(path: str | Location) -> None:
+    """Delete a file or folder; of a folder nothing is left that looks like a checkpoint while it is being deleted.
+
+    Raises:
+        OSError: it could not be deleted.
+    """
+    where = location(path)
+    if isinstance(where, Remote):
+        remove_all(where.files_below() if where.is_dir() else [where])
+    elif where.is_dir():
+        hidden = where.with_name(f".{uuid4().hex}.tmp")
+        where.rename(hidden)
+        shutil.rmtree(hidden)
+    else:
+        os.remove(where)
+
+
+def remove_all(files: Iterable[Remote]) -> None:
+    """Delete files; first the manifest, without which the others are no checkpoint."""
+    for found in sorted(files, key=lambda one: one.name != "manifest.json"):
+        found.unlink(missing_ok=True)
+
+
+@contextmanager
+def local_copy(where: Location) -> Iterator[Path]:
+    """A file of this machine with the same bytes: the path itself, or a download that is deleted at the end."""
+    if isinstance(where, Path):
+        yield where
+        return
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory(prefix="paceline-") as folder:
+        copy = Path(folder, where.name)
+        where.download(copy)
+        yield copy
+
+
+def _must_be_known(protocol: str, address: str) -> None:
+    protocol = protocol.rpartition(":")[2]
+    try:
+        from fsspec import get_filesystem_class
+        from fsspec.registry import known_implementations
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(messages.missing(f"The address {address!r}", "fsspec")) from error
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        package = known_implementations[protocol]["class"].partition(".")[0]
+        needed = f"fsspec[{protocol}]" if package == "fsspec" else package
+        raise ModuleNotFoundError(messages.missing(f"The address {address!r}", needed)) from error
+    except ValueError:
+        raise ValueError(
+            f"{address!r}: {messages.unknown('protocol', protocol, _USUAL, more=', or pass a path of this machine')}"
+        ) from None

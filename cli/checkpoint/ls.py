@@ -1,0 +1,54 @@
+"""``paceline checkpoint ls``."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+
+from ... import messages
+from .select import Found, checkpoints
+
+_HEADINGS = ("name", "save", "epoch", "step", "score", "kind", "ranks", "size", "written", "state")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("folder", help="a folder or an address such as s3://bucket/run; all below it counts")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+
+
+def run(arguments: Namespace) -> int:
+    """Print one line for each."""
+    found = list(checkpoints(arguments.folder))
+    if arguments.json:
+        messages.answer(json.dumps([_facts(one) for one in found], indent=1))
+    else:
+        names = _short([str(one.path) for one in found])
+        messages.answer(messages.table([_HEADINGS, *(_row(name, one) for name, one in zip(names, found, strict=True))]))
+    return 0
+
+
+def _facts(one: Found) -> dict[str, object]:
+    known = asdict(one.known) if one.known else {}
+    known.pop("files", None)
+    return {"path": str(one.path), "bytes": one.size, "state": one.state, **known, "kind": one.kind}
+
+
+def _short(paths: list[str]) -> list[str]:
+    """The paths without what all of them begin with, whole names."""
+    parts = [path.split("/") for path in paths]
+    same = 0
+    while all(len(one) > same + 1 and one[same] == parts[0][same] for one in parts):
+        same += 1
+    return ["/".join(one[same:]) for one in parts]
+
+
+def _row(name: str, one: Found) -> tuple[str, ...]:
+    known = one.known
+    if known is None:
+        return (name, "-", "-", "-", "-", one.kind, "-", messages.size(one.size), "-", one.state)
+    score = "-" if known.score is None else f"{known.monitor}={known.score:.4g}"
+    counts = (str(number) for number in (known.sequence, known.epoch, known.global_step))
+    written = known.written[:16].replace("T", " ")
+    return (name, *counts, score, one.kind, str(known.world_size), messages.size(one.size), written, one.state)

@@ -1,0 +1,112 @@
+"""``paceline checkpoint prune``."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
+from pathlib import Path
+
+from ... import messages
+from ...checkpoint.atomic_write import sync_folder
+from ...checkpoint.storage import Location, location, remove
+from ...checkpoint.verify import problem
+from .select import Found, checkpoints
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the command takes."""
+    parser.description = (
+        "Delete the checkpoints in a folder, except those to keep. These are checked first: damaged ones, and those\n"
+        "without a manifest, are neither counted nor deleted. Do not run it while a fit saves to the folder."
+    )
+    parser.add_argument("folder", help="the folder that the checkpoints lie in; those in folders below stay")
+    parser.add_argument("--keep-last", type=int, default=0, metavar="N", help="the newest N that a fit can go on from")
+    parser.add_argument("--keep-best", type=int, default=0, metavar="K", help="the K with the best score")
+    parser.add_argument("--mode", choices=("min", "max"), default="min", help="whether a low or a high score is good")
+    parser.add_argument("--monitor", help="the metric of the scores, if those in the folder have several")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def run(arguments: Namespace) -> int:
+    """Decide, say so, ask, delete."""
+    if arguments.keep_last < 0 or arguments.keep_best < 0 or not arguments.keep_last + arguments.keep_best:
+        raise ValueError("Nothing would be kept. Pass --keep-last N or --keep-best K, or both, of at least 1.")
+    found = list(checkpoints(arguments.folder, depth=0))
+    why = _why_kept(found, arguments)
+    gone = [one for one in found if one.path not in why]
+    for one in found:
+        messages.answer(f"{'keep' if one.path in why else 'delete'}  {one.path}  {why.get(one.path, '')}".rstrip())
+    total = f"{len(gone)} of {len(found)} checkpoints, {messages.size(sum(one.size for one in gone))}"
+    if arguments.dry_run or not gone:
+        messages.answer(f"To delete: {total}. Nothing was deleted.")
+        return 0
+    if not arguments.yes and not _agreed(total):
+        messages.answer("Nothing was deleted.")
+        return 1
+    for one in gone:
+        remove(one.path)
+    folder = location(arguments.folder)
+    if isinstance(folder, Path):
+        sync_folder(folder)
+    messages.answer(f"Deleted {total}.")
+    return 0
+
+
+def _why_kept(found: list[Found], arguments: Namespace) -> dict[Location, str]:
+    """The checkpoints that stay, with the reason."""
+    why = {one.path: f"({one.state}: not counted, and not deleted)" for one in found if one.state != "ok"}
+    own = [one for one in found if one.path not in why]
+    newest = sorted(own, key=_age, reverse=True)
+    for one in _first_whole([one for one in newest if _resumable(one)], arguments.keep_last, why):
+        why[one.path] = "(among the newest)"
+    for one in _first_whole(_best_first(newest, arguments), arguments.keep_best, why):
+        score = f"{one.known.monitor}={one.known.score:.4g}" if one.known else ""
+        why[one.path] = f"{why.get(one.path, '')} (among the best: {score})".strip()
+    return why
+
+
+def _age(one: Found) -> tuple[int, str]:
+    return (one.known.sequence, one.known.written) if one.known else (0, "")
+
+
+def _resumable(one: Found) -> bool:
+    return one.known is not None and not one.known.weights_only
+
+
+def _best_first(newest: list[Found], arguments: Namespace) -> list[Found]:
+    if not arguments.keep_best:
+        return []
+    scored = {one.path: one.known for one in newest if one.known and one.known.score is not None}
+    metrics = {known.monitor for known in scored.values()}
+    if arguments.monitor is not None and arguments.monitor not in metrics:
+        raise ValueError(messages.unknown("metric", arguments.monitor, sorted(map(str, metrics))))
+    if not scored or (len(metrics) > 1 and arguments.monitor is None):
+        which = f"of {messages.names(sorted(map(str, metrics)), 'and')}" if scored else "missing"
+        raise ValueError(f"--keep-best {arguments.keep_best}: the scores in this folder are {which}. Pass --monitor.")
+    sign = 1 if arguments.mode == "min" else -1
+    wanted = [one for one in newest if one.path in scored and arguments.monitor in (None, scored[one.path].monitor)]
+    return sorted(wanted, key=lambda one: sign * (scored[one.path].score or 0.0))
+
+
+def _first_whole(candidates: Iterable[Found], number: int, why: dict[Location, str]) -> list[Found]:
+    """The first ``number`` that are what was written; one that is not is noted in ``why`` and so stays, uncounted."""
+    kept: list[Found] = []
+    for one in candidates:
+        if len(kept) == number:
+            break
+        wrong = problem(one.path)
+        if wrong is None:
+            kept.append(one)
+        else:
+            why[one.path] = f"(damaged: {wrong.why}: not counted, and not deleted)"
+    return kept
+
+
+def _agreed(total: str) -> bool:
+    if not sys.stdin.isatty():
+        raise RuntimeError(
+            f"Deleting {total} needs a yes, and there is no terminal to ask in. Pass --yes or --dry-run."
+        )
+    return input(f"Delete {total}? [y/N] ").strip().lower() in ("y", "yes")

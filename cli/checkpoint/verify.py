@@ -1,0 +1,28 @@
+"""``paceline checkpoint verify``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from ... import messages
+from ...checkpoint.verify import problem
+from .select import checkpoints
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("path", help="a checkpoint, or a folder whose checkpoints are all checked")
+
+
+def run(arguments: Namespace) -> int:
+    """Read everything; returns 1 if something is not what was written."""
+    damaged = 0
+    for one in checkpoints(arguments.path):
+        wrong = problem(one.path)
+        damaged += wrong is not None
+        messages.answer(f"{one.path}: {_verdict(one.known is None) if wrong is None else wrong.why}")
+    return int(damaged > 0)
+
+
+def _verdict(foreign: bool) -> str:
+    return "ok, as far as its own records tell (it has no manifest)" if foreign else "ok"

@@ -1,0 +1,109 @@
+"""``paceline config``: write the file of settings."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .. import messages
+from ..settings import CONFIG_VARIABLE, SETTINGS, find_file, own_file, read_file, resolve, write_file
+from .config_wizard import ask
+
+#: The exit status where a file is there already.
+REFUSED = 1
+
+#: What a file says even if nobody asked for anything else.
+USUAL = ("mixed_precision", "gradient_accumulation_steps", "cpu", "dynamo_backend", "use_fsdp", "use_deepspeed")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("default", "update"),
+        help="default: ask nothing; update: change what --set names in the file that is there",
+    )
+    parser.add_argument(
+        "--config_file", metavar="PATH", help="the file; its suffix (.yaml, .json, .toml) is the format"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; several times")
+    parser.add_argument("--mixed_precision", metavar="VALUE", help="as --set mixed_precision=VALUE")
+    parser.add_argument("--from_env", action="store_true", help="take over what environment variables say")
+    parser.add_argument("--yes", action="store_true", help="ask nothing: the default of all that is not set")
+    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    parser.epilog = (
+        "Without arguments it asks; Enter takes the default. `paceline env` lists all settings with their values."
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Write the file; prints its path last."""
+    given = _given(arguments)
+    if arguments.what == "update":
+        path, values = _updated(arguments.config_file, given)
+    else:
+        path = Path(arguments.config_file or _usual_place()).expanduser()
+        if path.exists() and not arguments.force:
+            messages.error(
+                f"paceline config: {path} is there already. Change it with `paceline config update --set NAME=VALUE`, "
+                "or write over it with --force."
+            )
+            return REFUSED
+        values = _defaults() | given if arguments.yes or arguments.what else ask(given)
+    write_file(path, {name: values[name] for name in SETTINGS if name in values})
+    messages.answer(str(path))
+    return 0
+
+
+def _usual_place() -> Path:
+    named = os.environ.get(CONFIG_VARIABLE, "none")
+    return own_file() if named.lower() in ("", "none") else Path(named)
+
+
+def _updated(config_file: str | None, given: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    found = config_file or find_file()
+    if found is None:
+        raise FileNotFoundError("There is no file of settings to update. Run `paceline config` to write one.")
+    path = Path(found).expanduser()
+    values = read_file(path).values | given
+    # A file that was merely found may be Accelerate's: that one stays as it is.
+    return (path if config_file or not path.stem.startswith("default_config") else own_file()), values
+
+
+def _given(arguments: Namespace) -> dict[str, Any]:
+    """The settings of the command line, and of the environment if it counts; parsed."""
+    written = [*arguments.set]
+    if arguments.mixed_precision is not None:
+        written.append(f"mixed_precision={arguments.mixed_precision}")
+    return (_from_environment() if arguments.from_env else {}) | _parsed(written)
+
+
+def _from_environment() -> dict[str, Any]:
+    settings = resolve(environment={**os.environ, CONFIG_VARIABLE: "none"})
+    return {row.name: row.value for row in settings.table() if row.place != "default"}
+
+
+def _parsed(written: Iterable[str]) -> dict[str, Any]:
+    found = {}
+    for one in written:
+        name, equals, value = one.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or name not in SETTINGS:
+            hint = messages.did_you_mean(name, SETTINGS) or " `paceline env` lists all."
+            raise ValueError(f"--set {one}: there is no setting {name!r}.{hint} Write NAME=VALUE.")
+        if not SETTINGS[name].is_nothing(value):
+            found[name] = SETTINGS[name].parsed(value.strip(), f"--set {one}")
+    return found
+
+
+def _defaults() -> dict[str, Any]:
+    """The usual settings, as they are for this machine if nobody says anything."""
+    from torch import cuda
+
+    gpus = cuda.device_count()
+    several = {"multi_gpu": True} if gpus > 1 else {}
+    return {"num_processes": max(gpus, 1), **several, **{name: SETTINGS[name].default for name in USUAL}}

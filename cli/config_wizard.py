@@ -1,0 +1,204 @@
+"""The questions of ``paceline config``. Every one has a default, which Enter takes; so does the end of the input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import messages
+from ..settings import SETTINGS
+
+MACHINES = ("No distributed training", "multi-CPU", "multi-GPU", "TPU")
+PLACES = ("This machine", "AWS (Amazon SageMaker)")
+
+
+class Dialog:
+    """Asks one question after the other.
+
+    Args:
+        given: settings that are known already and not asked for.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.values: dict[str, Any] = dict(given)
+        self._fixed = frozenset(given)
+        self._ended = False
+
+    def yes(self, question: str, default: bool = False) -> bool:
+        """Ask yes or no."""
+        return self._ask(f"{question} [{'YES/no' if default else 'yes/NO'}]: ", SETTINGS["cpu"].parse, default)
+
+    def switch(self, name: str, question: str, default: bool = False) -> bool:
+        """Ask for a setting that is on or off."""
+        if name not in self._fixed:
+            self.values[name] = self.yes(question, default)
+        return self.values[name]
+
+    def choose(self, question: str, choices: Sequence[str], unsupported: Sequence[str] = ()) -> str:
+        """Ask for one of several; the first is the default."""
+
+        def parse(word: str) -> str:
+            close = [one for one in choices if one.lower().startswith(word.lower())]
+            if word.isdecimal() and int(word) < len(choices):
+                close = [choices[int(word)]]
+            if len(close) != 1:
+                raise ValueError(f"is none of the choices. Write its number or its name: {messages.names(choices)}.")
+            if close[0] in unsupported:
+                raise ValueError("is not supported: Paceline runs on CPUs, CUDA GPUs and Apple's MPS. Choose another.")
+            return close[0]
+
+        listed = "".join(f"\n  {number}: {one}" for number, one in enumerate(choices))
+        return self._ask(f"{question}{listed}\nYour choice [0]: ", parse, choices[0])
+
+    def setting(self, name: str, question: str, default: Any = None, choices: bool = False) -> Any:
+        """Ask for a setting's value; an empty default leaves it out."""
+        if name in self._fixed:
+            return self.values[name]
+        one = SETTINGS[name]
+        default = one.default if default is None else default
+        among = f" ({one.accepts})" if choices else ""
+        shown = "none" if default is None else default
+        answer = self._ask(f"{question}{among} [{shown}]: ", one.parse, default)
+        if answer is not None:
+            self.values[name] = answer
+        return answer
+
+    def _ask(self, prompt: str, parse: Any, default: Any) -> Any:
+        while True:
+            word = self._read(prompt)
+            if not word:
+                return default
+            try:
+                return parse(word)
+            except ValueError as error:
+                if not sys.stdin.isatty():
+                    question = prompt.partition("\n")[0].partition(" [")[0]
+                    raise ValueError(f"{question} {word!r} {error}") from None
+                messages.answer(f"{word!r} {error}")
+
+    def _read(self, prompt: str) -> str:
+        if self._ended:
+            messages.answer(prompt)
+            return ""
+        try:
+            word = input(prompt).strip()
+        except EOFError:
+            self._ended = True
+            word = ""
+        if not sys.stdin.isatty():
+            messages.answer(word)
+        return word
+
+
+def ask(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask for everything that a training needs to know.
+
+    Args:
+        given: settings that are known already.
+
+    Returns:
+        The settings, those given first.
+    """
+    talk = Dialog(given)
+    talk.choose("In which compute environment are you running?", PLACES, unsupported=PLACES[1:])
+    machine = talk.choose("Which type of machine are you using?", MACHINES, unsupported=MACHINES[3:])
+    several = machine != MACHINES[0]
+    if several:
+        _machines(talk)
+    if machine == "multi-CPU":
+        cpu = talk.values.setdefault("cpu", True)
+    else:
+        cpu = not several and talk.switch("cpu", "Do you want to run your training on CPU only?")
+    if machine == "multi-GPU":
+        talk.values.setdefault("multi_gpu", True)
+    _dynamo(talk)
+    deepspeed = not cpu and _deepspeed(talk)
+    if machine == "multi-GPU" and not deepspeed and _fsdp(talk):
+        _dimensions(talk)
+    if several:
+        gpus = _count_gpus() if machine == "multi-GPU" else 0
+        default = max(2, gpus * talk.values["num_machines"])
+        talk.setting("num_processes", "How many processes should be used, over all machines?", default)
+    else:
+        talk.values.setdefault("num_processes", 1)
+    if not cpu:
+        talk.setting("gpu_ids", "What GPU(s) (by id) should be used for training on this machine?", "all")
+        talk.switch("enable_cpu_affinity", "Would you like to enable numa efficiency? (NVIDIA only)")
+    talk.setting("mixed_precision", "Do you wish to use mixed precision?", choices=True)
+    talk.setting("gradient_accumulation_steps", "How many micro-batches make one update?")
+    return talk.values
+
+
+def _count_gpus() -> int:
+    from torch import cuda
+
+    return cuda.device_count()
+
+
+def _machines(talk: Dialog) -> None:
+    machines = talk.setting("num_machines", "How many machines will you use?")
+    if machines > 1:
+        talk.setting("machine_rank", "Which of them is this, from 0?")
+        talk.setting("main_process_ip", "What is the address of machine 0?")
+        talk.setting("main_process_port", "What is the port of machine 0?", 29500)
+        talk.setting("rdzv_backend", "How do machines find each other, static or c10d?")
+    talk.switch("debug", "Should distributed operations be checked while running, for errors?")
+
+
+def _dynamo(talk: Dialog) -> None:
+    if "dynamo_backend" in talk.values:
+        return
+    if not talk.yes("Do you wish to optimize your script with torch dynamo?"):
+        talk.values["dynamo_backend"] = "no"
+        return
+    talk.setting("dynamo_backend", "Which dynamo backend would you like to use?", "inductor")
+    talk.setting("dynamo_mode", "Which mode do you want to use?", choices=True)
+    talk.switch("dynamo_use_fullgraph", "Must the model compile into one full graph?")
+    talk.switch("dynamo_use_dynamic", "Do you want to enable dynamic shape tracing?")
+    talk.switch("dynamo_use_regional_compilation", "Do you want to compile repeated blocks once?")
+
+
+def _deepspeed(talk: Dialog) -> bool:
+    if not talk.switch("use_deepspeed", "Do you want to use DeepSpeed?"):
+        return False
+    if talk.setting("deepspeed_config_file", "Which DeepSpeed configuration, a JSON file?"):
+        return True
+    stage = talk.setting("zero_stage", "What should be your DeepSpeed's ZeRO optimization stage?", choices=True)
+    if stage >= 2:
+        _offload(talk, "offload_optimizer", "Where should the optimizer's state be offloaded to?")
+    if stage == 3:
+        _offload(talk, "offload_param", "Where should the weights be offloaded to?")
+        talk.switch("zero3_save_16bit_model", "Should 16-bit weights be gathered for saving?")
+        talk.switch("zero3_init_flag", "Should the model be built in shards?")
+    if talk.yes("Do you want to clip gradients?"):
+        talk.setting("gradient_clipping", "To which norm?", 1.0)
+    return True
+
+
+def _offload(talk: Dialog, name: str, question: str) -> None:
+    if talk.setting(f"{name}_device", question, choices=True) == "nvme":
+        talk.setting(f"{name}_nvme_path", "Which folder, on nvme?")
+
+
+def _fsdp(talk: Dialog) -> bool:
+    if not talk.switch("use_fsdp", "Do you want to use FullyShardedDataParallel?"):
+        return False
+    talk.setting("fsdp_sharding_strategy", "What should be sharded?", choices=True)
+    talk.switch("fsdp_offload_params", "Do you want to keep weights in CPU memory between uses?")
+    policy = talk.setting("fsdp_auto_wrap_policy", "Which blocks are sharded as a unit?", choices=True)
+    if policy == "TRANSFORMER_BASED_WRAP":
+        talk.setting("fsdp_transformer_layer_cls_to_wrap", "Which classes are they, comma separated?")
+    if policy == "SIZE_BASED_WRAP":
+        talk.setting("fsdp_min_num_params", "How many parameters has a block?")
+    talk.setting("fsdp_state_dict_type", "How should weights be saved?", choices=True)
+    talk.switch("fsdp_cpu_ram_efficient_loading", "Should weights be read on one process only?", True)
+    talk.switch("fsdp_activation_checkpointing", "Do you want to compute activations again rather than keep them?")
+    return True
+
+
+def _dimensions(talk: Dialog) -> None:
+    if talk.switch("use_parallelism_config", "Do you want to arrange processes in several dimensions?"):
+        for name in ("dp_replicate", "dp_shard", "tp", "cp"):
+            one = SETTINGS[f"parallelism_config_{name}_size"]
+            talk.setting(one.name, f"How many {one.help}?")

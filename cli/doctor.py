@@ -1,0 +1,141 @@
+"""``paceline doctor``: run a script for some steps, and say what is slow, why, and what to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from argparse import REMAINDER, ArgumentParser, Namespace
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .. import messages
+from .launch_script import Script, find_script
+
+#: For a run that is told to end.
+GRACE_SECONDS = 10.0
+#: The exit status of a command that was interrupted.
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("--steps", type=int, default=60, help="batches to train (default: 60)")
+    parser.add_argument(
+        "--try", dest="tries", action="store_true", help="also try what may help: one short run of the script for each"
+    )
+    parser.add_argument("--only", metavar="NAMES", help="with --try, try only these: num_workers,batch_size,...")
+    parser.add_argument("--out", default=".", help="folder of doctor.html and doctor.json (default: this one)")
+    parser.add_argument("--json", action="store_true", help="print the JSON instead of words")
+    parser.add_argument(
+        "--num_processes", type=int, default=None, help="run it under paceline launch with this many processes"
+    )
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a run (default: 1800)")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="the training script; its arguments follow")
+    parser.add_argument("script_args", nargs=REMAINDER, help="its own arguments").required = False
+    parser.set_defaults(no_python=False)
+
+
+def run(arguments: Namespace) -> int:
+    """Run the script, print the report; returns the exit status."""
+    from ..doctor.report import Report
+    from ..doctor.try_fixes import mark_best, names, tried
+
+    check(arguments)
+    only = names(arguments.only) if arguments.only else None
+    script = find_script(arguments)
+    os.makedirs(arguments.out, exist_ok=True)
+
+    def measure(change: dict[str, Any]) -> dict[str, Any]:
+        return examine(script, arguments, change)
+
+    report = Report.from_dict(measure({}))
+    status = 0
+    if arguments.tries:
+        try:
+            for row in tried(report, measure, messages.info, only):
+                report.trials.append(row)
+        except KeyboardInterrupt:
+            messages.info("Interrupted. The report covers what was found before.")
+            status = INTERRUPTED
+        mark_best(report.trials)
+    if arguments.json:
+        messages.answer(json.dumps(report.as_dict(), indent=1))
+    else:
+        report.say(answer=True)
+    report.write(arguments.out)
+    return status
+
+
+def check(arguments: Namespace) -> None:
+    """Refuse what makes no sense before anything runs."""
+    if arguments.steps < 10:
+        raise ValueError(f"--steps {arguments.steps} is too few: the first 3 do not count. Use 10 or more.")
+    if arguments.only is not None and not arguments.tries:
+        raise ValueError(f"--only {arguments.only} needs --try, which it narrows down. Add --try, or leave --only out.")
+    if arguments.num_processes is not None and arguments.num_processes < 1:
+        raise ValueError(f"--num_processes {arguments.num_processes} is too few: a run has one process or more.")
+
+
+def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dict[str, Any]:
+    """Run the script once under a plan; returns the report that it wrote.
+
+    Raises:
+        RuntimeError: it failed, took too long, or trained nothing.
+    """
+    from ..doctor.script_options import Plan
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "report.json"
+        environment = {**os.environ, **Plan(str(out), arguments.steps, change).environment()}
+        processes = 1 if change.get("devices") == 1 else arguments.num_processes
+        status = _status(_command(script, processes), environment, arguments.timeout)
+        if out.exists():
+            return json.loads(out.read_text(encoding="utf-8"))
+    if status:
+        raise RuntimeError(f"{script.target} {ended(status)}")
+    raise RuntimeError(
+        f"{script.target} ended without a training that could be measured. It has to call Trainer.fit, or to train "
+        "with an Accelerator in a loop over a prepared DataLoader."
+    )
+
+
+def ended(status: int) -> str:
+    """How a program ended that failed, in words."""
+    if status >= 0:
+        return f"ended with status {status}; see its output above."
+    name = signal.Signals(-status).name
+    reason = " The system does that when memory runs out: look into dmesg." if name == "SIGKILL" else ""
+    return f"was ended by {name}.{reason}"
+
+
+def _status(command: list[str], environment: dict[str, str], timeout: float) -> int:
+    """Run a command to its end, and return its exit status. What it prints is not the report: to standard error."""
+    with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
+        try:
+            return process.wait(timeout)
+        except BaseException as error:
+            process.terminate()  # a launcher passes it on
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            process.kill()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise RuntimeError(
+                f"The run took longer than --timeout {timeout:g} seconds and was ended. If it does not hang, raise "
+                "--timeout, or lower --steps."
+            ) from None
+
+
+def _command(script: Script, processes: int | None) -> list[str]:
+    if not processes or processes == 1:
+        return script.alone()
+    module = ["-m"] if script.kind == "module" else []
+    package = __name__.partition(".")[0]
+    launch = [sys.executable, "-m", package, "launch", "--num_processes", str(processes)]
+    return [*launch, *module, script.target, *script.arguments]

@@ -1,0 +1,292 @@
+"""What ``paceline estimate-memory`` finds out: sizes for each dtype and strategy, which of them fit, and what would."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from .. import messages
+from ..big_model.module_sizes import size_in_bytes
+from ..estimate.memory_estimate import MemoryEstimate, estimate_strategies, largest_layer
+from .estimate_memory_choices import DTYPES
+from .estimate_memory_model import Source, resized
+
+#: A training that takes more than this share of a device leaves little for what an estimate does not count.
+TIGHT = 0.9
+_MOST_PROCESSES = 1024
+
+
+@dataclass(frozen=True)
+class Loading:
+    """One dtype, in bytes.
+
+    Attributes:
+        dtype: as in --dtypes.
+        weights: of the whole model.
+        largest_layer: which is never split between devices.
+        inference: the peak of a pass on one device; the weights alone where no batch is known.
+        offloaded: the same with the weights in the host's memory or on disk, of which one layer after the other comes.
+        training: the peak on one device; None where nothing is trained in it.
+    """
+
+    dtype: str
+    weights: int
+    largest_layer: int
+    inference: int
+    offloaded: int
+    training: int | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """One estimate, and whether the devices have the memory: ``"yes"``, ``"tight"`` or ``"no"``."""
+
+    estimate: MemoryEstimate
+    fits: str
+
+
+@dataclass
+class Report:
+    """All of it.
+
+    Attributes:
+        source: what was looked at.
+        parameters: how many numbers the model has.
+        largest_layer: its name.
+        memory: of one device, in bytes.
+        memory_in_words: where that is from.
+        loading: for each dtype.
+        training: for each strategy and precision.
+        verdict: sentences about what fits, and what would.
+        notes: what was taken for granted.
+    """
+
+    source: Source
+    parameters: int
+    largest_layer: str
+    memory: int
+    memory_in_words: str
+    loading: list[Loading] = field(default_factory=list)
+    training: list[Training] = field(default_factory=list)
+    verdict: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; sizes in bytes."""
+        return {
+            "model": self.source.what,
+            "parameters": self.parameters,
+            "largest_layer": self.largest_layer,
+            "device_memory": self.memory,
+            "loading": [asdict(row) for row in self.loading],
+            "training": [{**row.estimate.as_dict(), "fits": row.fits} for row in self.training],
+            "verdict": self.verdict,
+            "notes": self.notes,
+        }
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a training is to run.
+
+    Attributes:
+        device: kind of device whose kernels are estimated with.
+        memory: of one device.
+        shared: processes have to share it: it is the host's.
+        origin: where the number is from, in words.
+    """
+
+    device: str
+    memory: int
+    shared: bool
+    origin: str
+
+    @classmethod
+    def find(cls, asked: str | None) -> Machine:
+        """This one, or one with devices of ``asked``."""
+        gpu = torch.cuda.is_available()
+        kind = "cuda" if gpu else "cpu"
+        if asked is not None:
+            text = asked if asked[-1:].upper() == "B" or asked.isdecimal() else f"{asked}B"
+            size = size_in_bytes(int(text) if text.isdecimal() else text, "--device_memory")
+            return cls(kind, size, False, f"devices of {messages.size(size)} each (--device_memory)")
+        if gpu:
+            sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+            return cls(kind, min(sizes), False, f"{len(sizes)} GPUs, the smallest with {messages.size(min(sizes))}")
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(kind, size, True, f"no GPU here: {messages.size(size)} of this machine's memory, which all share")
+
+    def fits(self, found: MemoryEstimate) -> str:
+        """Whether a training fits on each device: ``"yes"``, ``"tight"`` or ``"no"``."""
+        need = found.training + (found.host if self.shared else 0)
+        have = self.memory // found.num_processes if self.shared else self.memory
+        return "no" if need > have else "tight" if need > TIGHT * have else "yes"
+
+
+def examine(source: Source, arguments: Namespace) -> Report:
+    """Estimate what the arguments of the command ask for."""
+    machine = Machine.find(arguments.device_memory)
+    sizes = {name: size.bytes(32) for name, size in source.sizes.items()}
+    layer, _ = largest_layer(sizes)
+    parameters = sum(size[0] for size in source.sizes.values())
+    report = Report(source, parameters, layer, machine.memory, machine.origin, notes=list(source.notes))
+    trainings = Trainings(source, arguments, machine, report.notes)
+    precisions = [DTYPES[dtype][0] for dtype in arguments.dtypes]
+    rows = [row for precision in precisions if precision for row in trainings.of(precision)]
+    report.training = [Training(row, machine.fits(row)) for row in rows]
+    report.loading = [_loading(source, dtype, rows, layer) for dtype in arguments.dtypes]
+    report.verdict = list(Verdict(report, trainings, machine, arguments).sentences())
+    if source.module is not None and machine.device == "cpu" and not machine.shared:
+        report.notes.append("Estimated with the kernels of the CPU, since there is no GPU here.")
+    if any(row.guessed for row in rows):
+        report.notes.append(
+            "The step reads values out of tensors, which were taken for 1: what depends on them may differ."
+        )
+    return report
+
+
+class Trainings:
+    """Estimates of a source's training, with the settings of the command.
+
+    A step that cannot be estimated is left out from then on, with a note.
+    """
+
+    def __init__(self, source: Source, arguments: Namespace, machine: Machine, notes: list[str]) -> None:
+        self.source, self.arguments, self.machine, self.notes = source, arguments, machine, notes
+        self.batch = source.batch
+        gpus = torch.cuda.device_count()
+        self.processes = arguments.num_processes or (gpus if gpus > 1 else 2)
+
+    def of(self, precision: str, strategies: Any = None, **changed: Any) -> list[MemoryEstimate]:
+        """For each of the strategies; ``changed`` wins over the command's arguments."""
+        if self.source.module is None:
+            return []
+        batch_size = changed.pop("batch_size", None)
+        settings = {
+            "optimizer": self.arguments.optimizer,
+            "loss": self.source.loss,
+            "precision": precision,
+            "num_processes": self.processes,
+            "accumulate_grad_batches": self.arguments.accumulate_grad_batches,
+            "activation_checkpointing": self.arguments.activation_checkpointing or None,
+            "device": self.machine.device,
+            **changed,
+        }
+        strategies = strategies or dict.fromkeys(("single_device", *self.arguments.strategy))
+        batch = resized(self.batch, batch_size) if batch_size else self.batch
+        try:
+            return estimate_strategies(self.source.module, batch, strategies, **settings)
+        except RuntimeError as error:
+            if self.batch is None:
+                raise
+            self.notes.append(str(error))
+            self.batch = None
+            return estimate_strategies(self.source.module, None, strategies, **settings)
+
+
+def _loading(source: Source, dtype: str, rows: list[MemoryEstimate], layer: str) -> Loading:
+    precision, bits = DTYPES[dtype]
+    weights = sum(size.bytes(bits) for size in source.sizes.values())
+    largest = largest_layer({name: size.bytes(bits) for name, size in source.sizes.items()})[1]
+    alone = {row.precision: row for row in rows if row.strategy == "single_device"}
+    nearest = (
+        alone.get(precision or "") or alone.get("bf16-true") or alone.get("16-true") or next(iter(alone.values()), None)
+    )
+    passing = 0 if nearest is None or nearest.inference is None else max(0, nearest.inference - nearest.weights)
+    own = alone.get(precision or "")
+    return Loading(dtype, weights, largest, weights + passing, largest + passing, own.training if own else None)
+
+
+@dataclass
+class Verdict:
+    """Says what fits, and what would."""
+
+    report: Report
+    trainings: Trainings
+    machine: Machine
+    arguments: Namespace
+
+    def sentences(self) -> Iterator[str]:
+        """About loading, then about training."""
+        memory = self.report.memory
+        yield from self._about_loading(memory)
+        rows = self.report.training
+        if not rows:
+            return
+        good = [row for row in rows if row.fits == "yes"]
+        bad = [row for row in rows if row.fits == "no"]
+        if bad:
+            least = min(bad, key=lambda row: row.estimate.training).estimate
+            yield f"Does not fit: {', '.join(_named(row.estimate) for row in bad[:6])}{' ...' if bad[6:] else ''}."
+            if not good:
+                yield f"Nothing of what was asked for fits with room to spare; the least is {_named(least)}."
+        if good:
+            yield f"Fits: {', '.join(_named(row.estimate) for row in good[:6])}{' ...' if good[6:] else ''}."
+            return
+        found = [_named(one, how) for how, one in self._others() if self.machine.fits(one) == "yes"]
+        yield f"What would: {'; '.join(found)}." if found else "Nor does anything else that was tried."
+
+    def _about_loading(self, memory: int) -> Iterator[str]:
+        fits = [row for row in self.report.loading if row.inference <= memory]
+        if len(fits) == len(self.report.loading):
+            return
+        too_large = [row.dtype for row in self.report.loading if row.inference > memory]
+        smaller = [f"{row.dtype} ({messages.size(row.inference)})" for row in fits]
+        offloaded = [
+            f"{row.dtype} ({messages.size(row.offloaded)})" for row in self.report.loading if row.offloaded <= memory
+        ]
+        said = f"Loaded in {', '.join(too_large)} it does not fit on one device of {messages.size(memory)}."
+        said += f" In {' or '.join(smaller)} it does." if smaller else ""
+        yield said + (
+            f' With device_map="auto" (weights on other devices, in the host\'s memory or on disk) also in '
+            f"{' or '.join(offloaded)}."
+            if offloaded
+            else " Its largest layer alone is too large for one device in any of them."
+        )
+
+    def _others(self) -> Iterator[tuple[str, MemoryEstimate]]:
+        """Other ways to train, from the least change on."""
+        trained = [row.estimate for row in self.report.training]
+        precision = "bf16-mixed"
+        size = trained[0].batch_size
+        if self.trainings.batch is not None:
+            if "bf16-mixed" not in {one.precision for one in trained}:
+                yield from (("", one) for one in self.trainings.of(precision))
+            if size is not None and size > 1:
+                yield from (("batch_size=1", one) for one in self.trainings.of(precision, batch_size=1))
+            if not self.arguments.activation_checkpointing:
+                try:
+                    found = self.trainings.of(precision, activation_checkpointing=True)
+                except ValueError:  # no block repeats
+                    found = []
+                yield from (("activation checkpointing", one) for one in found)
+        if self.machine.shared:
+            return
+        for name in ("fsdp", "fsdp_cpu_offload"):
+            (found,) = self.trainings.of(precision, [name])
+            yield "", found
+            processes = self._processes(found)
+            if processes is not None:
+                yield from (("", one) for one in self.trainings.of(precision, [name], num_processes=processes))
+
+    def _processes(self, found: MemoryEstimate) -> int | None:
+        """How many would have room, from what is divided among processes in an estimate, as a power of two."""
+        divided = sum(found.training_at_peak[kind] for kind in ("weights", "gradients", "optimizer"))
+        processes = found.num_processes
+        while processes < _MOST_PROCESSES:
+            processes *= 2
+            if found.training - divided + divided * found.num_processes / processes <= TIGHT * self.machine.memory:
+                return processes
+        return None
+
+
+def _named(found: MemoryEstimate, how: str = "") -> str:
+    several = f" x{found.num_processes}" if found.num_processes > 1 else ""
+    host = f" and {messages.size(found.host)} on the host" if found.host else ""
+    how = f" with {how}" if how else ""
+    return f"{found.strategy}{several} in {found.precision}{how} ({messages.size(found.training)}{host})"

@@ -1,0 +1,325 @@
+"""``paceline launch``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import messages
+from ..processes.timings import STARTED
+from ..settings import FLAGS, SETTINGS, Settings, hand_over, resolve
+from .launch_flags import add_flags, given, refuse
+from .launch_script import Script, find_script, point_out_config
+
+_NAMES = ("--main_process_ip", "--main_process_port", "--machine_rank")
+#: The place of a process that torch elastic has started; all of those have the first.
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_PLACE = (
+    *(_RUN_ID, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+)
+#: Flags for DeepSpeed's own launcher, which is not used.
+_DEEPSPEEDS_LAUNCHER = (
+    "deepspeed_hostfile",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher",
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the command takes."""
+    add_flags(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Start the processes, wait for them, and return the script's exit status."""
+    refuse(arguments)
+    _leave_outer_launch()
+    script = find_script(arguments)
+    settings = resolve(flags=given(arguments), config_file=arguments.config_file, door="paceline launch")
+    return start(script, settings, arguments)
+
+
+def start(script: Script, settings: Settings, arguments: Namespace) -> int:
+    """Run a script as the settings say.
+
+    Args:
+        script: what to run.
+        settings: those in force.
+        arguments: the flags that are no settings.
+    """
+    plan = _plan(settings)
+    _refuse_deepspeed(settings)
+    point_out_config(script)
+    os.environ.update(hand_over(settings))
+    os.environ.update(plan.variables)
+    if settings["debug"]:
+        os.environ[STARTED] = str(time.time())
+    say = _Announcement(plan, settings, arguments.quiet)
+    if plan.is_one and not arguments.log_dir and not settings["max_restarts"]:
+        say.chosen()
+        return _replace(script.alone())
+    from ..processes import launch, launched_worker
+    from ..processes.torch_elastic import Options
+
+    options = Options(
+        max_restarts=settings["max_restarts"],
+        monitor_interval=settings["monitor_interval"],
+        log_dir=arguments.log_dir,
+        tee=arguments.tee or ("3" if arguments.log_dir else "0"),
+        role=arguments.role,
+        rdzv_backend=settings["rdzv_backend"],
+        rdzv_conf=_pairs(settings["rdzv_conf"]),
+        quiet=not settings["debug"],
+        serving=say.chosen,
+    )
+    place = launch.find_place(
+        settings["num_machines"],
+        settings["machine_rank"] if _needs_no_rank(settings) else None,
+        settings["main_process_ip"],
+        settings["main_process_port"],
+        _NAMES,
+        _line(script, settings),
+    )
+    if plan.num_machines > 1:
+        say.chosen()
+    command = script.alone()
+    if script.kind != "program":
+        command = launched_worker.command(script.target, script.arguments, module=script.kind == "module")
+    return launch.run(command, plan.num_processes, place, plan.kind, plan.binds_gpus, options)
+
+
+def _leave_outer_launch() -> None:
+    """Forget the place and the flags that a launcher gave this process: a launch from within one is one of its own."""
+    for name in filter(None, os.environ.pop(FLAGS, "").split(",")):
+        os.environ.pop(SETTINGS[name].variable, None)
+    if _RUN_ID in os.environ:
+        for name in _PLACE:
+            os.environ.pop(name, None)
+
+
+def _replace(command: list[str]) -> int:
+    """Become the script: signals and the exit status are then its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name != "nt":  # where exec returns to the shell at once
+        os.execvp(command[0], command)
+    return subprocess.call(command)
+
+
+def _needs_no_rank(settings: Settings) -> bool:
+    return settings["rdzv_backend"] != "static" or settings.is_set("machine_rank")
+
+
+def _line(script: Script, settings: Settings) -> str:
+    flags = [f"--num_machines {settings['num_machines']} --machine_rank {{node}}"]
+    flags += ["--main_process_ip {address} --main_process_port {port}"]
+    named = ("num_processes", "cpu", "use_fsdp", "mixed_precision")
+    rows = [row for row in settings.table() if row.place == "flag" and row.name in named]
+    flags += [f"--{row.name}" if SETTINGS[row.name].bare else f"--{row.name} {row.value}" for row in rows]
+    return f"paceline launch {' '.join(flags)} {script.target}"
+
+
+def _pairs(text: str | None) -> dict[str, Any]:
+    """``"timeout=60,is_host=true"`` as a dictionary."""
+    pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
+    wrong = next((key for key, equals, _ in pairs if not equals), None)
+    if wrong is not None:
+        raise ValueError(f"rdzv_conf={text!r} has {wrong!r}, which is not key=value. Write --rdzv_conf timeout=60.")
+    return {key.strip(): int(value) if value.strip().isdecimal() else value.strip() for key, _, value in pairs}
+
+
+def _refuse_deepspeed(settings: Settings) -> None:
+    for name in _DEEPSPEEDS_LAUNCHER:
+        if settings.is_set(name) and settings[name] != "standard":
+            raise ValueError(
+                f"{settings.origin(name).where} is for DeepSpeed's own launcher, which is not used. Leave it out, and "
+                "type the command on each machine with --num_machines, --machine_rank and --main_process_ip."
+            )
+    if settings["use_deepspeed"] and not messages.is_installed("deepspeed"):
+        raise ModuleNotFoundError(
+            f"{messages.missing(settings.origin('use_deepspeed').where, 'deepspeed')}. Or take --use_fsdp, which "
+            "shards as ZeRO stage 3 does."
+        )
+
+
+# ---- what is started -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How many processes on what.
+
+    Args:
+        kind: of the devices, ``"cpu"`` or ``"cuda"``.
+        num_processes: on this machine.
+        num_machines: machines.
+        why: the reason for the number of processes.
+        threads: the reason for the number of threads, and it is.
+        variables: for the processes.
+        binds_gpus: whether torch binds each process to the node of its GPU.
+        binding: a line about that.
+    """
+
+    kind: str
+    num_processes: int
+    num_machines: int
+    why: str
+    threads: str
+    variables: dict[str, str]
+    binds_gpus: bool
+    binding: str
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one process in all, which can be the script itself."""
+        return self.num_processes * self.num_machines == 1 and not self.binds_gpus
+
+
+def _plan(settings: Settings) -> _Plan:
+    variables = _visible(settings)
+    os.environ.update(variables)
+    gpus = 0 if settings["cpu"] else _count_gpus()
+    kind = "cuda" if gpus else "cpu"
+    _check_multi_gpu(settings, gpus)
+    local, why = _processes(settings, gpus)
+    threads, more = _threads(settings, local)
+    binds_gpus, binding, bound = _binding(settings, kind, local)
+    return _Plan(kind, local, settings["num_machines"], why, threads, variables | more | bound, binds_gpus, binding)
+
+
+def _visible(settings: Settings) -> dict[str, str]:
+    """Which GPUs the processes see."""
+    ids = settings["gpu_ids"]
+    if settings["cpu"]:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    return {} if ids in (None, "all") else {"CUDA_VISIBLE_DEVICES": ids.replace(" ", "")}
+
+
+def _count_gpus() -> int:
+    """The GPUs that torch sees; torch is not asked where the system has no sign of one."""
+    if sys.platform == "linux" and not any(map(_is_gpu, Path("/dev").iterdir())):
+        return 0
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or sys.platform == "darwin":
+        return 0
+    from ..processes.devices import count
+
+    return count("cuda")
+
+
+def _is_gpu(device: Path) -> bool:
+    name = device.name
+    return name in ("kfd", "dxg") or (name.startswith("nv") and not name.startswith(("nvme", "nvram")))
+
+
+def _check_multi_gpu(settings: Settings, gpus: int) -> None:
+    if not settings["multi_gpu"] or gpus * settings["num_machines"] > 1:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    why = f"{settings.origin('cpu').where} leaves 0" if settings["cpu"] else f"this machine shows {gpus}{shown}"
+    raise ValueError(
+        f"{settings.origin('multi_gpu').where} asks for at least 2 GPUs, but {why}. Leave it out, or write "
+        "--cpu --num_processes 2 for two processes on the CPU."
+    )
+
+
+def _processes(settings: Settings, gpus: int) -> tuple[int, str]:
+    """Processes of this machine, and why as many."""
+    asked, machines = settings["num_processes"], settings["num_machines"]
+    if asked is None:
+        why = "one for each GPU that is visible" if gpus else _why_no_gpu(settings)
+        return max(gpus, 1), why
+    where = settings.origin("num_processes").where
+    if asked % machines:
+        raise ValueError(
+            f"{where} is {asked}, which {machines} machines cannot share evenly. Give a multiple of {machines}: it is "
+            "the number over all machines."
+        )
+    local = asked // machines
+    if gpus and local > gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ValueError(
+            f"{where} asks for {local} GPUs on this machine, which shows {gpus}"
+            f"{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. Ask for {gpus} or fewer, or add "
+            "--cpu to run them on the CPU."
+        )
+    return local, f"{where}{'' if gpus else '; ' + _why_no_gpu(settings)}"
+
+
+def _why_no_gpu(settings: Settings) -> str:
+    return settings.origin("cpu").where if settings["cpu"] else "no GPU is visible"
+
+
+def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
+    """The line about threads, and the variables for them."""
+    from ..processes.launch import threads_of
+
+    name = "num_cpu_threads_per_process"
+    origin, outside = settings.origin(name), os.environ.get("OMP_NUM_THREADS")
+    if settings[name] is not None and not (outside and origin.place == "file"):
+        count, why = settings[name], origin.where
+    elif outside:
+        return f"{outside} CPU thread(s) each (OMP_NUM_THREADS)", {}
+    elif local == 1:
+        return "CPU threads as torch chooses", {}
+    else:
+        count = threads_of(local)
+        why = f"{threads_of(1)} core{'s' * (threads_of(1) > 1)} / {local} processes"
+    return f"{count} CPU thread{'s' * (count > 1)} each ({why})", {"OMP_NUM_THREADS": str(count)}
+
+
+def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict[str, str]]:
+    """Whether torch binds to GPUs' nodes, a line about it, and the variables for processes that bind themselves."""
+    if not settings["enable_cpu_affinity"]:
+        return False, "", {}
+    from ..processes.cpu_affinity import BIND, nodes
+
+    folder = Path(os.environ.get(BIND) or "/sys/devices/system/node")
+    where, found = settings.origin("enable_cpu_affinity").where, len(nodes(folder))
+    if found < 2 or (kind == "cpu" and local == 1):
+        why = "this machine has one NUMA node" if found < 2 else "one process has all of the machine"
+        return False, f"{where} has no effect: {why}", {}
+    if kind == "cuda":
+        return True, f"each process on the cores of its GPU's node ({where})", {}
+    return False, f"each process on the cores of its node, of {found} ({where})", {BIND: str(folder)}
+
+
+class _Announcement:
+    """Says once what was chosen, and why."""
+
+    def __init__(self, plan: _Plan, settings: Settings, quiet: bool) -> None:
+        self.plan, self.settings, self.quiet = plan, settings, quiet
+
+    def chosen(self, port: int | None = None) -> None:
+        """Say it.
+
+        Args:
+            port: where the processes of one machine meet; None where they do not, or are several machines'.
+        """
+        if self.quiet:
+            return
+        plan, count = self.plan, self.plan.num_processes
+        device = "the CPU" if plan.kind == "cpu" else "GPUs"
+        parts = [f"{count} process{'es' * (count > 1)} on {device} ({plan.why})"]
+        if plan.num_machines > 1:
+            rank = self.settings["machine_rank"]
+            parts[0] += f", machine {rank} of {plan.num_machines}"
+        if not plan.is_one:
+            parts.append("backend gloo" if plan.kind == "cpu" else "backend nccl, and gloo for what is on the CPU")
+        parts.append(plan.threads)
+        if port is not None:
+            origin = self.settings.origin("main_process_port")
+            chosen = not self.settings["main_process_port"] and not os.environ.get("MASTER_PORT")
+            parts.append(f"port {port} ({'a free one' if chosen else origin.where or 'MASTER_PORT'})")
+        if plan.binding:
+            parts.append(plan.binding)
+        messages.info(f"paceline launch: {'; '.join(parts)}.")

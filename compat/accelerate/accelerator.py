@@ -1,0 +1,84 @@
+"""The ``Accelerator`` that programs written for ``accelerate`` get."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...accelerator import accelerator, accumulation
+from ...accelerator.nested_tensors import recursively_apply
+
+
+class _OfTheLast(type):
+    """``GradientState()`` is that of the Accelerator made last, and every Accelerator's is one by ``isinstance``."""
+
+    last: weakref.ref[accumulation.GradientState] | None = None
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        found = None if _OfTheLast.last is None else _OfTheLast.last()
+        if found is None:
+            raise ValueError("GradientState() is that of an Accelerator, and there is none. Call Accelerator() first.")
+        return found
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, accumulation.GradientState)
+
+
+class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
+    """The window of micro-batches of the Accelerator that was made last; each has one of its own."""
+
+
+class Accelerator(accelerator.Accelerator):
+    """Paceline's, with what loops for Accelerate count on beyond it."""
+
+    @functools.wraps(accelerator.Accelerator.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _OfTheLast.last = weakref.ref(self.gradient_state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if _OfTheLast.last is None or _OfTheLast.last() is None:
+            _OfTheLast.last = weakref.ref(self.gradient_state)
+
+    @property
+    def _script_skips(self) -> bool:
+        """Such loops skip to the position in the data, but for that of a loader which is asked to know it itself."""
+        return not self.dataloader_config.use_stateful_dataloader
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As ``paceline.Accelerator.gather_for_metrics``.
+
+        Such loops also gather one row for each place in a batch, for a mean that weighs batches by their size:
+        ``loss.repeat(batch_size)``. Of a batch that is not full, the rows of its samples are kept.
+        """
+        loader = self.gradient_state.active_dataloader
+        if loader is not None:
+            rows, size = loader.batch_rows, (loader.total_batch_size or 0) // self._strategy.num_data_ranks
+            if 0 < rows < size:
+                input_data = recursively_apply(lambda value: _first(value, rows, size), input_data)
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """False: no model is spread over devices."""
+        return False
+
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported."""
+        raise NotImplementedError(
+            "accelerator.maybe_context_parallel: an Accelerator does not split sequences. Leave cp_size out."
+        )
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Not supported."""
+        raise NotImplementedError(
+            "accelerator.lomo_backward: LOMO updates weights within backward, before gradients can be reduced or "
+            "clipped. Use another optimizer, and strategy='fsdp' to save memory."
+        )
+
+
+def _first(value: Tensor, rows: int, size: int) -> Tensor:
+    return value[:rows] if value.dim() and len(value) == size else value

@@ -1,0 +1,337 @@
+"""Functions of ``accelerate`` around models that are spread over devices, where Paceline's own have another form."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...big_model.device_map import device_of, join_neighbors
+from ...big_model.dispatch import dispatch_model
+from ...big_model.empty_init import like
+from ...big_model.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
+from ...big_model.infer_device_map import smallest_parts
+from ...big_model.module_sizes import Sizes, compute_module_sizes, named_tensors, non_persistent_buffers
+from ...big_model.offload import OffloadedWeightsLoader, Part
+from ...big_model.weight_files import mapped_tensors
+from ...strategies.dtypes import in_dtype
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Any,
+    value: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **more: Any,
+) -> None:
+    """Give a module a parameter or buffer on a device.
+
+    Args:
+        module: the module, or one that it is in.
+        tensor_name: its name, dotted.
+        device: where to.
+        value: what it is to be; None: what it is.
+        dtype: None: that which it has.
+        **more: accepted: ``tied_params_map``, ``non_blocking``, ``clear_cache``.
+
+    Raises:
+        ValueError: there is none of that name, it has another shape, or it has no value yet and is given none.
+    """
+    if more.get("fp16_statistics") is not None:
+        raise NotImplementedError("set_module_tensor_to_device(fp16_statistics=...): Paceline has no 8-bit weights.")
+    place, _, name = tensor_name.rpartition(".")
+    owner = module.get_submodule(place)
+    held: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+    old = held.get(name)
+    if old is None:
+        raise ValueError(f"{type(owner).__name__} has no parameter and no buffer {name!r} (of {tensor_name!r}).")
+    if value is None and old.device.type == "meta" and torch.device(device).type != "meta":
+        raise ValueError(f"{tensor_name} has a shape and no value yet, so it cannot be moved to {device}. Pass value=.")
+    if value is not None and value.shape != old.shape:
+        raise ValueError(f"{tensor_name} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}.")
+    new = (old if value is None else value).detach()
+    new = new.to(device, old.dtype if dtype is None else in_dtype(new.dtype, dtype))
+    held[name] = like(old, new) if isinstance(old, nn.Parameter) else new
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name."""
+    return named_tensors(module, recurse, include_buffers, remove_non_persistent)
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """The names of the buffers that a ``state_dict`` leaves out; with ``fqns`` as they are called from ``module``."""
+    names = non_persistent_buffers(module) if recurse else set(module._non_persistent_buffers_set)
+    return names if fqns else {name.rpartition(".")[2] for name in names}
+
+
+def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
+    """Bytes of a model's buffers."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Bytes of a model, and of its largest part with the names of such parts."""
+    sizes = Sizes(model)
+    parts = [(sizes.of(part), name) for name, part in smallest_parts(model) if isinstance(part, nn.Module)]
+    largest = max((size for size, _ in parts), default=0)
+    return sizes.of(model), (largest, [name for size, name in parts if size == largest])
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
+) -> tuple[int, list[str]]:
+    """Bytes of the largest part that is not split, and the names of such parts.
+
+    Args:
+        modules: pairs of name and module or tensor.
+        module_sizes: as ``compute_module_sizes`` gives them.
+        no_split_module_classes: names of classes.
+    """
+    found: list[tuple[int, str]] = []
+    for prefix, module in modules:
+        inside = {type(part).__name__ for part in module.modules()} if isinstance(module, nn.Module) else set()
+        whole = [name for name in no_split_module_classes if name in inside]
+        parts = smallest_parts(module, whole) if isinstance(module, nn.Module) else [("", module)]
+        names = [".".join(filter(None, (prefix, name))) for name, _ in parts]
+        found += [(module_sizes[name], name) for name in names]
+    largest = max((size for size, _ in found), default=0)
+    return largest, [name for size, name in found if size == largest]
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[tuple[str, Any]],
+) -> tuple[int, list[str], list[Any]]:
+    """Bytes of a module with those that hold tensors tied to its own, each tied tensor once."""
+    with_ties = [
+        (name, module) for name, module in modules_to_treat if any(tied.startswith(f"{name}.") for tied in tied_params)
+    ]
+    names = [name for name, _ in with_ties]
+    twice = sum(module_sizes[tied] for tied in tied_params if any(tied.startswith(f"{name}.") for name in names))
+    return module_size + sum(module_sizes[name] for name in names) - twice, names, [module for _, module in with_ties]
+
+
+def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
+    """Join neighbors on the same device under the name of what they are in; the same dict."""
+    prefix = f"{module_name}." if module_name else ""
+    inside = {name: one for name, one in device_map.items() if name.startswith(prefix)}
+    short = join_neighbors({name.removeprefix(prefix): one for name, one in inside.items()})
+    others = {name: one for name, one in device_map.items() if name not in inside}
+    device_map.clear()
+    device_map.update({**others, **{f"{prefix}{name}" if name else module_name: one for name, one in short.items()}})
+    return device_map
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Whether a model of transformers is configured to tie its embeddings."""
+    return bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+
+
+def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
+    """Nothing: what lies elsewhere than where it runs is brought there, tied or not."""
+
+
+def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
+    """Make the parameters of these names one again: the first of them that has values."""
+    for names in tied_params:
+        found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        values = [owner._parameters[key] for owner, key in found]
+        kept = next((value for value in values if value is not None and not value.is_meta), None)
+        for owner, key in found if kept is not None else ():
+            owner._parameters[key] = kept
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """What two tensors have in common that share memory."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> dict[str, Tensor]:
+    """The tensors of one file, on the devices of a map."""
+    from pathlib import Path
+
+    found = dict(mapped_tensors(Path(checkpoint_file)))
+    if device_map is None:
+        return found
+    places = {name: device_of(name, device_map) for name in found}
+    return {name: value.to("cpu" if places[name] in (None, "disk") else places[name]) for name, value in found.items()}
+
+
+def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
+    """Give a model the values that a folder has."""
+    for name in index or ():
+        value = OffloadedWeightsLoader(save_folder=offload_folder, index=index)[name]
+        set_module_tensor_to_device(model, name, "cpu", value)
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """The ``state_dict``: parameters that are offloaded have their values."""
+    return model.state_dict()
+
+
+def get_state_dict_from_offload(
+    module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Any = "cpu"
+) -> dict[str, Any]:
+    """``state_dict`` with the values of one module's tensors.
+
+    Args:
+        module: the module.
+        module_name: of one of its tensors, dotted.
+        state_dict: is changed and returned.
+        device_to_put_offload: where to.
+    """
+    prefix = module_name.rpartition(".")[0]
+    for name, tensor in named_tensors(module, recurse=False):
+        state_dict[f"{prefix}.{name}" if prefix else name] = tensor.detach().to(device_to_put_offload)
+    return state_dict
+
+
+def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
+    """The entries of some modules."""
+    return {
+        name: value
+        for name, value in state_dict.items()
+        if any(name == module or name.startswith(f"{module}.") for module in submodule_names)
+    }
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether a module's weights are brought when it runs."""
+    return _part_of(module) is not None
+
+
+def _part_of(module: nn.Module) -> Part | None:
+    hook = getattr(module, "_hf_hook", None)
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return next((one.part for one in hooks if isinstance(one, AlignDevicesHook) and one.part is not None), None)
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Any = None) -> Iterator[None]:
+    """Within, a module's own parameters are where it runs, or on a device.
+
+    Args:
+        module: its own tensors, not those of the modules in it.
+        execution_device: None: where its hook says, if it has one.
+    """
+    part = _part_of(module) if execution_device is None else None
+    if part is not None:
+        part.enter()
+        try:
+            yield
+        finally:
+            part.leave()
+        return
+    before = {name: tensor.data for name, tensor in module.named_parameters(recurse=False)}
+    try:
+        for parameter in module.parameters(recurse=False) if execution_device is not None else ():
+            parameter.data = parameter.data.to(execution_device)
+        yield
+    finally:
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.data_ptr() != before[name].data_ptr():
+                before[name].copy_(parameter.data)
+                parameter.data = before[name]
+
+
+def attach_execution_device_hook(
+    module: nn.Module, execution_device: Any, skip_keys: Any = None, preload_module_classes: Any = None, **more: Any
+) -> None:
+    """Let each module with tensors take its inputs to a device."""
+    for part in module.modules():
+        if not hasattr(part, "_hf_hook") and any(True for _ in named_tensors(part, recurse=False)):
+            add_hook_to_module(part, AlignDevicesHook(execution_device, skip_keys=skip_keys))
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Any = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Any = None,
+    preload_module_classes: Any = None,
+    tied_params_map: Any = None,
+) -> None:
+    """Bring the weights of each part of a module, and its inputs, to where it runs.
+
+    Args:
+        module: the module.
+        execution_device: where.
+        offload: weights lie elsewhere.
+        weights_map: their values by name.
+        offload_buffers: buffers too.
+        module_name: in front of names in ``weights_map``.
+        skip_keys: keyword arguments that are not moved.
+        preload_module_classes: what is fetched whole.
+        tied_params_map: accepted.
+    """
+    if not offload:
+        attach_execution_device_hook(module, execution_device, skip_keys)
+        return
+    values = None
+    if weights_map is not None:
+        names = (name for name, _ in named_tensors(module, buffers=offload_buffers))
+        values = {name: weights_map[f"{module_name}.{name}" if module_name else name] for name in names}
+    dispatch_model(
+        module,
+        {"": "cpu"},
+        execution_device,
+        values,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=True,
+    )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Any = None,
+    offload: Any = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Any = None,
+    preload_module_classes: Any = None,
+    tied_params_map: Any = None,
+) -> None:
+    """The same with a device, and whether to offload, for each block by name.
+
+    Args:
+        module: the module.
+        execution_device: a device, or one for each block.
+        offload: a bool, or one for each block.
+        weights_map: values by name.
+        offload_buffers: buffers too.
+        module_name: in front of names.
+        skip_keys: keyword arguments that are not moved.
+        preload_module_classes: what is fetched whole.
+        tied_params_map: accepted.
+    """
+    if not isinstance(execution_device, Mapping):
+        execution_device = {module_name: execution_device}
+    for name, device in execution_device.items():
+        away = offload.get(name, False) if isinstance(offload, Mapping) else offload
+        block = module.get_submodule(name)
+        attach_align_device_hook(
+            block, device, away, weights_map, offload_buffers, name, skip_keys, preload_module_classes
+        )

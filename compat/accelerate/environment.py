@@ -1,0 +1,173 @@
+"""Functions of ``accelerate`` on variables, versions, ports and configuration files."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ... import messages
+from ...accelerator.launchers import environment
+from ...processes.devices import find_kind
+from ...settings import files
+
+#: The configuration file of this user.
+default_config_file = str(files.own_file())
+
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+
+
+def str_to_bool(value: str) -> int:
+    """1 or 0 for the words that mean yes or no."""
+    word = value.lower()
+    if word not in (*_TRUE, *_FALSE):
+        raise ValueError(messages.unknown("truth value", value, (*_TRUE, *_FALSE)))
+    return int(word in _TRUE)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Whether a variable says yes."""
+    return str_to_bool(os.environ.get(key, str(default))) == 1
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """What a variable says."""
+    return os.environ.get(key, str(default))
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """The first variable that is a number of at least 0."""
+    found = (int(os.environ.get(key, "-1")) for key in env_keys)
+    return next((number for number in found if number >= 0), default)
+
+
+def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
+    """Lines ``KEY=value``; of entries that no line can hold, none."""
+    lines = []
+    for key, value in current_env.items():
+        if any(sign in key + value for sign in ";\n<> "):
+            messages.warn(f"The variable {key}={value!r} has a sign that a line of a file cannot hold: it is left out.")
+        else:
+            lines.append(f"{key}={value}\n")
+    return lines
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Within, variables (names in capitals) have these values."""
+    with environment({name.upper(): str(value) for name, value in kwargs.items()}):
+        yield
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Within, there are no variables; those that are set are gone afterwards."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(function: Any) -> Any:
+    """Decorator: ``ACCELERATE_`` and ``PACELINE_`` variables that the function sets are as before afterwards."""
+
+    def ours() -> dict[str, str]:
+        return {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "PACELINE_"))}
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = ours()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for name in ours().keys() - before:
+                del os.environ[name]
+            os.environ.update(before)
+
+    return run
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Which of these were imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The kind of device, and the name of DistributedType for several of it."""
+    kind = find_kind("auto")
+    return kind, {"cuda": "MULTI_GPU", "cpu": "MULTI_CPU"}.get(kind, "NO")
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Whether a library's version (or a version itself) is ``">="`` (``">"``, ``"=="``, ...) another."""
+    from importlib.metadata import version
+
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    if operation not in ("==", "!=", ">", ">=", "<", "<="):
+        raise ValueError(messages.unknown("operation", operation, ("==", "!=", ">", ">=", "<", "<=")))
+    try:
+        found = Version(str(library_or_version))
+    except InvalidVersion:
+        found = Version(version(str(library_or_version)))
+    return SpecifierSet(f"{operation}{requirement_version}").contains(found, prereleases=True)
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether torch's version is ``">="`` (...) another; local parts such as ``+cpu`` do not count."""
+    import torch
+    from packaging.version import Version
+
+    return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Whether something listens on a port of this machine; 29500 if none is given."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+        return connection.connect_ex(("localhost", int(port or 29500))) == 0
+
+
+def check_os_kernel() -> None:
+    """Warn of Linux before 5.5, on which processes may hang."""
+    release = platform.release().split("-")[0]
+    if platform.system() == "Linux" and compare_versions(release, "<", "5.5.0"):
+        messages.warn(f"Linux {release} may let processes hang. Upgrade to 5.5 or newer.")
+
+
+def load_config_from_file(config_file: str | None = None) -> Any:
+    """The settings of a file, as attributes and by ``to_dict()``; of the one in force if none is given."""
+    path = config_file or files.find_file()
+    if path is None:
+        raise FileNotFoundError(f"There is no configuration file such as {files.own_file()}. Run `paceline config`.")
+    values = files.read_file(path).values
+    return SimpleNamespace(**values, to_dict=lambda: dict(values))
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None, **more: Any
+) -> Path | bool:
+    """Write a configuration file, unless there is one; returns its place, or False.
+
+    Args:
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+        save_location: the file; None: that of this user.
+        **more: accepted: ``use_xpu``.
+    """
+    path = files.own_file() if save_location is None else Path(save_location)
+    if path.exists():
+        messages.warn(f"{path} is there already, and stays as it is. Delete it to write another.")
+        return False
+    files.write_file(path, {"mixed_precision": mixed_precision})
+    return path

@@ -1,0 +1,120 @@
+"""Functions of ``accelerate`` that need no Accelerator: they speak for the processes of ``PartialState``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ...accelerator import loaders, operations
+from ...accelerator.process_state import PartialState
+from ...strategies.base import Strategy
+
+
+def _strategy() -> Strategy:
+    return PartialState()._strategy
+
+
+def gather(tensor: Any) -> Any:
+    """As ``accelerator.gather``."""
+    return operations.gather(tensor, _strategy())
+
+
+def gather_object(object: Any) -> Any:
+    """Every process's list of objects, joined in rank order."""
+    return operations.gather_object(object, _strategy())
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """The tensors of one process on every process."""
+    return operations.broadcast(tensor, _strategy(), from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the entries of a list by those of one process."""
+    return operations.broadcast_object_list(object_list, _strategy(), from_process)
+
+
+def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float = 1.0) -> Any:
+    """Tensors of all processes averaged, or added up (``"sum"``)."""
+    return operations.reduce(tensor, _strategy(), reduction, scale)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Tensors padded along a dimension to the longest of all processes."""
+    return operations.pad_across_processes(tensor, _strategy(), dim, pad_index, pad_first)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """The main process's tensor on every process; the others give none."""
+    found: Any = _strategy().broadcast(None if tensor is None else tensor.cpu())
+    return found.to(_strategy().device)
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process is here."""
+    PartialState().wait_for_everyone()
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Write an object to a file, on the main process.
+
+    Args:
+        obj: a dict of tensors, for ``safe_serialization``; otherwise anything that torch.save takes.
+        f: the file.
+        save_on_each_node: write on the first process of each machine.
+        safe_serialization: write safetensors.
+    """
+    state = PartialState()
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    if not safe_serialization:
+        torch.save(obj, f)
+        return
+    from safetensors.torch import save_file
+
+    save_file(obj, f, metadata={"format": "pt"})
+
+
+def load(f: str | os.PathLike[str], map_location: Any = None, **kwargs: Any) -> Any:
+    """``torch.load``, of tensors and plain data only unless ``weights_only=False`` is passed."""
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
+def prepare_data_loader(
+    dataloader: Any,
+    device: Any = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    put_on_device: bool = False,
+    rng_types: Any = None,
+    **options: Any,
+) -> Any:
+    """This process's part of a loader.
+
+    Args:
+        dataloader: the loader.
+        device: of this process; where else batches are wanted, move them.
+        num_processes: as many as there are.
+        process_index: this process.
+        put_on_device: bring batches to the device.
+        rng_types: accepted; the order is the same on all processes in any case.
+        **options: of ``DataLoaderConfiguration``.
+    """
+    strategy = _strategy()
+    for name, given, own in (
+        ("num_processes", num_processes, strategy.world_size),
+        ("process_index", process_index, strategy.global_rank),
+    ):
+        if given not in (None, own):
+            raise NotImplementedError(
+                f"prepare_data_loader({name}={given}), but it is {own} here, and a loader is split over the processes "
+                "that there are. Leave it out."
+            )
+    for name in ("slice_fn_for_dispatch", "torch_device_mesh"):
+        options.pop(name, None)
+    config = loaders.DataLoaderConfiguration(**options)
+    return loaders.prepare_data_loader(
+        dataloader, strategy, config, seed=torch.initial_seed() % 2**63, device_placement=put_on_device
+    )

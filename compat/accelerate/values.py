@@ -1,0 +1,69 @@
+"""Functions of ``accelerate`` on plain values."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from ...accelerator.nested_tensors import TensorInformation
+from ...big_model.module_sizes import size_in_bytes
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A category that programs filter; Paceline never warns with it."""
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes with a unit, at 1024 each: ``"1.25 KB"``."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes of ``"10GB"`` (or ``"10GiB"``, of 1024s)."""
+    return size_in_bytes(size, "size")
+
+
+def dtype_byte_size(dtype: Any) -> float:
+    """Bytes of one element; 0.125 for bool."""
+    if dtype == torch.bool:
+        return 1 / 8
+    if isinstance(dtype, torch.dtype):
+        return dtype.itemsize
+    bits = re.search(r"\d+$", str(getattr(dtype, "value", dtype)))
+    if bits is None:
+        raise ValueError(f"dtype_byte_size got {dtype!r}, whose name says no number of bits. Pass a torch.dtype.")
+    return int(bits.group()) / 8
+
+
+def get_pretty_name(obj: Any) -> str:
+    """The name of a class or function, or that of an object's class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return getattr(named, "__qualname__", None) or getattr(named, "__name__", str(obj))
+
+
+def is_tensor_information(value: Any) -> bool:
+    """Whether it is a TensorInformation."""
+    return isinstance(value, TensorInformation)
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Put a dict's entries into another, dicts in it likewise; returns that one."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """What ``obj`` has under a dotted name."""
+    for name in attr.split("."):
+        obj = getattr(obj, name)
+    return obj

@@ -1,0 +1,354 @@
+"""Several loaders passed over together."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain, count, islice, repeat, zip_longest
+from numbers import Number
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from .. import messages
+from .sample_order import iterate, length_of, pass_over, within_length
+
+Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
+Limit = int | float | None
+MODES: tuple[str, ...] = ("min_size", "max_size", "max_size_cycle", "sequential")
+
+#: Gives the iterator of a loader from one of its batches on, told the loader's index and the number of the pass.
+Open = Callable[[Any, int, int, int], Iterator[Any]]
+Build = Callable[[Sequence[Any]], Any]
+
+
+class CombinedLoader:
+    """Passes over several loaders together. Yields ``(batch, batch_idx, dataloader_idx)``.
+
+    Except in ``"sequential"`` mode a batch has the structure of ``iterables`` with a batch in each loader's place, and
+    ``dataloader_idx`` is 0.
+
+    * ``"min_size"``: ends when the shortest loader ends.
+    * ``"max_size"``: ends when the longest ends; None in the place of those that ended before.
+    * ``"max_size_cycle"``: ends when the longest ends; shorter ones start over.
+    * ``"sequential"``: one loader after the other; ``batch_idx`` counts in each, ``dataloader_idx`` says which.
+
+    Args:
+        iterables: a loader, or lists, tuples, mappings and dataclasses of them, nested as you like. A list that holds
+            no loaders is itself one loader: a list of batches.
+        mode: how they are combined.
+    """
+
+    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+        if mode not in MODES:
+            raise ValueError(messages.unknown("CombinedLoader mode", mode, MODES))
+        self._mode: Mode = mode
+        self._flattened: list[Any] = []
+        self._build = _compile(iterables, self._flattened, "iterables", outermost=True)
+        self._limits: list[int | float] | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """How the loaders are combined."""
+        return self._mode
+
+    @property
+    def iterables(self) -> Any:
+        """The loaders in the structure they were given in."""
+        return self._build(self._flattened)
+
+    @property
+    def flattened(self) -> list[Any]:
+        """The loaders in order. Setting it replaces them in the same structure."""
+        return self._flattened
+
+    @flattened.setter
+    def flattened(self, loaders: Sequence[Any]) -> None:
+        if len(loaders) != len(self._flattened):
+            raise ValueError(
+                f"CombinedLoader.flattened got {len(loaders)} loaders in place of {len(self._flattened)}. "
+                "Give as many as there are, or make a new CombinedLoader."
+            )
+        self._flattened = list(loaders)
+
+    @property
+    def limits(self) -> list[int | float] | None:
+        """At most how many batches are taken of each loader in a pass; None for all. One number holds for every loader.
+
+        A shorter loader in ``"max_size_cycle"`` starts over at its limit.
+        """
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limit | Sequence[int | float]) -> None:
+        if limits is None:
+            self._limits = None
+            return
+        values = list(limits) if isinstance(limits, Sequence) else [limits] * len(self._flattened)
+        if len(values) != len(self._flattened):
+            raise ValueError(
+                f"CombinedLoader.limits={values} has {len(values)} entries for {len(self._flattened)} loaders. "
+                "Give one number for all, or one for each."
+            )
+        if any(value < 0 for value in values):
+            raise ValueError(f"CombinedLoader.limits={values} has a negative entry. Use 0 or more, or float('inf').")
+        self._limits = values
+
+    @property
+    def sampler(self) -> Any:
+        """Each loader's sampler (None without one), in the structure of ``iterables``."""
+        return self._build([getattr(loader, "sampler", None) for loader in self._flattened])
+
+    @property
+    def batch_sampler(self) -> Any:
+        """Each loader's batch sampler (None without one), in the structure of ``iterables``."""
+        return self._build([getattr(loader, "batch_sampler", None) for loader in self._flattened])
+
+    def __len__(self) -> int:
+        lengths = self._lengths()
+        if None in lengths:
+            index = lengths.index(None)
+            raise TypeError(
+                f"The length of this CombinedLoader is unknown: loader {index} "
+                f"({type(self._flattened[index]).__name__}) has none. Set its entry in `limits` only bounds it; give "
+                "the loader a __len__ if you need one."
+            )
+        known = [length for length in lengths if length is not None]
+        if self._mode == "sequential":
+            return sum(known)
+        return min(known, default=0) if self._mode == "min_size" else max(known, default=0)
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        if self._mode != "sequential":
+            return zip(self.batches(), count(), repeat(0))
+        passes = (zip(_closing(self._limited(index)), count(), repeat(index)) for index in range(len(self._flattened)))
+        return chain.from_iterable(passes)
+
+    @property
+    def counts_passes(self) -> bool:
+        """Whether it is known in which pass and where in it each loader is after a number of batches."""
+        return self._mode in ("min_size", "max_size") or (
+            self._mode == "max_size_cycle" and None not in self._lengths() and 0 not in self._lengths()
+        )
+
+    def batches(self, start: int = 0, open_leaf: Open | None = None) -> Iterator[Any]:
+        """Iterate over the combined batches alone, without the indices.
+
+        Args:
+            start: batches to leave out at the beginning, where the object :attr:`counts_passes`.
+            open_leaf: ``open_leaf(loader, start, index, number)`` gives the iterator of a loader's pass ``number`` from
+                its batch ``start`` on.
+        """
+        if self._mode == "sequential":
+            return self._one_by_one()
+        passes = [_Pass(self, index, start, open_leaf) for index in range(len(self._flattened))]
+        return self._side_by_side(passes, start)
+
+    def _one_by_one(self) -> Iterator[Any]:
+        for index in range(len(self._flattened)):
+            yield from _closing(self._limited(index))
+
+    def _side_by_side(self, passes: list[_Pass], start: int) -> Iterator[Any]:
+        build = self._build
+        try:
+            for parts in self._parts(passes, start):
+                yield build(parts)
+        finally:
+            for one in passes:
+                close_iterator(one.iterator)
+
+    def reset(self) -> None:
+        """Drop what earlier passes left, worker processes of persistent loaders included."""
+        for loader in self._flattened:
+            running = getattr(loader, "_iterator", None)
+            if isinstance(loader, DataLoader) and running is not None:
+                loader._iterator = None
+                running._shutdown_workers()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of those loaders that have one."""
+        return {
+            "loaders": [loader.state_dict() if hasattr(loader, "state_dict") else None for loader in self._flattened]
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back :meth:`state_dict`; the loaders must be those of then, in the same order."""
+        states = state_dict["loaders"]
+        if len(states) != len(self._flattened):
+            raise ValueError(
+                f"The state is of {len(states)} loaders, this CombinedLoader has {len(self._flattened)}. "
+                "Give it the loaders it had when the state was saved."
+            )
+        for loader, state in zip(self._flattened, states, strict=True):
+            if state is not None:
+                loader.load_state_dict(state)
+
+    def _limit(self, index: int) -> int | None:
+        if self._limits is None or self._limits[index] == float("inf"):
+            return None
+        return int(self._limits[index])
+
+    def _lengths(self) -> list[int | None]:
+        """Batches that each loader has in a pass; None where that is unknown."""
+        lengths = []
+        for index, loader in enumerate(self._flattened):
+            length, limit = length_of(loader), self._limit(index)
+            lengths.append(length if length is None or limit is None else min(length, limit))
+        return lengths
+
+    def _limited(self, index: int) -> tuple[Iterator[Any], Iterator[Any]]:
+        """A fresh iterator of one loader: the one to read, which ends at the limit, and the one to close."""
+        loader = self._flattened[index]
+        iterator = iterate(loader)
+        return islice(within_length(loader, iterator), self._limit(index)), iterator
+
+    def _parts(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
+        """The loaders' batches side by side."""
+        if self._mode == "max_size_cycle":
+            return self._cycled(passes, start)
+        sources = [one.source for one in passes]
+        return zip(*sources) if self._mode == "min_size" else zip_longest(*sources)  # noqa: B905
+
+    def _cycled(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
+        lengths = self._lengths()
+        total = max((length for length in lengths if length is not None), default=0)
+        unread = {index for index, one in enumerate(passes) if one.number == 0}  # not come to their end yet
+        steps = range(start, total) if None not in lengths else count()
+        for _ in steps:
+            parts = [next(one.source, _END) for one in passes]
+            ended = [index for index, part in enumerate(parts) if part is _END]
+            unread.difference_update(ended)
+            if not unread:
+                return
+            for index in ended:
+                parts[index] = passes[index].start_over()
+            yield parts
+
+
+class _Pass:
+    """One pass over one of the loaders: the iterator to read, which ends at the limit, and the one to close."""
+
+    def __init__(self, combined: CombinedLoader, index: int, start: int, open_leaf: Open | None) -> None:
+        self.combined, self.index = combined, index
+        self.loader, self.limit = combined.flattened[index], combined._limit(index)
+        self.open_leaf = open_leaf
+        length = combined._lengths()[index]
+        self.number, rest = divmod(start, length) if length and combined.mode == "max_size_cycle" else (0, start)
+        for number in range(self.number):
+            pass_over(self.loader, number == 0, self.limit)
+        self.open(rest)
+
+    def open(self, start: int) -> None:
+        loader, limit = self.loader, self.limit
+        self.iterator = (
+            iterate(loader) if self.open_leaf is None else self.open_leaf(loader, start, self.index, self.number)
+        )
+        inside = within_length(loader, self.iterator, start)
+        self.source = inside if limit is None else islice(inside, max(limit - start, 0))
+
+    def start_over(self) -> Any:
+        """The first batch of a new pass."""
+        close_iterator(self.iterator)
+        self.number += 1
+        self.open(0)
+        part = next(self.source, _END)
+        if part is _END:
+            raise ValueError(
+                f"Loader {self.index} ({type(self.loader).__name__}) of this CombinedLoader ended before the longest "
+                "one, and gave no batch when it was started over. An empty loader, or an iterator that can be read "
+                "only once, cannot cycle: give a DataLoader or a list, or use mode='max_size' or 'min_size'."
+            )
+        return part
+
+
+_END = object()
+
+
+def is_loader(value: Any) -> bool:
+    """Whether a value inside a structure is a loader: a DataLoader, or an iterable that cannot be (part of) a batch."""
+    if isinstance(value, (DataLoader, CombinedLoader)):
+        return True
+    if isinstance(value, (type, str, bytes, Number, Sequence, Mapping, Set, Tensor)):
+        return False
+    return hasattr(value, "__iter__") and not hasattr(value, "__array__") and not hasattr(value, "to")
+
+
+def holds_loaders(value: Any) -> bool:
+    """Whether a list, tuple, mapping or dataclass has a loader in it, at any depth."""
+    return any(is_loader(entry) or holds_loaders(entry) for entry in _entries(value))
+
+
+def close_iterator(iterator: Iterator[Any]) -> None:
+    """End a half-read iterator: close a generator, shut the workers of a DataLoader down unless they are persistent."""
+    if isinstance(iterator, Generator):
+        iterator.close()
+        return
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None and not getattr(iterator, "_persistent_workers", False):
+        shutdown()
+
+
+def _closing(limited: tuple[Iterator[Any], Iterator[Any]]) -> Iterator[Any]:
+    source, iterator = limited
+    try:
+        yield from source
+    finally:
+        close_iterator(iterator)
+
+
+def _entries(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_loader(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _compile(value: Any, leaves: list[Any], path: str, outermost: bool = False) -> Build:
+    """Collect the loaders of a structure in ``leaves``; return the function that puts their parts in their places."""
+    is_container = isinstance(value, (list, tuple, Mapping)) or bool(_entries(value))
+    if not is_container or not (outermost or holds_loaders(value)):
+        return _compile_leaf(value, leaves, path)
+    if isinstance(value, Mapping):
+        builds = {key: _compile(entry, leaves, f"{path}[{key!r}]") for key, entry in value.items()}
+        return lambda parts: _like(value, {key: build(parts) for key, build in builds.items()})
+    if isinstance(value, (list, tuple)):
+        items = [_compile(entry, leaves, f"{path}[{index}]") for index, entry in enumerate(value)]
+        make = getattr(type(value), "_make", type(value))
+        return lambda parts: make([build(parts) for build in items])
+    names = [field.name for field in dataclasses.fields(value)]
+    fields = {name: _compile(getattr(value, name), leaves, f"{path}.{name}") for name in names}
+    return lambda parts: _with_fields(value, {name: build(parts) for name, build in fields.items()})
+
+
+def _compile_leaf(value: Any, leaves: list[Any], path: str) -> Build:
+    iterable = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    if not iterable or isinstance(value, (str, bytes, Mapping, type)):
+        raise TypeError(
+            f"CombinedLoader: {path} is {value!r} ({type(value).__name__}), which is no loader. Put a DataLoader or "
+            "another iterable of batches there."
+        )
+    index = len(leaves)
+    leaves.append(value)
+    return lambda parts: parts[index]
+
+
+def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """``values`` as a mapping of the same kind."""
+    if type(mapping) is dict:
+        return values
+    result: Any = copy.copy(mapping)
+    for key, value in values.items():
+        result[key] = value
+    return result
+
+
+def _with_fields(instance: Any, values: dict[str, Any]) -> Any:
+    result = copy.copy(instance)
+    for name, value in values.items():
+        object.__setattr__(result, name, value)
+    return result

@@ -1,0 +1,227 @@
+"""The data of a run in one place: where it comes from, its splits and its loaders."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ..callbacks.base import overridden
+from ..checkpoint.hyperparameters import HyperparametersMixin
+from ..strategies import batch_transfer
+from .combined_loader import length_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from typing_extensions import Self
+
+    from ..trainer.trainer import Trainer
+
+_LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+
+
+class DataModule(HyperparametersMixin):
+    """Where the data come from, their splits and their loaders. Subclass it and define the loaders you need.
+
+    A hook counts as defined when your class defines it or the instance carries it.
+
+    Attributes:
+        trainer: the Trainer that runs with it, None before.
+        prepare_data_per_node: whether every node runs :meth:`prepare_data`, or only the first (a shared disk).
+        allow_zero_length_dataloader_with_multiple_devices: whether a process may end up without a batch.
+
+    Example:
+        >>> class Digits(DataModule):
+        ...     def setup(self, stage):
+        ...         self.data = torch.utils.data.TensorDataset(torch.zeros(8, 64))
+        ...
+        ...     def train_dataloader(self):
+        ...         return DataLoader(self.data, batch_size=4, shuffle=True)
+    """
+
+    _defines_defaults: ClassVar[bool] = True
+
+    trainer: Trainer | None = None
+    prepare_data_per_node: bool = True
+    allow_zero_length_dataloader_with_multiple_devices: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "trainer"}
+
+    def prepare_data(self) -> None:
+        """Before :meth:`setup`, in one process a node (or one at all). Download and unpack here; keep no state."""
+
+    def setup(self, stage: str) -> None:
+        """When fit, validate, test or predict begins, in every process. Make the data sets and splits here."""
+
+    def teardown(self, stage: str) -> None:
+        """When fit, validate, test or predict has ended, also after an exception, in every process."""
+
+    def train_dataloader(self) -> Any:
+        """Return what is trained on: a DataLoader, any iterable of batches, or a collection of them."""
+        raise self._undefined("train_dataloader", "fit")
+
+    def val_dataloader(self) -> Any:
+        """Return the loader or loaders of validation."""
+        raise self._undefined("val_dataloader", "validate")
+
+    def test_dataloader(self) -> Any:
+        """Return the loader or loaders of test."""
+        raise self._undefined("test_dataloader", "test")
+
+    def predict_dataloader(self) -> Any:
+        """Return the loader or loaders of predict."""
+        raise self._undefined("predict_dataloader", "predict")
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Before a batch goes to the device. Return it, changed or not. Batches are on the CPU here."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Bring a batch to the device (and the run's input dtype) and return it.
+
+        Define it for kinds of batches that Paceline cannot look into.
+        """
+        dtype = None if self.trainer is None else self.trainer.strategy.precision.input_dtype
+        return batch_transfer.move(batch, device, dtype)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """After a batch came to the device. Return it, changed or not: the place for augmentation on the device."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What of the data module belongs into a checkpoint: plain data and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned when the checkpoint was written."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """When anything, Ctrl-C included, ended the run early."""
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> Self:
+        """Make a data module of data sets. Where one is given as a list or a mapping, so are its loaders.
+
+        Args:
+            train_dataset: shuffled every epoch, unless it is an ``IterableDataset``.
+            val_dataset: not shuffled, as the two following.
+            test_dataset: for ``test``.
+            predict_dataset: for ``predict``.
+            batch_size: samples a batch.
+            num_workers: processes that load, of each loader; 0 loads in the main process.
+            **datamodule_kwargs: further arguments of the class.
+        """
+        accepted = inspect.signature(cls).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        own = {name: value for name, value in sizes.items() if open_ended or name in accepted}
+        module = cls(**own, **datamodule_kwargs)
+        datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
+        for hook, dataset in zip(_LOADER_HOOKS, datasets, strict=True):
+            if dataset is not None:
+                loaders = _LoaderOf(dataset, batch_size, num_workers, shuffle=hook == "train_dataloader")
+                setattr(module, hook, loaders)
+        return module
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Make an instance with the hyperparameters and the state that a checkpoint holds.
+
+        Args:
+            checkpoint_path: the file.
+            map_location: where its tensors go, as for ``torch.load``.
+            hparams_file: a ``.yaml`` or ``.csv`` file whose hyperparameters replace those of the checkpoint.
+            weights_only: always True in effect: a file can hold data, not code. False is refused.
+            **kwargs: arguments of ``__init__`` that win over those saved.
+        """
+        from ..checkpoint.load_from_checkpoint import load_from_checkpoint
+
+        return load_from_checkpoint(
+            cls, checkpoint_path, map_location, hparams_file, weights_only=weights_only, **kwargs
+        )
+
+    def __str__(self) -> str:
+        lines = [f"  {hook.removesuffix('_dataloader')}: {self._describe(hook)}" for hook in _LOADER_HOOKS]
+        return "\n".join([f"{type(self).__name__}:", *lines])
+
+    def _describe(self, hook: str) -> str:
+        if overridden(self, hook, DataModule) is None:
+            return "none"
+        try:
+            return _describe_loaders(getattr(self, hook)())
+        except Exception as error:
+            return f"not ready ({type(error).__name__}: {error})"
+
+    def _undefined(self, hook: str, entry_point: str) -> NotImplementedError:
+        name = type(self).__name__
+        return NotImplementedError(
+            f"{name} does not define {hook}(), which {entry_point} takes its batches from. Define it in {name}, or "
+            f"pass the loader itself to {entry_point}."
+        )
+
+
+class _LoaderOf:
+    """Makes the loaders of a data set, or of a list or mapping of them."""
+
+    def __init__(self, dataset: Any, batch_size: int, num_workers: int, shuffle: bool) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._num_workers = num_workers
+        self._shuffle = shuffle
+
+    def __call__(self) -> Any:
+        datasets = self._dataset
+        if isinstance(datasets, Mapping):
+            return {key: self._loader(dataset) for key, dataset in datasets.items()}
+        if isinstance(datasets, (list, tuple)) and datasets and all(map(_is_dataset, datasets)):
+            return [self._loader(dataset) for dataset in datasets]
+        return self._loader(datasets)
+
+    def _loader(self, dataset: Any) -> DataLoader[Any]:
+        return DataLoader(
+            dataset,
+            batch_size=self._batch_size,
+            shuffle=self._shuffle and not isinstance(dataset, IterableDataset),
+            num_workers=self._num_workers,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+def _is_dataset(value: Any) -> bool:
+    """Whether an entry of a list is a data set; otherwise it is a sample, and the list itself is the data set."""
+    if isinstance(value, Dataset):
+        return True
+    sample = isinstance(value, (str, bytes, Sequence, Mapping, torch.Tensor)) or hasattr(value, "__array__")
+    return not sample and hasattr(value, "__getitem__") and hasattr(value, "__len__")
+
+
+def _describe_loaders(loaders: Any) -> str:
+    if isinstance(loaders, Mapping):
+        return "; ".join(f"{key}: {_describe_loaders(loader)}" for key, loader in loaders.items())
+    if isinstance(loaders, (list, tuple)) and any(hasattr(loader, "dataset") for loader in loaders):
+        return "; ".join(_describe_loaders(loader) for loader in loaders)
+    length = length_of(loaders)
+    text = f"{type(loaders).__name__}, {'unknown number of' if length is None else length} batches"
+    samples = length_of(getattr(loaders, "dataset", None))
+    return text if samples is None else f"{text} of {samples} samples"

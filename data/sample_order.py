@@ -1,0 +1,325 @@
+"""The order of a loader's batches from any place on, reached by counting indices rather than by loading batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from ..processes import seed as randomness
+from .in_memory import rows_of
+from .stream_sharding import Shard
+from .worker_processes import start_iterating
+
+#: Where torchdata's BatchSampler is from, which cuts as torch's does and can save its place.
+_STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
+
+#: Iterators that run nobody's code: to ask them for their end draws and reads nothing.
+RUN_NOTHING = (type(iter([])), type(iter(())), type(iter(range(0))))
+
+_REACHED = object()
+#: Batches whose indices are cut out at a time.
+_PIECES = 1024
+
+
+def from_item(sampler: Any, count: int) -> Iterator[Any]:
+    """What a sampler yields from its item number ``count`` on.
+
+    What torch's own samplers leave out costs next to nothing, what a sampler of the user's leaves out costs its
+    iterating. The items before have been drawn when this returns; no item after them has. What is not torch's is not
+    asked for an item past its length.
+    """
+    if not count:
+        return _from_first(sampler)
+    own = getattr(sampler, "from_item", None)
+    if own is not None:
+        return own(count)
+    if cuts(sampler):
+        rest = from_item(sampler.sampler, count * sampler.batch_size)
+        return iter(BatchSampler(rest, sampler.batch_size, sampler.drop_last))  # type: ignore[arg-type]
+    if type(sampler) is SequentialSampler:
+        return iter(range(len(sampler.data_source))[count:])
+    if type(sampler) is RandomSampler and _is_one_permutation(sampler):
+        return _permuted(sampler, count)
+    if type(sampler) is SubsetRandomSampler and sampler.generator is not None:
+        places = torch.randperm(len(sampler.indices), generator=sampler.generator)[count:].tolist()
+        return map(sampler.indices.__getitem__, places)
+    items = _from_first(sampler)
+    next(islice(items, count, count), None)
+    return items
+
+
+class _Inside:
+    """What a sampler yields, as far as its length goes; opened when it is iterated over, as torch does."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        items = iter(self.sampler)
+        is_stream = isinstance(self.sampler, IterableDataset)  # what processes share is weighed by its length
+        if type(items) in RUN_NOTHING and not is_stream:
+            return items
+        return _first(items, length_of(self.sampler), close=items is not self.sampler)
+
+
+def _first(items: Iterator[Any], count: int | None, close: bool) -> Iterator[Any]:
+    try:
+        yield from islice(items, count)
+    finally:
+        if close and isinstance(items, Generator):
+            items.close()
+
+
+def _from_first(sampler: Any) -> Iterator[Any]:
+    """``iter(sampler)``, which asks nothing that is not torch's for an item past its length."""
+    if _ends_by_itself(sampler):
+        return iter(sampler)
+    if cuts(sampler):
+        return iter(BatchSampler(_Inside(sampler.sampler), sampler.batch_size, sampler.drop_last))  # type: ignore[arg-type]
+    return iter(_Inside(sampler))
+
+
+def _ends_by_itself(sampler: Any) -> bool:
+    """Whether a sampler has to be asked for its end: torch's draw from their generators there.
+
+    So does a data set that saves its position, for it to return to the beginning.
+    """
+    source = sampler.sampler if cuts(sampler) else sampler
+    module = type(source).__module__
+    ours_or_torchs = isinstance(source, Shard) or module.startswith("torch.") or module == _STATEFUL_SAMPLERS
+    saves_place = isinstance(source, IterableDataset) and callable(getattr(source, "state_dict", None))
+    return ours_or_torchs or saves_place
+
+
+def cuts(sampler: Any) -> bool:
+    """Whether a batch sampler does no more than cut what its sampler yields."""
+    plain = type(sampler).__iter__ is BatchSampler.__iter__ or type(sampler).__module__ == _STATEFUL_SAMPLERS
+    return isinstance(sampler, BatchSampler) and plain
+
+
+def _is_one_permutation(sampler: RandomSampler) -> bool:
+    one = not sampler.replacement and sampler.num_samples == len(sampler.data_source)  # type: ignore[arg-type]
+    return one and sampler.generator is not None
+
+
+def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
+    """What ``RandomSampler`` yields, which at its end draws one permutation more for a part that is empty."""
+    size = len(sampler.data_source)  # type: ignore[arg-type]
+    yield from torch.randperm(size, generator=sampler.generator)[count:].tolist()
+    torch.randperm(size, generator=sampler.generator)
+
+
+def _at_once(sampler: Any, start: int) -> Iterator[Any]:
+    """What a batch sampler yields from batch number ``start`` on, as tensors where torch would list an order it has."""
+    source = sampler.sampler if cuts(sampler) else None
+    if type(source) is SequentialSampler or (type(source) is RandomSampler and _is_one_permutation(source)):
+        return _cut(sampler, source, start)
+    return from_item(sampler, start)
+
+
+def _cut(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Tensor]:
+    """The batches of one drawing, without a call for each."""
+    return chain.from_iterable(_pieces(sampler, source, start))
+
+
+def _pieces(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Sequence[Tensor]]:
+    drawn = partial(torch.randperm, len(source), generator=source.generator) if type(source) is RandomSampler else None
+    order, size = torch.arange(len(source)) if drawn is None else drawn(), sampler.batch_size
+    full = len(order) // size * size
+    for first in range(start * size, full, size * _PIECES):
+        yield order[first : min(first + size * _PIECES, full)].split(size)
+    if drawn is not None:
+        drawn()  # as RandomSampler does at its end, for a part that is empty
+    if len(order) > max(full, start * size) and not sampler.drop_last:
+        yield (order[full:],)
+
+
+class NumberedIndices:
+    """The indices of a batch and its number, on their way to a worker process, where they arrive as the indices alone.
+
+    A worker takes the next batch off its queue right before it loads it, so this is where its random states are set:
+    they depend on the batch and not on what else the worker has loaded.
+    """
+
+    __slots__ = ("indices", "number", "seed")
+
+    def __init__(self, indices: Any, seed: int, number: int) -> None:
+        self.indices, self.seed, self.number = indices, seed, number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self.indices, self.seed, self.number)
+
+
+def _arrived(indices: Any, seed: int, number: int) -> Any:
+    randomness.seed_host(randomness.mixed(seed, number))
+    return indices
+
+
+class Order:
+    """Takes the place of a loader's sampler in one iterator of it: starts anywhere, and numbers batches for workers.
+
+    Args:
+        sampler: whose place it takes.
+        in_workers: worker processes load what it yields.
+        at_once: it may yield tensors instead of lists of indices.
+    """
+
+    def __init__(self, sampler: Any, in_workers: bool, at_once: bool) -> None:
+        self.sampler = sampler
+        self.in_workers = in_workers
+        self.from_item = _at_once if at_once else from_item
+        self.start = 0
+        self.seed: int | None = None
+        self.opened: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.in_workers:
+            self.opened = self._numbered()
+        else:
+            self.opened = self._from_start() if self.start else self.from_item(self.sampler, 0)
+        return self.opened
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def reach(self) -> None:
+        """Draw what comes before the start, now; workers have been given their first batches by then."""
+        if self.start and not self.in_workers:
+            next(self.opened)
+
+    def _from_start(self) -> Iterator[Any]:
+        items = self.from_item(self.sampler, self.start)
+        yield _REACHED
+        yield from items
+
+    def _numbered(self) -> Iterator[Any]:
+        start, seed = self.start, self.seed  # at the first item: a loader with workers calls iter() twice
+        items = from_item(self.sampler, start)
+        if seed is None:
+            yield from items
+            return
+        for number, indices in enumerate(items, start):
+            yield NumberedIndices(indices, seed, number)
+
+
+def length_of(loader: Any) -> int | None:
+    """Number of batches, or None if the loader does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Iterator[Any]:
+    """A loader's iterator, which stands at batch number ``start``, as far as its length goes.
+
+    The end is asked for only where that runs no code of the user's in this process, or where a position that can be
+    saved has to return to the beginning.
+    """
+    length = length_of(loader)
+    if length is None or isinstance(loader, Shard) or _stops_inside(loader, iterator):
+        return iterator
+    inside = islice(iterator, max(length - start, 0))
+    return chain(inside, _past_length(iterator)) if _is_asked_for_its_end(loader) else inside
+
+
+def _stops_inside(loader: Any, iterator: Iterator[Any]) -> bool:
+    """Whether an iterator that is read to its end asks nothing of the user's for more than its length."""
+    if takes_indices(loader):
+        return can_jump(loader) or _ends_by_itself(_sampler_of(loader))
+    fetcher = getattr(iterator, "_dataset_fetcher", None)  # of torch's iterator, without workers
+    return type(getattr(fetcher, "dataset_iter", iterator)) in RUN_NOTHING
+
+
+def _is_asked_for_its_end(loader: Any) -> bool:
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and loader.num_workers:
+        return not takes_indices(loader)  # workers that read a stream have read ahead
+    places = (loader, getattr(loader, "dataset", None))
+    return any(callable(getattr(place, "state_dict", None)) for place in places)
+
+
+def _past_length(iterator: Iterator[Any]) -> Iterator[Any]:
+    """What a loader yields past its length, which is for the reader to judge; if it fails there, it has ended."""
+    try:
+        batch = next(iterator, _REACHED)
+    except Exception:
+        return  # no batch that anyone asked for failed
+    if batch is not _REACHED:
+        yield batch
+        yield from iterator
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def takes_indices(loader: Any) -> bool:
+    """Whether a loader takes indices from a sampler when its iterator is made anew, and loads nothing by itself."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return not isinstance(loader.dataset, IterableDataset)
+
+
+def can_jump(loader: Any) -> bool:
+    """Whether batches can be left out before they are loaded.
+
+    A running iterator with persistent workers took its sampler when it was made.
+    """
+    return takes_indices(loader) and (loader._iterator is None or type(loader._iterator._index_sampler) is Order)
+
+
+def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[Any]:
+    """A loader's iterator from batch number ``start`` on, as if the batches before had been taken.
+
+    Args:
+        loader: one that :func:`can_jump`; any other if ``start`` is 0.
+        start: batches to leave out.
+        seed: what workers that load by index seed their random states from, with the number of each batch; None leaves
+            them as they are.
+    """
+    if not can_jump(loader):
+        return start_iterating(loader)
+    running, workers, rows, sampler = loader._iterator, loader.num_workers > 0, rows_of(loader), _sampler_of(loader)
+    as_torch_does = not start and (seed is None or not workers) and _ends_by_itself(sampler)
+    if running is None and rows is None and as_torch_does:
+        return start_iterating(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    order = Order(sampler, workers, rows is not None) if running is None else running._index_sampler
+    order.start, order.seed = start, seed
+    loader.__dict__[name] = order  # the loader refuses a plain assignment; its iterator reads it once
+    try:
+        iterator = start_iterating(loader)
+    finally:
+        loader.__dict__[name] = sampler
+    order.reach()
+    return iterator if rows is None else rows.batches(order.opened, iterator._pin_memory)  # type: ignore[attr-defined]
+
+
+def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
+    """Draw what a whole pass over a loader that :func:`can_jump` draws from its generators, without loading anything.
+
+    Args:
+        loader: the loader.
+        first: it is the first pass; persistent workers get their seed in that one alone.
+        limit: the pass ends after so many batches; workers have been given some more by then.
+    """
+    items = _from_first(_sampler_of(loader))
+    if first or not loader.persistent_workers:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if limit is not None:
+        items = islice(items, limit + loader.num_workers * (loader.prefetch_factor or 0))
+    deque(items, maxlen=0)

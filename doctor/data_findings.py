@@ -1,0 +1,130 @@
+"""Findings about how data reaches the device."""
+
+from __future__ import annotations
+
+import math
+
+from .finding import Case, Finding, duration, faster, percent
+from .measurements import Facts
+
+#: Shares of the time above which a finding is reported.
+DATA = 0.20
+COPIES = 0.05
+
+
+def _waits_for_data(case: Case) -> Facts | None:
+    """The process that waits longest for data, if that is long."""
+    worst = max(case, key=lambda facts: facts.share("data"))
+    return worst if worst.share("data") >= DATA else None
+
+
+def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
+    """Seconds that loading a batch takes a worker (or this process), and a step without waiting."""
+    wait = facts.parts.get("data", 0.0) / max(facts.steps, 1)
+    rest = facts.step - wait
+    workers = facts.loader.get("num_workers", 0)
+    return (facts.step * workers if workers else wait), max(rest, 1e-9)
+
+
+def wanted_workers(facts: Facts) -> int:
+    """Workers a process needs so that a batch is there when the step before is done."""
+    fetch, rest = _fetch_and_rest(facts)
+    return max(1, math.ceil(fetch / rest * 1.1))
+
+
+def _cores(count: int) -> str:
+    return f"each process has {count} core{'' if count == 1 else 's'}"
+
+
+def cores_each(facts: Facts) -> int:
+    """Cores for each process of a machine."""
+    return max(1, facts.cores // facts.local_world_size)
+
+
+def data_bound(case: Case) -> Finding | None:
+    """The step waits for data, and more workers are not enough."""
+    facts = _waits_for_data(case)
+    if facts is None:
+        return None
+    workers = facts.loader.get("num_workers")
+    wanted, cores, more = wanted_workers(facts), cores_each(facts), ""
+    if workers is not None and workers < cores and wanted <= cores:
+        return None  # too_few_workers
+    share, (fetch, rest) = facts.share("data"), _fetch_and_rest(facts)
+    where = f" on rank {facts.rank}" if len(case) > 1 else ""
+    if workers is None:
+        change = (
+            f"Use a DataLoader with num_workers, or prepare the batches in advance: a "
+            f"{facts.loader.get('kind', 'loader')} loads them in the training process."
+        )
+    else:
+        more = f"num_workers={cores} and " if workers < cores else ""
+        change = (
+            f"Use {more}a cheaper data set: store it decoded and resized, keep it in memory if it fits, or move "
+            f"augmentation to the device. A worker may take at most {duration(rest * cores)} for a batch."
+        )
+    return Finding(
+        "data_bound",
+        f"Waiting for data takes {percent(share)} of each step{where} ({duration(share * facts.step)}).",
+        f"Loading a batch takes about {duration(fetch)} and the rest of the step {duration(rest)}. That would need "
+        f"{wanted} workers; {_cores(cores)}.",
+        change,
+        (f"{facts.step / max(rest, fetch / cores):.1f} times as fast with the workers alone. " if more else "")
+        + faster(share, "the wait"),
+        share,
+    )
+
+
+def too_few_workers(case: Case) -> Finding | None:
+    """The step waits for data, and a few more workers would do."""
+    facts = _waits_for_data(case)
+    if facts is None or facts.loader.get("num_workers") is None:
+        return None
+    workers, wanted, cores = facts.loader["num_workers"], wanted_workers(facts), cores_each(facts)
+    if workers >= cores or wanted > cores:
+        return None
+    wanted = max(wanted, workers + 1)
+    share, (fetch, rest) = facts.share("data"), _fetch_and_rest(facts)
+    return Finding(
+        "too_few_workers",
+        f"Waiting for data takes {percent(share)} of each step ({duration(share * facts.step)}) with "
+        f"num_workers={workers}.",
+        f"Loading a batch takes about {duration(fetch)} and the rest of the step {duration(rest)}.",
+        f"Set num_workers={wanted} and persistent_workers=True; {_cores(cores)}.",
+        faster(share, "the wait"),
+        share,
+    )
+
+
+def too_many_workers(case: Case) -> Finding | None:
+    """More workers than cores."""
+    facts = case[0]
+    workers, cores = facts.loader.get("num_workers") or 0, cores_each(facts)
+    if workers <= cores or workers < 2:
+        return None
+    wanted = min(wanted_workers(facts), cores) if facts.share("data") >= DATA else max(1, min(workers, cores) // 2)
+    return Finding(
+        "too_many_workers",
+        f"The loader has num_workers={workers}, but {_cores(cores)}.",
+        "The workers take the cores from each other and from the training process. Each also keeps prefetched batches "
+        "in memory and takes a moment to start.",
+        f"Set num_workers={wanted}.",
+        "The first step comes earlier, less memory is used, and throughput stays the same or rises a little.",
+        share=facts.share("data") / 2,
+    )
+
+
+def pageable_copies(case: Case) -> Finding | None:
+    """Batches are copied to a GPU from memory that is not pinned."""
+    facts = case[0]
+    share = max(facts.share("copy") for facts in case)
+    if facts.device != "cuda" or facts.loader.get("pin_memory") is not False or share < COPIES:
+        return None
+    return Finding(
+        "pageable_copies",
+        f"Copying batches to the GPU takes {percent(share)} of each step ({duration(share * facts.step)}).",
+        "The loader returns pageable memory, which the training process has to pin before each copy.",
+        "Set pin_memory=True; a thread then pins the next batch in the meantime.",
+        faster(share, "the copies"),
+        share,
+    )

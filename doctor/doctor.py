@@ -1,0 +1,353 @@
+"""``Trainer(profiler="doctor")``: where the time of a step goes, measured on each rank during a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ..data.batches import batch_size_of
+from ..profilers.base import Profiler
+from .device_clock import EVERY, DeviceClock
+from .measurements import WARM_UP, Facts, from_rows, loader_facts, memory_of, numa_of, usable_cores
+from .step_clock import INDEX, PARTS, STEPS, WORDS, Clock
+from .subject import Subject, TrainerSubject
+from .watches import Collections, Compilations, StepWatch
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+    from .report import Report
+
+T = TypeVar("T")
+_END = object()
+
+#: Hooks whose times are kept, the longest ones.
+MOST_HOOKS = 20
+#: Steps in which every operator is looked at; they are among those that do not count.
+WATCHED = (1, 2)
+
+#: What the end of an action's name says of the part it belongs to; the first that fits.
+_SUFFIXES = (
+    (".train_dataloader_next", "data"),
+    (".batch_to_device", "copy"),
+    (".training_step", "forward"),
+    (".backward", "backward"),
+    (".optimizer_step", "optimizer"),
+    (".optimizer_zero_grad", "optimizer"),
+    (".configure_gradient_clipping", "optimizer"),
+    ("run_validation", "evaluation"),
+    ("save_checkpoint", "checkpoint"),
+    ("wait_for_checkpoint", "checkpoint"),
+)
+_PREFIXES = (
+    ("[Callback]", "callbacks"),
+    ("[TrainingModule]", "callbacks"),
+    ("[DataModule]", "callbacks"),
+    ("[Logging]", "logging"),
+    ("[Strategy]", "communication"),
+)
+_NOT_TIMED = (
+    "run_training_epoch",
+    "run_training_batch",
+    ".validation_step",
+    ".test_step",
+    ".predict_step",
+    ".val_next",
+    ".test_next",
+    ".predict_next",
+)
+
+
+def part_of(action: str) -> str | None:
+    """The part of a step that an action belongs to; None: it is not timed."""
+    if action.endswith(_NOT_TIMED):
+        return None
+    for ending, part in _SUFFIXES:
+        if action.endswith(ending):
+            return part
+    return next((part for beginning, part in _PREFIXES if action.startswith(beginning)), "other")
+
+
+def hook_of(action: str) -> str:
+    """``"[Callback]EarlyStopping{'monitor': 'val'}.on_fit_end"`` -> ``"EarlyStopping.on_fit_end"``."""
+    owner, _, hook = action.partition("]")[2].rpartition(".")
+    return f"{owner.partition('{')[0].rpartition('<locals>.')[2]}.{hook}"
+
+
+class Doctor(Profiler):
+    """Measures a fit and says at its end, also one by an error, what is slow, why, and what changing it should bring.
+
+    It costs some microseconds a step. Your own blocks under ``trainer.profiler.profile(name)`` count for the part
+    in which they stand.
+
+    Args:
+        dirpath: where ``doctor.html`` and ``doctor.json`` go; None: the folder of the run's logger.
+        filename: another name for both.
+        write: write them; else the report is only said.
+        operators: look at every operator of the second and third step, to find lines that wait for the device and
+            batches that are too small. These two steps take several times as long.
+
+    Attributes:
+        report: what was found, on rank 0 after a fit; None after one that was ended before a step counted.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        write: bool = True,
+        operators: bool = True,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.write = write
+        self.operators = operators
+        self.report: Report | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.clock = Clock()
+        self.device_clock: DeviceClock | None = None
+        self.step_watch: StepWatch | None = None
+        self.collections = Collections()
+        self.compilations = Compilations(self.clock)
+        self._begun = perf_counter()
+        self._communication: dict[str, float] = {}
+        self._hooks: dict[str, float] = {}
+        self._updates, self._batch_size = 0, None
+        self.subject: Subject | None = None
+        self._watched: StepWatch | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("dirpath", "filename", "write", "operators")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    # ---- actions ----------------------------------------------------------------------------------------------------
+
+    def start(self, action_name: str) -> None:
+        """Blocks of the user's own count for the part in which they stand."""
+
+    def stop(self, action_name: str) -> None:
+        pass
+
+    def around(self, action_name: str, function: Callable[..., T]) -> Callable[..., T]:
+        part = part_of(action_name) if self._stage == "fit" or self._stage is None else None
+        if part == "callbacks":
+            return self.clock.around_hook(part, hook_of(action_name), function)
+        return function if part is None else self.clock.around(part, function)
+
+    def iterate(self, action_name: str, iterator: Iterable[T]) -> Iterator[T]:
+        if part_of(action_name) != "data":
+            return iter(iterator)
+        return self._steps(partial(next, iter(iterator), _END))
+
+    def _steps(self, fetch: Callable[[], Any]) -> Iterator[Any]:
+        """The batches, with a boundary of the clock in front of each."""
+        clock, fetch = self.clock, self.clock.around("data", fetch)
+        totals = clock.totals
+        step = int(totals[STEPS])
+        while True:
+            clock.boundary()
+            if step in _LOOKED_AT or (self.device_clock is not None and step % EVERY <= 1):
+                self._at(step)
+            batch = fetch()
+            if batch is _END:
+                return
+            step += 1
+            totals[STEPS] = step
+            if self.step_watch is not None and step - 1 in WATCHED:
+                self._watch(batch)
+            yield batch
+
+    def _at(self, step: int) -> None:
+        """A boundary at which something is done, in front of step number ``step``."""
+        clock, watch, device = self.clock, self.step_watch, self.device_clock
+        if watch is not None:
+            watch.end()
+            if step > WATCHED[-1] or clock.totals[INDEX["compile"]]:
+                self._finish_watching()
+        if step == WARM_UP:
+            self._settled()
+        if device is not None and step > WARM_UP:
+            if clock.marks is not None:
+                clock.marks(clock.current)
+                clock.marks = None
+                device.close()
+            if step % EVERY == 0:
+                clock.marks = device
+                device(clock.current)
+
+    def _watch(self, batch: Any) -> None:
+        self._batch_size = batch_size_of(batch)
+        if self.step_watch is not None:
+            self.step_watch.begin()
+
+    def _finish_watching(self) -> None:
+        """What was seen is kept, the watch is not needed any more."""
+        watch, self.step_watch = self.step_watch, None
+        self._watched = watch
+
+    def _settled(self) -> None:
+        """From here on steps count."""
+        self.collections.begin()
+        self._hooks = dict(self.clock.hooks)
+        if self.subject is not None:
+            self._updates, self._communication = self.subject.updates, self.subject.communication
+
+    # ---- a run ------------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | Path | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        if stage == "fit":
+            self._clear()
+            self.report = None
+
+    def attach(self, trainer: Trainer) -> None:
+        if self._stage == "fit":
+            self.begin(TrainerSubject(trainer))
+
+    def begin(self, subject: Subject) -> None:
+        """The first step is about to begin."""
+        self.subject = subject
+        if subject.strategy.device.type == "cuda":
+            self.device_clock = DeviceClock()
+        self.step_watch = StepWatch() if self.operators and not subject.is_compiled else None
+        self.compilations.begin()
+        subject.measure_communication()
+        self.clock.last = self._begun = perf_counter()
+
+    def finish(self, trainer: Trainer) -> None:
+        if self._stage == "fit":
+            self.end()
+
+    def end(self) -> None:
+        """The last step is over, on every rank: make the report."""
+        if self.subject is None:
+            return
+        strategy = self.subject.strategy
+        self.clock.boundary()
+        self.end_watching()
+        found = strategy.gather_objects(self.facts())
+        if strategy.is_global_zero:
+            self.conclude(found)
+
+    def interrupted(self) -> None:
+        """Judge the steps that are done, those of this process alone."""
+        if self.subject is None:
+            return
+        self.clock.cut()
+        self.end_watching()
+        facts = self.facts()
+        if facts.steps and self.subject.strategy.is_global_zero:
+            self.conclude([facts])
+
+    def end_watching(self) -> None:
+        """Nothing is looked at any more."""
+        if self.step_watch is not None:
+            self.step_watch.end()
+            self._finish_watching()
+        if self.device_clock is not None:
+            self.clock.marks = None
+            self.device_clock.read()
+        self.collections.end()
+        self.compilations.end()
+
+    def conclude(self, found: list[Facts]) -> None:
+        """Make the report of what all ranks have measured."""
+        from .report import Report
+
+        self.report = Report.of(found)
+
+    def split(self) -> dict[str, float]:
+        """That of the report; of a fit without one, all that the clock of the host has seen."""
+        if self._stage != "fit":
+            return {}
+        parts = dict(zip(PARTS, self.clock.totals, strict=False)) if self.report is None else self.report.ranks[0].parts
+        least = 0.0005 * sum(parts.values())
+        return {WORDS[name]: parts[name] for name in PARTS if parts.get(name, 0.0) > least}
+
+    def summary(self) -> str:
+        return "" if self.report is None else self.report.text()
+
+    def describe(self) -> None:
+        if self._stage == "fit" and self.report is not None:
+            self.report.say()
+            if self.write:
+                self.report.write(self._folder, self.filename or "doctor")
+
+    def teardown(self, stage: str | None) -> None:
+        self.collections.end()
+        self.compilations.end()
+        if self.step_watch is not None:
+            self.step_watch.end()
+        self.clock.marks = None
+        self.subject = None
+        super().teardown(stage)
+
+    # ---- facts ------------------------------------------------------------------------------------------------------
+
+    def facts(self) -> Facts:
+        """What this process has measured so far."""
+        facts = Facts()
+        from_rows(facts, list(self.clock.rows), WARM_UP)
+        facts.run_seconds = perf_counter() - self._begun
+        facts.run_parts = dict(zip(PARTS, self.clock.totals, strict=False))
+        self._of_watches(facts)
+        facts.cores, facts.threads = usable_cores(), torch.get_num_threads()
+        facts.versions = {"torch": torch.__version__}
+        if self.subject is not None:
+            self._of_subject(facts, self.subject)
+        return facts
+
+    def _of_watches(self, facts: Facts) -> None:
+        watch = self._watched
+        if watch is not None and watch.steps:
+            facts.operators = watch.operators // watch.steps
+            facts.lines = [line._asdict() for line in watch.found()]
+        facts.batch_size = self._batch_size
+        facts.recompilations = [
+            {"function": name, "times": times, "reason": reason} for name, times, reason in self.compilations.found()
+        ]
+        facts.collection_seconds, facts.collections = self.collections.seconds, self.collections.runs
+        device = self.device_clock
+        if device is not None and device.steps >= 3 and facts.steps:
+            scale = facts.steps / device.steps
+            facts.device_seconds = {name: device.seconds[i] * scale for i, name in enumerate(PARTS)}
+
+    def _of_subject(self, facts: Facts, subject: Subject) -> None:
+        strategy = subject.strategy
+        facts.rank, facts.world_size = strategy.global_rank, strategy.world_size
+        facts.local_world_size = max(1, strategy.world_size // max(1, strategy.num_nodes))
+        facts.strategy, facts.device = type(strategy).__name__, strategy.device.type
+        if facts.device == "cuda":
+            facts.device_name = torch.cuda.get_device_name(strategy.device)
+        done = self.clock.totals[STEPS] - WARM_UP  # of a long run only the newest rows are kept
+        kept = facts.steps / done if done > 0 else 0.0
+        facts.updates = round((subject.updates - self._updates) * kept)
+        facts.collection_seconds *= kept
+        took = {name: (took - self._hooks.get(name, 0.0)) * kept for name, took in self.clock.hooks.items()}
+        facts.hooks = dict(sorted(took.items(), key=lambda item: -item[1])[:MOST_HOOKS])
+        facts.accumulate, facts.own_loop = subject.accumulate, subject.own_loop
+        parameters = [parameter for module in subject.modules for parameter in module.parameters()]
+        facts.parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        facts.loader = loader_facts(subject.loader)
+        if facts.batch_size is None:
+            facts.batch_size = facts.loader.get("batch_size")
+        facts.memory, facts.numa = memory_of(strategy.device), numa_of(strategy.device)
+        facts.communication = _per_step(self._communication, subject.communication)
+
+
+_LOOKED_AT = (*range(WATCHED[0], WARM_UP + 1),)
+
+
+def _per_step(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Seconds a step between two readings of the strategy."""
+    count = after.get("steps", 0.0) - before.get("steps", 0.0)
+    if count < 1:
+        return {}
+    return {name: max(0.0, after[name] - before.get(name, 0.0)) / count for name in ("all", "exposed")}

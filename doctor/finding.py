@@ -1,0 +1,76 @@
+"""A finding, and the words and numbers that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .measurements import Facts
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is slow.
+
+    Args:
+        key: its name, for programs.
+        what: what is slow, with the number.
+        why: why.
+        change: what to change.
+        gain: what that should bring, in words.
+        share: of the time, which the findings are sorted by.
+        is_note: costs nothing in this run, but would elsewhere.
+    """
+
+    key: str
+    what: str
+    why: str
+    change: str
+    gain: str
+    share: float = 0.0
+    is_note: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return asdict(self)
+
+
+Case = Sequence[Facts]
+
+#: The share of the time from which on a hook is named.
+HOOK = 0.01
+
+
+def percent(share: float) -> str:
+    """``0.384`` -> ``"38 %"``."""
+    return f"{100 * share:.0f} %"
+
+
+def duration(seconds: float) -> str:
+    """``0.0123`` -> ``"12.3 ms"``."""
+    if seconds >= 0.9995:
+        return f"{seconds:.4g} s" if seconds >= 99.95 else f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def there(case: Case, with_trainer: str, in_own_loop: str) -> str:
+    """The advice for the door that the run came through: each has names of its own."""
+    return in_own_loop if case[0].own_loop else with_trainer
+
+
+def faster(share: float, without: str) -> str:
+    """What saving this share of the time brings."""
+    times = f"{1 / max(1 - share, 0.01):.1f} times as fast"
+    return f"A step without {without} takes {percent(1 - share)} of the time: {times}."
+
+
+def hooks(facts: Facts) -> dict[str, float]:
+    """The hooks that take the most time, with their shares of it; empty if no hook was timed."""
+    shares = {name: seconds / facts.total for name, seconds in facts.hooks.items()} if facts.total else {}
+    return {name: share for name, share in list(shares.items())[:3] if share >= HOOK}
+
+
+def listed(shares: dict[str, float]) -> str:
+    """``"A.on_fit_end (30 %), B.on_fit_end (4 %)"``."""
+    return ", ".join(f"{name} ({percent(share)})" for name, share in shares.items())

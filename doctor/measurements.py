@@ -1,0 +1,217 @@
+"""What was measured in one process, as plain data: what findings are made of, and what the JSON file holds."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..processes.cpu_affinity import NODES, nodes, parse
+from .step_clock import INDEX, PARTS, WHOLE
+
+#: Steps at the beginning that do not count.
+WARM_UP = 3
+#: Points of the line of step times that are kept.
+MOST_POINTS = 2000
+
+
+@dataclass
+class Facts:
+    """One process of a run.
+
+    Attributes:
+        rank: which.
+        own_loop: the loop is the user's, with an Accelerator; no Trainer runs.
+        steps: batches that count; those before, in which memory is laid out and graphs are compiled, do not.
+        seconds: host seconds of the counted steps, by part; they add up to the time that passed.
+        device_seconds: the same of the device's time line, scaled to all steps that count; empty without a GPU.
+        step_seconds: how long each counted step took, thinned.
+        run_seconds: of the whole run.
+        run_parts: seconds of the whole run, by part.
+        often: in how many of the counted steps there was a validation or a checkpoint worth the name.
+        hooks: seconds of the counted steps by hook, as ``"MyCallback.on_train_batch_end"``, the longest first.
+        communication: seconds a step that gradients were on their way (``all``), and what of that backward did not hide
+            (``exposed``); empty where it was not measured.
+        operators: that a step calls; None if they were not counted.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    own_loop: bool = False
+    strategy: str = ""
+    device: str = "cpu"
+    device_name: str = ""
+    steps: int = 0
+    updates: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    device_seconds: dict[str, float] = field(default_factory=dict)
+    step_seconds: list[float] = field(default_factory=list)
+    run_seconds: float = 0.0
+    run_parts: dict[str, float] = field(default_factory=dict)
+    often: dict[str, int] = field(default_factory=dict)
+    hooks: dict[str, float] = field(default_factory=dict)
+    communication: dict[str, float] = field(default_factory=dict)
+    operators: int | None = None
+    batch_size: int | None = None
+    accumulate: int = 1
+    parameter_bytes: int = 0
+    loader: dict[str, Any] = field(default_factory=dict)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    recompilations: list[dict[str, Any]] = field(default_factory=list)
+    collection_seconds: float = 0.0
+    collections: int = 0
+    cores: int = 1
+    threads: int = 1
+    memory: dict[str, float] = field(default_factory=dict)
+    numa: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Seconds of all counted steps."""
+        return sum(self.seconds.values())
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step, on average."""
+        return self.total / self.steps if self.steps else 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part, as the device saw them where there are such, with communication taken out of backward."""
+        parts = dict(self.device_seconds or self.seconds)
+        exposed = min(self.exposed, parts.get("backward", 0.0))
+        if exposed:
+            parts["backward"] -= exposed
+            parts["communication"] = parts.get("communication", 0.0) + exposed
+        return parts
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of the counted steps in which gradients were waited for, nothing else being done."""
+        return self.communication.get("exposed", 0.0) * self.updates
+
+    def share(self, *names: str) -> float:
+        """Which share of the counted time the parts took."""
+        parts = self.parts
+        whole = sum(parts.values())
+        return sum(parts.get(name, 0.0) for name in names) / whole if whole else 0.0
+
+    @property
+    def compute(self) -> float:
+        """Seconds a step of forward, backward and optimizer."""
+        parts = self.parts
+        return sum(parts.get(name, 0.0) for name in ("forward", "backward", "optimizer")) / max(self.steps, 1)
+
+    @property
+    def quick_step(self) -> float:
+        """Seconds that one step in ten stays below: what a step takes where nothing else disturbs it."""
+        times = sorted(self.step_seconds)
+        return times[len(times) // 10] if times else 0.0
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Of this process."""
+        return None if not self.batch_size or not self.step else self.batch_size / self.step
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return asdict(self)
+
+
+def from_rows(facts: Facts, rows: list[tuple[float, ...]], warm_up: int) -> None:
+    """Fill in times from a clock's rows: the steps after the first ``warm_up``."""
+    count = len(PARTS)
+    first = next((i for i, row in enumerate(rows) if row[count] >= warm_up), None)
+    if first is None or rows[-1][count] - rows[first][count] < 1:
+        return
+    begun, ended = rows[first], rows[-1]
+    facts.steps = int(ended[count] - begun[count])
+    facts.seconds = {name: ended[i] - begun[i] for i, name in enumerate(PARTS)}
+    times = [
+        (sum(after[:count]) - sum(before[:count]))
+        for before, after in pairwise(rows[first:])
+        if after[count] > before[count]
+    ]
+    facts.step_seconds = times[:: -(-len(times) // MOST_POINTS)]
+    worth = 0.1 * facts.quick_step
+    facts.often = {
+        name: sum(after[INDEX[name]] - before[INDEX[name]] > worth for before, after in pairwise(rows[first:]))
+        for name in WHOLE
+    }
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: by its affinity, and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+def memory_of(device: torch.device) -> dict[str, float]:
+    """Bytes of the host's memory and the device's, as far as they can be told."""
+    found: dict[str, float] = {}
+    try:
+        lines = Path("/proc/meminfo").read_text()
+        for name, key in (("host_total", "MemTotal"), ("host_available", "MemAvailable")):
+            match = re.search(rf"^{key}: +(\d+) kB", lines, re.MULTILINE)
+            if match:
+                found[name] = int(match.group(1)) * 1024.0
+    except OSError:
+        pass
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        found |= {
+            "total": float(torch.cuda.get_device_properties(device).total_memory),
+            "peak_allocated": float(stats.get("allocated_bytes.all.peak", 0)),
+            "peak_reserved": float(stats.get("reserved_bytes.all.peak", 0)),
+            "retries": float(stats.get("num_alloc_retries", 0)),
+        }
+    return found
+
+
+def numa_of(device: torch.device) -> dict[str, Any]:
+    """The memory node that a GPU hangs at, and those of the cores that this process may run on."""
+    if device.type != "cuda":
+        return {}
+    properties: Any = torch.cuda.get_device_properties(device)
+    places = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None in places:
+        return {}
+    address = "{:04x}:{:02x}:{:02x}.0".format(*places)
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        near = parse((NODES / f"node{node}" / "cpulist").read_text()) if node >= 0 else set[int]()
+    except (OSError, ValueError):
+        return {}
+    mine = set().union(*nodes())
+    return {"device_node": node, "nodes": len(nodes()), "near": len(mine & near), "cores": len(mine)}
+
+
+def loader_facts(loader: Any) -> dict[str, Any]:
+    """How a loader is set up, as far as it is a DataLoader."""
+    from torch.utils.data import DataLoader
+
+    found: dict[str, Any] = {"kind": type(loader).__name__}
+    if isinstance(loader, DataLoader):
+        found |= {
+            "num_workers": loader.num_workers,
+            "pin_memory": bool(loader.pin_memory),
+            "persistent_workers": bool(loader.persistent_workers),
+            "prefetch_factor": loader.prefetch_factor,
+            "batch_size": loader.batch_size,
+            "data_set": type(loader.dataset).__name__,
+        }
+    return found

@@ -1,0 +1,102 @@
+"""The doctor in a script that ``paceline doctor`` runs: some steps, a report into a file, and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from .. import messages
+from ..callbacks.checkpoint_retention import CheckpointKeeper
+from .doctor import Doctor
+from .script_options import Plan, loader_change
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+
+class PlannedDoctor(Doctor):
+    """Writes its report where the plan says, and ends the program after the fit.
+
+    Args:
+        plan: what to do.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(write=False)
+        self.plan = plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"plan": self.plan}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["plan"])
+
+    def connect(self, trainer: Trainer) -> None:
+        """Use the changed training loader, and write checkpoints where no other run finds them."""
+        if trainer.state.fn != "fit":
+            return
+        change, source = loader_change(self.plan.change), trainer._source
+        if change:
+            load: Callable[[str], Any] = source._load
+            source._load = lambda stage: changed(load(stage), **change) if stage == "train" else load(stage)
+        keepers = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointKeeper)]
+        for number, keeper in enumerate(keepers):
+            keeper._given_dirpath = str(Path(self.plan.out).parent / f"checkpoints{number}")
+
+    def attach(self, trainer: Trainer) -> None:
+        """End the fit after the plan's batches, or earlier if it would end earlier."""
+        super().attach(trainer)
+        if trainer.state.fn == "fit":
+            steps = max(1, self.plan.steps // trainer.accumulate_grad_batches)
+            if not trainer.training_module.automatic_optimization:
+                steps = self.plan.steps * max(1, len(trainer.optimizers))  # each counts, and most step in every batch
+            trainer.max_steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+    def describe(self) -> None:
+        if self.report is None or not messages.is_rank_zero():
+            return
+        Path(self.plan.out).write_text(json.dumps(self.report.as_dict()), encoding="utf-8")
+
+    def interrupted(self) -> None:
+        """Nothing: a script that fails is an error, not a report."""
+
+    def ended(self) -> None:
+        """The fit is over, and with it what is examined."""
+        raise SystemExit(0)
+
+
+def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None = None, batch_factor: int = 1) -> Any:
+    """A DataLoader of the same data with other settings.
+
+    Raises:
+        ValueError: its kind does not allow that.
+    """
+    if type(loader) is not DataLoader:
+        raise ValueError(f"A {type(loader).__name__} cannot be changed from outside; only a DataLoader can.")
+    workers = loader.num_workers if num_workers is None else num_workers
+    options: dict[str, Any] = {
+        "num_workers": workers,
+        "pin_memory": loader.pin_memory if pin_memory is None else pin_memory,
+        "collate_fn": loader.collate_fn,
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+        "multiprocessing_context": loader.multiprocessing_context if workers else None,
+        "persistent_workers": workers > 0,
+        "prefetch_factor": (loader.prefetch_factor or 2) if workers else None,
+        "timeout": loader.timeout if workers else 0,
+    }
+    plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
+    if batch_factor != 1 and not plain:
+        raise ValueError("The batch size of this loader is its batch_sampler's, which cannot be changed from outside.")
+    if plain:
+        options |= {"batch_size": (loader.batch_size or 1) * batch_factor, "drop_last": loader.drop_last}
+        options["sampler"] = loader.sampler
+    elif loader.batch_sampler is not None:
+        options["batch_sampler"] = loader.batch_sampler
+    else:
+        options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    return DataLoader(loader.dataset, **options)

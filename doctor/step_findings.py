@@ -1,0 +1,191 @@
+"""Findings about what happens in a step and around it."""
+
+from __future__ import annotations
+
+import os
+
+from ..strategies.single_device import SingleDevice
+from .finding import Case, Finding, duration, faster, hooks, listed, percent, there
+
+#: Shares of the time above which a finding is reported.
+EVALUATION = 0.30
+CHECKPOINT = 0.15
+CALLBACKS = 0.15
+COMPILING = 0.20
+#: Seconds an operator takes on average (forward, backward and update) below which calling it costs more than its work.
+SMALL_OPERATOR = 15e-6
+#: Samples of a batch above which it is not called small.
+SMALL_BATCH = 256
+#: Recompilations of one function above which a finding is reported.
+RECOMPILATIONS = 3
+
+
+def _mean(case: Case, *parts: str) -> float:
+    return sum(facts.share(*parts) for facts in case) / len(case)
+
+
+def _of_loop(case: Case, part: str) -> float:
+    """Its share of the host's time since steps count; a device's steps do not include the time between them."""
+    facts = case[0]
+    return facts.seconds.get(part, 0.0) / facts.total if facts.total else 0.0
+
+
+def host_syncs(case: Case) -> Finding | None:
+    """Lines of a step that make the host wait for the device."""
+    facts = case[0]
+    lines = [line for line in facts.lines if line["times"] >= 1]
+    if not lines:
+        return None
+    first = lines[0]
+    listed = "; ".join(
+        f"{os.path.basename(line['file'])}:{line['number']} {line['text']!r}"
+        + (f" ({line['times']} times)" if line["times"] > 1 else "")
+        for line in lines[:3]
+    )
+    more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
+    on_gpu = facts.device == "cuda"
+    return Finding(
+        "host_syncs",
+        f"{len(lines)} line{'s' if len(lines) > 1 else ''} of the step make{'' if len(lines) > 1 else 's'} the host "
+        f"wait for the {'GPU' if on_gpu else 'device'}: {listed}{more}.",
+        f"The first line {first['what']}. Until the device has caught up, the host queues no new work, and then the "
+        "device stands idle." + ("" if on_gpu else " On a CPU that costs nothing."),
+        there(
+            case,
+            "Keep values as tensors: self.log(name, tensor) reads them later, all together.",
+            "Keep values as tensors, and read them every n steps, all together.",
+        )
+        + " Use torch.where instead of if.",
+        "The host can queue work ahead again." if on_gpu else "Nothing on a CPU; on a GPU the host can work ahead.",
+        share=0.1 if on_gpu else 0.0,
+        is_note=not on_gpu,
+    )
+
+
+def _compiling(case: Case) -> str:
+    """What compiling can do about many short operators; of networks alone it is often the opposite."""
+    if not case[0].own_loop and case[0].strategy == SingleDevice.__name__:
+        return "Trainer(compile='step'), which takes some 30 s to make one graph of the whole step."
+    asked = there(case, "Trainer(compile=True)", "Accelerator(dynamo_backend='inductor')")
+    return f"{asked}; measure that, since small networks can get slower."
+
+
+def batch_too_small(case: Case) -> Finding | None:
+    """Calling operators costs more than what they do."""
+    facts = case[0]
+    small = facts.batch_size is not None and facts.batch_size <= SMALL_BATCH
+    if not facts.operators or not small or not facts.steps:
+        return None
+    share = facts.share("forward", "backward", "optimizer")
+    each = facts.quick_step * share / facts.operators
+    if each >= SMALL_OPERATOR or share < 0.3:
+        return None
+    return Finding(
+        "batch_too_small",
+        f"A step calls {facts.operators} operators that take {duration(each)} each, on a batch of {facts.batch_size}.",
+        "Calling an operator costs some 5 us before anything is computed: the batch or the model is too small for the "
+        "device.",
+        f"Use a larger batch (try {(facts.batch_size or 1) * 4}, with the learning rate to match), fewer and fused "
+        f"operations, or {_compiling(case)}",
+        "A larger batch hardly takes longer until an operator takes some 50 us: up to "
+        f"{min(16.0, max(1.5, 4 * SMALL_OPERATOR / each)):.0f} times the samples a second.",
+        share * 0.5,
+    )
+
+
+def recompiles(case: Case) -> Finding | None:
+    """torch.compile compiles the same function again and again."""
+    facts = case[0]
+    often = [one for one in facts.recompilations if one["times"] >= RECOMPILATIONS]
+    share = facts.share("compile")
+    if not often and share < COMPILING:
+        return None
+    spent = facts.run_parts.get("compile", 0.0)
+    if not often:
+        return Finding(
+            "recompiles",
+            f"Compiling takes {percent(share)} of the time even after the first steps.",
+            "torch.compile keeps making new graphs during the training.",
+            "Compile once before the training, or set TORCH_LOGS=recompiles to see what is compiled.",
+            faster(share, "compiling"),
+            share,
+        )
+    first = often[0]
+    return Finding(
+        "recompiles",
+        f"torch.compile compiled {first['function']} {first['times'] + 1} times ({duration(spent)} for all compiling).",
+        f"The last reason: {first['reason']}." if first["reason"] else "Torch gives no reason.",
+        "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for changing shapes ("
+        + there(case, "Trainer(compile={'dynamic': True})", "TorchDynamoPlugin(dynamic=True)")
+        + ").",
+        faster(share, "compiling")
+        if share > 0.01
+        else "The stalls end; after 8 recompilations torch gives up and runs uncompiled.",
+        max(share, _of_loop(case, "compile"), 0.05),
+    )
+
+
+def evaluation_share(case: Case) -> Finding | None:
+    """Much of the time goes into validation."""
+    share = _of_loop(case, "evaluation")
+    if share < EVALUATION:
+        return None
+    return Finding(
+        "evaluation_share",
+        f"Validation takes {percent(share)} of the time.",
+        "It runs too often, or over more batches than the result needs.",
+        there(
+            case,
+            "Set check_val_every_n_epoch, val_check_interval or limit_val_batches, or use larger validation batches, "
+            "which need no memory for gradients.",
+            "Evaluate less often, over fewer batches, or in larger ones, which need no memory for gradients.",
+        ),
+        f"Validating a quarter as often is {1 / (1 - 0.75 * share):.1f} times as fast.",
+        share * 0.75,
+    )
+
+
+def checkpoint_share(case: Case) -> Finding | None:
+    """Training stops while checkpoints are written."""
+    share = _of_loop(case, "checkpoint")
+    if share < CHECKPOINT or case[0].often.get("checkpoint", 0) < 2:
+        return None  # the one at the end of a short run says nothing of a long one
+    return Finding(
+        "checkpoint_share",
+        f"Saving checkpoints stops the training for {percent(share)} of the time.",
+        "They are large for how often they are written, or the disk is slow.",
+        there(
+            case,
+            "Save less often with ModelCheckpoint(every_n_train_steps=...), or set background=True to write while the "
+            "training continues.",
+            "Save less often, or to a faster disk.",
+        ),
+        there(
+            case,
+            f"Writing in the background is {1 / (1 - share):.1f} times as fast.",
+            f"Saving a quarter as often is {1 / (1 - 0.75 * share):.1f} times as fast.",
+        ),
+        share,
+    )
+
+
+def logging_share(case: Case) -> Finding | None:
+    """Callbacks, hooks or loggers take much of each step."""
+    callbacks, logging = _mean(case, "callbacks"), _mean(case, "logging")
+    share = callbacks + logging
+    if share < CALLBACKS:
+        return None
+    first = ""
+    if callbacks >= logging:
+        named = hooks(max(case, key=lambda facts: facts.share("callbacks")))
+        first = next((name for name, one in named.items() if one >= share / 2), "")
+        why = f"These hooks take the time: {listed(named)}." if named else "Hooks of callbacks and the module take it."
+        change = "Do this work every n steps or at the end of an epoch"
+        change += ", and raise refresh_rate of the progress bar." if "ProgressBar." in first else "."
+        change += there(case, " Trainer(profiler='simple') lists all hooks.", "")
+    else:
+        why = "Sending values to the loggers takes the time."
+        change = there(case, "Raise Trainer(log_every_n_steps=...)", "Call accelerator.log every n steps")
+        change += ", log fewer values, or use a logger that writes in the background."
+    what = f"Callbacks and logging take {percent(share)} of each step{f', most of it {first}' if first else ''}."
+    return Finding("logging_share", what, why, change, faster(share, "them"), share)

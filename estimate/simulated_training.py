@@ -1,0 +1,327 @@
+"""One training as the Trainer would run it, on tensors that have shapes and no memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from .. import messages
+from ..processes.devices import find_kind
+from ..strategies.base import Strategy
+from ..strategies.dtypes import in_dtype
+from ..strategies.fsdp.strategy import FSDPStrategy
+from ..strategies.fsdp.wrapping import checkpoint_activations, choose_blocks
+from ..trainer.module import TrainingModule
+from ..trainer.optimizers import configure
+from ..trainer.step import clear_gradients
+from .tensor_lifetimes import Ledger
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+#: Phases of the run itself, in which memory counts towards the training's peak.
+PHASES = ("forward", "backward", "optimizer step")
+
+
+class Copier:
+    """Makes modules and batches over, with tensors that have shapes and no memory.
+
+    Args:
+        mode: what the tensors belong to.
+        device: where they are said to be.
+        dtype: what floating-point tensors become; None: what they are.
+    """
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.mode, self.device, self.dtype = mode, device, dtype
+        self._made: dict[int, Any] = {}
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """One of the same shape and layout."""
+        if id(tensor) not in self._made:
+            dtype = tensor.dtype if self.dtype is None else in_dtype(tensor.dtype, self.dtype)
+            with self.mode, torch.no_grad():
+                strided = tensor.layout is torch.strided
+                strides = tensor.stride() if strided else None
+                made = (
+                    torch.empty_strided(tensor.shape, strides, dtype=dtype, device=self.device)
+                    if strides is not None
+                    else torch.empty(tensor.shape, dtype=dtype, device=self.device)
+                )
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            self._made[id(tensor)] = made
+        return self._made[id(tensor)]
+
+    def module(self, module: nn.Module) -> nn.Module:
+        """A copy of the module; the module itself stays as it is."""
+        held = [module.parameters(), module.buffers(), *(pytree.tree_leaves(vars(one)) for one in module.modules())]
+        for tensor in (value for values in held for value in values if isinstance(value, Tensor)):
+            self.tensor(tensor)
+        try:
+            return copy.deepcopy(module, dict(self._made))
+        except Exception as error:
+            raise TypeError(
+                f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), which an estimate does "
+                "so that yours stays as it is. Pass a function that builds it."
+            ) from error
+
+    def batch(self, batch: Any) -> Any:
+        """A batch whose tensors have no memory."""
+        if isinstance(batch, Mapping) and type(batch) is not dict:
+            batch = dict(batch)
+        return pytree.tree_map_only(Tensor, self.tensor, batch)
+
+
+class Rehearsal:
+    """A module, set up by its strategy, that trains on one batch without memory.
+
+    Args:
+        module: which to copy.
+        batch: one batch of one process; None: no step can be run.
+        strategy: placed, of one process or several; of several, this is the first.
+        optimizer: makes the optimizers from the copied module.
+        loss: ``loss(module, batch)``; None: see :func:`loss_of`.
+        activation_checkpointing: as for ``FSDPStrategy``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: Any,
+        strategy: Strategy,
+        optimizer: Callable[[nn.Module], list[Optimizer]],
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        activation_checkpointing: Any = None,
+    ) -> None:
+        self.mode, self.ledger, self.strategy = FakeTensorMode(allow_non_fake_inputs=True), Ledger(), strategy
+        dtype = getattr(strategy.precision, "input_dtype", None)
+        copier = Copier(self.mode, strategy.device, dtype)
+        self.module = copier.module(module).train()
+        self.batch = copier.batch(batch)
+        self.has_batch = batch is not None
+        self.make_optimizers = optimizer
+        self.loss = loss
+        self.activation_checkpointing = activation_checkpointing
+        self.optimizers: list[Optimizer] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, nothing takes memory, and everything is recorded."""
+        several = fake_group(self.strategy) if isinstance(self.strategy, FSDPStrategy) else nullcontext()
+        with several, self.mode, self.ledger.watching():
+            yield
+
+    def set_up(self) -> None:
+        """Place the module, shard it if the strategy shards, make the optimizers."""
+        ledger = self.ledger
+        if self.activation_checkpointing not in (None, False) and not self.strategy.communicates_forward:
+            policy = self.activation_checkpointing
+            checkpoint_activations(self.module, policy, choose_blocks(self.module, "auto") if policy is True else {})
+        ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
+        pytree.tree_map_only(Tensor, lambda tensor: ledger.claim([tensor], "activations"), self.batch)
+        if self.strategy.communicates_forward:  # else it is in its place, with its dtype: so it was copied
+            self.module = self.strategy.setup_module(self.module)
+        ledger.claim([*self.module.parameters(), *self.module.buffers()], "weights")
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+        self._attach()
+        self.optimizers = self.strategy.setup_optimizers(self.make_optimizers(self.module))
+        if isinstance(self.module, TrainingModule) and self.module._trainer is not None:
+            self.module._trainer.optimizers = self.optimizers
+        for optimizer in self.optimizers:
+            _choose_kernels(optimizer, self.strategy.device)
+        ledger.guessed = False  # what is compared between processes is no matter of memory
+        step = self.strategy.bind_step(self._step(), self.module, training=True)
+        self.step = lambda: step(self.batch, 0)
+        self.ledger.begin("ready")
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.ledger.claim([parameter.grad], "gradients")
+
+    def _attach(self) -> None:
+        """Give a TrainingModule a Trainer to ask, and let it log in vain."""
+        module = self.module
+        if not isinstance(module, TrainingModule):
+            return
+        from ..trainer.trainer import Trainer
+
+        trainer = Trainer(
+            max_steps=1000, max_epochs=-1, barebones=True, accelerator=find_kind(self.strategy.device.type), devices=1
+        )
+        trainer.strategy = self.strategy
+        trainer._hooks = _NoHooks()
+        trainer._module = module
+        module.trainer = trainer
+        for one in module.modules():
+            if isinstance(one, TrainingModule):
+                vars(one).update(log=_nothing, log_dict=_nothing)
+
+    def _step(self) -> Callable[..., Any]:
+        module = self.module
+        if self.loss is not None:
+            return lambda batch, batch_idx: self.loss(module, batch)  # type: ignore[misc]
+        if isinstance(module, TrainingModule):
+            return partial(_call_step, module.training_step)
+        return lambda batch, batch_idx: loss_of(call(module, batch))
+
+    # ---- what is run -----------------------------------------------------------------------------------------------
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the step leaves backward and update to whoever runs it."""
+        return getattr(self.module, "automatic_optimization", True)
+
+    def infer(self) -> None:
+        """One pass without gradients; nothing for a step that runs backward itself."""
+        if not self.automatic:
+            return
+        self.ledger.begin("inference")
+        self.module.eval()
+        with torch.no_grad():
+            self.step()
+        self.module.train()
+        self.ledger.begin("between")
+
+    def train(self, micro_batches: int = 1) -> None:
+        """One window of micro-batches and its update, as :class:`~.step.TrainStep` does it."""
+        automatic = self.automatic
+        for number in range(micro_batches):
+            self.strategy.sync_gradients(number + 1 == micro_batches)
+            self.ledger.begin("forward")
+            output = self.step()
+            if not automatic:  # its backward and update are over
+                continue
+            self.ledger.claim_living("forward", "activations")
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"{type(self.module).__name__}: the step returned {type(loss).__name__}, and no loss.")
+            self.ledger.begin("backward")
+            self.strategy.backward(loss)
+            self._note_gradients()
+        self.update(automatic)
+
+    def _note_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            self._note_gradient(parameter)
+
+    def update(self, automatic: bool = True) -> None:
+        """Step and clear."""
+        self.ledger.begin("optimizer step")
+        for optimizer in self.optimizers:
+            if automatic:
+                self.strategy.optimizer_step(optimizer)
+            self.ledger.claim(self.states(), "optimizer")
+            clear_gradients(optimizer)
+        self.ledger.begin("between")
+
+    def states(self) -> list[Tensor]:
+        """The tensors of the optimizers' state."""
+        states = [optimizer.state for optimizer in self.optimizers]
+        return [
+            value for state in states for value in pytree.tree_leaves(list(state.values())) if isinstance(value, Tensor)
+        ]
+
+    def update_alone(self) -> None:
+        """The update with gradients that no backward has made, where the step cannot be run."""
+        self.ledger.begin("optimizer step")
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+                self._note_gradient(parameter)
+        self.update()
+
+
+def call(module: nn.Module, batch: Any) -> Any:
+    """A module's output: a mapping is passed by name, a tuple or list in order."""
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in a module's output; where there is none, the mean of the floating-point tensors in it, in float32."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output
+    found = [value for value in pytree.tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
+    if not found:
+        raise TypeError(f"The module returned {type(output).__name__} without a floating-point tensor; pass loss=.")
+    return torch.stack([value.float().mean() for value in found]).sum()
+
+
+@contextmanager
+def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
+    """A process group in which there is the first of the strategy's processes alone, and which sends nothing."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            "Estimating a sharded training makes a process group of its own, and this process is in one already. "
+            "Estimate before it is joined, or on the command line: paceline estimate-memory."
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=strategy.world_size, store=FakeStore())
+    try:
+        strategy._mesh()
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def optimizers_of(module: nn.Module, asked: Any) -> list[Optimizer]:
+    """The optimizers for a module.
+
+    Args:
+        module: whose parameters.
+        asked: a name of ``torch.optim``, or what makes one from parameters; None: a TrainingModule's own, else AdamW.
+    """
+    if asked is None and isinstance(module, TrainingModule):
+        return configure(module)[0]
+    if asked is None:
+        asked = "adamw"
+    if isinstance(asked, str):
+        known = {name.lower(): name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)}
+        if asked.lower() not in known:
+            raise ValueError(messages.unknown("optimizer", asked, known.values(), ", or pass a function"))
+        asked = getattr(torch.optim, known[asked.lower()])
+    return [asked([parameter for parameter in module.parameters() if parameter.requires_grad])]
+
+
+def _choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
+    """Let the update take the form that torch chooses for real tensors on a GPU."""
+    for group in optimizer.param_groups:
+        if device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
+    import inspect
+
+    takes = [
+        p for p in inspect.signature(step).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return step(batch, batch_idx) if len(takes) > 1 else step(batch)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of ``self.log``."""
+
+
+class _NoHooks:
+    """Nobody is called at any hook."""
+
+    def __getattr__(self, name: str) -> tuple[()]:
+        return ()

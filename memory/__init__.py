@@ -1,0 +1,1 @@
+"""Running out of memory: recognized, explained, and tried again with less."""

@@ -1,0 +1,141 @@
+"""Attempts of several processes at the same thing, which go on together or not at all."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .. import messages
+from ..strategies.distributed import leave
+
+#: How long a rank that failed waits for the others to end their attempt by themselves, before it leaves the group, so
+#: that a collective in which they wait for it fails.
+GRACE_SECONDS = 5.0
+_NOTICE_SECONDS = 60.0
+_searches = count()
+
+#: How an attempt ended on a rank.
+DONE, OUT_OF_MEMORY, RELEASED, ERROR = "done", "out of memory", "released", "error"
+
+
+class Outcome(NamedTuple):
+    """How an attempt ended on one rank.
+
+    Attributes:
+        kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (it waited for one that ran out) or :data:`ERROR`.
+        text: of the error.
+        peak: bytes of GPU memory that were in use at most; 0 where nobody counts.
+    """
+
+    kind: str
+    text: str = ""
+    peak: int = 0
+
+
+class Together:
+    """Compares the outcomes of attempts between the processes of the default group, over its store.
+
+    No collective is used, since a group whose ranks were interrupted at different places is of no more use: then all of
+    them leave it and make a new one, as the old one was.
+    """
+
+    def __init__(self) -> None:
+        self._search, self._attempt = next(_searches), 0
+        self._store: Any = None
+        self._kept: Any = None
+        self.rank, self.size = 0, 1
+
+    def meet(self) -> bool:
+        """Whether there are other processes; looks again as long as there was no group."""
+        if self._store is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._kept = distributed_c10d._get_default_store()  # it may be this process that serves it
+            self._store = self._kept.clone()
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            group: Any = dist.group.WORLD
+            self._backend = distributed_c10d._world.pg_backend_config[group]
+            self._device = getattr(group, "bound_device_id", None)
+            self._timeout = group._get_backend(torch.device(self._device or "cpu")).options._timeout
+        return self._store is not None
+
+    def _key(self, what: str) -> str:
+        return f"paceline/attempts/{self._search}/{self._attempt}/{what}"
+
+    def others_ran_out(self) -> bool:
+        """Whether another rank has said that it ran out of memory in this attempt."""
+        keys = [self._key(f"out/{rank}") for rank in range(self.size) if rank != self.rank]
+        return any(self._store.check([key]) for key in keys)
+
+    def compare(self, own: Outcome) -> list[Outcome]:
+        """The outcomes of all ranks, by rank. Waits until each has ended its attempt."""
+        failed = own.kind == OUT_OF_MEMORY
+        if failed:
+            self._store.set(self._key(f"out/{self.rank}"), "1")
+        self._store.set(self._key(f"end/{self.rank}"), json.dumps(own))
+        left = False
+        if failed and not self._wait("end", GRACE_SECONDS):
+            left = True
+            leave()
+            _forget_meshes()  # what still holds the group would keep its connections open
+        self._wait("end", None)
+        found = [Outcome(*json.loads(self._store.get(self._key(f"end/{rank}")))) for rank in range(self.size)]
+        self._store.set(self._key(f"left/{self.rank}"), json.dumps(left))
+        self._wait("left", None)
+        apart = any(json.loads(self._store.get(self._key(f"left/{rank}"))) for rank in range(self.size))
+        if apart and all(outcome.kind != ERROR for outcome in found):
+            self._join_again()
+        return found
+
+    def _wait(self, what: str, seconds: float | None) -> bool:
+        """Until all ranks have written this; False when the time is over."""
+        start, told = time.monotonic(), False
+        missing = list(range(self.size))
+        while missing := [rank for rank in missing if not self._store.check([self._key(f"{what}/{rank}")])]:
+            waited = time.monotonic() - start
+            if seconds is not None and waited > seconds:
+                return False
+            if waited > _NOTICE_SECONDS and not told:
+                told = True
+                messages.info_anywhere(
+                    f"Rank {self.rank} has ended its attempt and waits for {messages.ranks(missing)} to end theirs."
+                )
+            time.sleep(min(0.5, 0.02 + 0.1 * waited))
+        return True
+
+    def _join_again(self) -> None:
+        leave()
+        _forget_meshes()
+        store = dist.PrefixStore(self._key("group"), self._store.clone())  # type: ignore[reportPrivateImportUsage]
+        more = {} if self._device is None else {"device_id": self._device}
+        dist.init_process_group(
+            self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout, **more
+        )
+
+    def same(self, value: Callable[[], int]) -> int:
+        """Rank 0's value on every rank. All call it, since what computes it may count its calls."""
+        own = value()
+        if self.rank == 0:
+            self._store.set(self._key("next"), json.dumps(own))
+        found = json.loads(self._store.get(self._key("next")))
+        self._attempt += 1
+        return found
+
+
+def _forget_meshes() -> None:
+    """Let go of what torch remembers of sharded tensors, with their meshes and the groups in them."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None:
+        propagator = tensors.DTensor._op_dispatcher.sharding_propagator
+        found = [getattr(getattr(propagator, name), "cache_clear", None) for name in dir(propagator)]
+        for clear in (*found, getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)):
+            if callable(clear):
+                clear()
+    gc.collect()

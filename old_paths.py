@@ -1,0 +1,55 @@
+"""Earlier places of modules that documentation has named: importing one gives the module from its place now."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = __name__.partition(".")[0]
+_NOW = {
+    "loggers.messages": "messages",
+    "strategies.big_model": "big_model",
+    "strategies.big_model.hooks": "big_model.hooks",
+    "strategies.heap": "processes.cpu_memory",
+    "trainer.accelerator": "accelerator",
+    "trainer.accelerator.compat": "compat.accelerate",
+    "trainer.accelerator.progress": "accelerator.progress_bar",
+    "trainer.accelerator.trackers": "accelerator.trackers",
+    "trainer.cli": "cli",
+    "trainer.cli.main": "cli.main",
+    "trainer.data": "data",
+    "trainer.doctor": "doctor",
+    "trainer.doctor.measure": "doctor.doctor",
+    "trainer.estimating": "estimate.memory_estimate",
+    "trainer.memory": "memory.out_of_memory_retry",
+    "trainer.settings": "settings",
+    "trainer.tuner": "tuner",
+}
+
+
+class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a module under its earlier name; stands first in ``sys.meta_path``, since a folder that an upgrade left would be found, too."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """How to import it; None for any other name."""
+        package, _, inner = name.partition(".")
+        if package != _PACKAGE or inner not in _NOW:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=any(old.startswith(f"{inner}.") for old in _NOW))
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """The module in its place now, with a note."""
+        from . import messages
+
+        inner = spec.name.partition(".")[2]
+        messages.info_once(f"{_PACKAGE}.{inner} is now {_PACKAGE}.{_NOW[inner]}: import it from there.")
+        module = importlib.import_module(f"{_PACKAGE}.{_NOW[inner]}")
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run already; Python has given it the spec of the earlier name, which goes again."""
+        module.__spec__ = module.__spec__ and module.__spec__.loader_state

@@ -1,0 +1,402 @@
+"""Where this process stands among those that a launcher started, read from the launcher's environment variables.
+
+Each launcher leaves other names: ``torchrun`` and everything that imitates it, SLURM's ``srun``, Open MPI, Intel MPI
+and MPICH, LSF's ``jsrun``, Kubeflow's operator. All become one :class:`Cluster`, whose :meth:`Cluster.export` writes
+torchrun's names, so that whatever comes later knows one form only. A half-set environment is an error: it would
+otherwise become several processes that each believe they are the only one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .. import messages
+
+Environment = Mapping[str, str]
+
+#: Derived ports are taken from here: above the well-known ones, below those that Linux gives to outgoing connections.
+PORTS = range(12000, 30000)
+#: From this number on, a SLURM step is no ``srun`` but the batch script, the interactive shell or the like.
+_SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+_SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One process's place among all.
+
+    Args:
+        name: who started the processes: ``"torchrun"``, ``"SLURM"``, ``"OpenMPI"``, ``"Intel MPI"``, ``"MPICH"``,
+            ``"LSF"`` or ``"Kubeflow"``.
+        rank: this process among all, 0-based.
+        local_rank: this process among those of its machine, 0-based.
+        world_size: number of processes.
+        local_world_size: number of processes on this machine.
+        node_rank: this machine, 0-based.
+        num_nodes: number of machines.
+        address: where rank 0 listens.
+        port: the port there.
+    """
+
+    name: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    address: str
+    port: int
+
+    def export(self) -> None:
+        """Write torchrun's variables, so that ``init_process_group(init_method="env://")`` finds the others."""
+        os.environ.update(
+            RANK=str(self.rank),
+            LOCAL_RANK=str(self.local_rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_WORLD_SIZE=str(self.local_world_size),
+            GROUP_RANK=str(self.node_rank),
+            NODE_RANK=str(self.node_rank),
+            GROUP_WORLD_SIZE=str(self.num_nodes),
+            MASTER_ADDR=self.address,
+            MASTER_PORT=str(self.port),
+        )
+
+
+def find_cluster(environ: Environment | None = None) -> Cluster | None:
+    """The launcher that started this process; None when nobody did.
+
+    Torchrun's variables win, so that ``torchrun`` under ``srun`` counts as torchrun; then the launchers that may run
+    inside an allocation of another (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a cluster of one. A
+    WORLD_SIZE without a RANK, which many batch scripts export, must agree with the launcher's.
+
+    Args:
+        environ: the variables to read; those of this process if None.
+
+    Raises:
+        RuntimeError: the variables are incomplete or contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    others = (_lsf, _open_mpi, _hydra, _slurm)
+    finders = (_torchrun, *others) if "RANK" in environ else (*others, _torchrun)
+    cluster = next((found for find in finders if (found := find(environ))), None)
+    if cluster is not None:
+        _check(cluster)
+        _agrees(cluster, environ)
+    return cluster
+
+
+def requeue() -> None:
+    """Give this process's SLURM job back to the queue, by ``scontrol requeue``; SLURM then ends its processes."""
+    job = _slurm_job(os.environ)
+    if job is None:
+        messages.info("There is no SLURM job to requeue (SLURM_JOB_ID is not set).")
+        return
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        problem = f"exit status {done.returncode}: {(done.stderr or done.stdout).strip()}" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    if problem:
+        messages.error(
+            f"`{' '.join(command)}` failed ({problem}), so the job does not start again by itself. Submit it again: "
+            "its state is saved."
+        )
+    else:
+        messages.info(f"SLURM job {job} goes back to the queue and resumes from there.")
+
+
+def is_requeued(environ: Environment | None = None) -> bool:
+    """Whether SLURM has started this process's job before, so that there may be a checkpoint to go on from."""
+    environ = os.environ if environ is None else environ
+    return _slurm_job(environ) is not None and _number(environ, "SLURM_RESTART_COUNT", 0) > 0
+
+
+def _slurm_job(environ: Environment) -> str | None:
+    """As ``scontrol`` names it: a task of a job array by the array's number and its own."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
+
+
+# ---- launchers -----------------------------------------------------------------------------------------------------
+
+
+def _torchrun(environ: Environment) -> Cluster | None:
+    if "RANK" not in environ and environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    fix = "Start the script with torchrun, which sets all of them, or unset them to run on your own"
+    _need(environ, ("RANK", "WORLD_SIZE"), fix)
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    alone = world_size == 1
+    if not alone:
+        _need(environ, ("MASTER_ADDR", "MASTER_PORT"), fix)
+    kubeflow = "KUBERNETES_PORT" in environ and "LOCAL_RANK" not in environ
+    if kubeflow:
+        local_rank, local_world_size = 0, 1
+    else:
+        if not alone:
+            _need(environ, ("LOCAL_RANK",), fix)
+        local_rank = _number(environ, "LOCAL_RANK", 0)
+        local_world_size = _local_world_size(environ, world_size)
+    num_nodes = _number(environ, "GROUP_WORLD_SIZE", -(-world_size // max(local_world_size, 1)))
+    node_rank = _number(environ, "GROUP_RANK", -1)
+    if node_rank < 0:
+        node_rank = _number(environ, "NODE_RANK", rank // max(local_world_size, 1))
+    return Cluster(
+        "Kubeflow" if kubeflow else "torchrun",
+        rank,
+        local_rank,
+        world_size,
+        local_world_size,
+        node_rank,
+        num_nodes,
+        environ.get("MASTER_ADDR", "127.0.0.1"),
+        _port(environ, str(os.getpid())),
+    )
+
+
+def _local_world_size(environ: Environment, world_size: int) -> int:
+    """From LOCAL_WORLD_SIZE, which scripts that set RANK themselves often leave out."""
+    if "LOCAL_WORLD_SIZE" in environ:
+        return _number(environ, "LOCAL_WORLD_SIZE")
+    address = environ.get("MASTER_ADDR", "127.0.0.1")
+    if world_size == 1 or address in ("localhost", "::1") or address.startswith("127."):
+        return world_size
+    raise RuntimeError(
+        f"RANK={environ['RANK']}, WORLD_SIZE={world_size} and MASTER_ADDR={address} are set, but LOCAL_WORLD_SIZE is "
+        "not, so it is unknown how many of the processes share this machine. "
+        "Start the script with torchrun, or export LOCAL_WORLD_SIZE=<processes on this machine> too."
+    )
+
+
+def _slurm(environ: Environment) -> Cluster | None:
+    size = _either(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if "SLURM_PROCID" not in environ or size is None or _number(environ, size) < 2 or not _under_srun(environ):
+        return None
+    rank, world_size = _number(environ, "SLURM_PROCID"), _number(environ, size)
+    nodes = _either(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    num_nodes = 1 if nodes is None else _number(environ, nodes)
+    _need(environ, ("SLURM_LOCALID",), "Start the script with srun, which sets them")
+    node_rank = _number(environ, "SLURM_NODEID", 0)
+    return Cluster(
+        "SLURM",
+        rank,
+        _number(environ, "SLURM_LOCALID"),
+        world_size,
+        _slurm_local_size(environ, node_rank, -(-world_size // max(num_nodes, 1))),
+        node_rank,
+        num_nodes,
+        _slurm_address(environ, num_nodes),
+        _port(environ, f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"),
+    )
+
+
+def _under_srun(environ: Environment) -> bool:
+    """Whether this is a task of ``srun``, not a batch script or a shell that merely sits inside an allocation."""
+    step = _either(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    if step is None or _number(environ, step) >= _SLURM_SPECIAL_STEPS:
+        return False
+    shell = environ.get("SLURM_JOB_NAME") in _SHELLS and "SLURM_PTY_PORT" in environ
+    return not (shell and environ[step] == "0")
+
+
+def _slurm_local_size(environ: Environment, node_rank: int, default: int) -> int:
+    """How many tasks this machine has: entry ``node_rank`` of ``"2(x3),1"``, or one number for all."""
+    name = _either(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if name is None:
+        return _number(environ, "SLURM_NTASKS_PER_NODE", default)
+    sizes: list[int] = []
+    for part in environ[name].split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise RuntimeError(
+                f"{name}={environ[name]!r} is not of the form '2(x3),1', so the number of tasks on this machine is "
+                "unknown. Start the script with srun, which sets it, or unset it."
+            )
+        sizes += [int(match[1])] * int(match[2] or 1)
+    return sizes[node_rank] if node_rank < len(sizes) else default
+
+
+def _slurm_address(environ: Environment, num_nodes: int) -> str:
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"]
+    name = _either(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if name is not None:
+        return first_host(environ[name])
+    return _mpi_address(environ, "SLURM (without a SLURM_STEP_NODELIST)", num_nodes)
+
+
+def first_host(nodelist: str) -> str:
+    """``"node[001-003,007],other"`` -> ``"node001"``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist.strip())
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def _open_mpi(environ: Environment) -> Cluster | None:
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    if names[0] not in environ:
+        return None
+    job = _either(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    return _mpi(environ, "OpenMPI", names, "mpirun", environ[job] if job else str(os.getppid()))
+
+
+def _hydra(environ: Environment) -> Cluster | None:
+    """Intel MPI and MPICH. SLURM's own PMI sets PMI_RANK too, but not the local names."""
+    names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+    if names[0] not in environ or ("MPI_LOCALRANKID" not in environ and "SLURM_PROCID" in environ):
+        return None
+    name = "Intel MPI" if any(key.startswith("I_MPI_") for key in environ) else "MPICH"
+    return _mpi(environ, name, names, "mpiexec", str(os.getppid()))
+
+
+def _lsf(environ: Environment) -> Cluster | None:
+    names = [f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    if names[0] not in environ:
+        return None
+    return _mpi(environ, "LSF", names, "jsrun", environ.get("LSB_JOBID", ""), _lsf_address(environ))
+
+
+def _mpi(
+    environ: Environment, name: str, names: list[str], command: str, job: str, address: str | None = None
+) -> Cluster:
+    """A launcher that says rank, size, local rank and local size, in ``names``."""
+    _need(environ, names, f"Start the script with {command}, which sets them")
+    rank, world_size, local_rank, local_world_size = (_number(environ, variable) for variable in names)
+    num_nodes = -(-world_size // max(local_world_size, 1))
+    return Cluster(
+        name,
+        rank,
+        local_rank,
+        world_size,
+        local_world_size,
+        _node(rank, local_rank, local_world_size, num_nodes),
+        num_nodes,
+        address or _mpi_address(environ, name, num_nodes),
+        _port(environ, job),
+    )
+
+
+def _node(rank: int, local_rank: int, local_world_size: int, num_nodes: int) -> int:
+    """The machine of a rank, whether ranks fill one machine after the other or go round over them."""
+    if local_world_size < 1:
+        return 0
+    goes_round = rank % local_world_size != local_rank and rank // num_nodes == local_rank
+    return rank % num_nodes if goes_round else rank // local_world_size
+
+
+def _mpi_address(environ: Environment, name: str, num_nodes: int) -> str:
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"]
+    if num_nodes <= 1:
+        return "127.0.0.1"
+    raise RuntimeError(
+        f"{name} started processes on {num_nodes} machines, but does not say where rank 0 is, and MASTER_ADDR is not "
+        "set. Export it to all processes: MASTER_ADDR=<host of rank 0> MASTER_PORT=<a free port there>."
+    )
+
+
+def _lsf_address(environ: Environment) -> str | None:
+    """The first host that computes: LSF lists the one that only launches first, with one slot or by its name."""
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"]
+    slots: dict[str, int] = {}
+    if os.path.isfile(environ.get("LSB_DJOB_RANKFILE", "")):
+        with open(environ["LSB_DJOB_RANKFILE"], encoding="utf-8") as file:
+            for host in file.read().split():
+                slots[host] = slots.get(host, 0) + 1
+    else:
+        words = environ.get("LSB_MCPU_HOSTS", "").split()
+        slots = {host: int(count) for host, count in zip(words[::2], words[1::2], strict=False) if count.isdigit()}
+    hosts = list(slots)
+    if len(hosts) > 1 and (
+        re.match("batch|login|launch", hosts[0]) or slots[hosts[0]] == 1 < min(slots[host] for host in hosts[1:])
+    ):
+        del hosts[0]
+    return hosts[0] if hosts else None
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def _either(environ: Environment, *names: str) -> str | None:
+    """The first of the names that is set."""
+    return next((name for name in names if environ.get(name)), None)
+
+
+def _need(environ: Environment, names: tuple[str, ...] | list[str], fix: str) -> None:
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        known = (*names, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        present = ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(known) if environ.get(name))
+        raise RuntimeError(
+            f"{present or 'Part of a launch'} is set, but {', '.join(missing)} is not, so this process cannot find "
+            f"the others. {fix}."
+        )
+
+
+def _number(environ: Environment, name: str, default: int | None = None) -> int:
+    if default is not None and not environ.get(name):
+        return default
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise RuntimeError(
+            f"{name}={environ[name]!r} is not a whole number, so this process does not know its place among the "
+            f"others. Set {name} to a number, or start the script with the launcher that sets it."
+        ) from None
+
+
+def _port(environ: Environment, job: str) -> int:
+    """MASTER_PORT, or one that all processes of a job find alike and another job hardly."""
+    port = _number(environ, "MASTER_PORT", PORTS[zlib.crc32(job.encode()) % len(PORTS)])
+    if not 0 < port < 65536:
+        raise RuntimeError(
+            f"MASTER_PORT={port} is not a port, so the processes cannot meet there. Set it to a free one from 1024 to "
+            "65535, the same for all processes."
+        )
+    return port
+
+
+def _check(cluster: Cluster) -> None:
+    """Places that cannot be: a rank beyond the size, more processes on a machine than there are."""
+    pairs = (
+        ("rank", cluster.rank, "world size", cluster.world_size),
+        ("local rank", cluster.local_rank, "local world size", cluster.local_world_size),
+        ("node rank", cluster.node_rank, "number of nodes", cluster.num_nodes),
+    )
+    wrong = [f"{what} {value} of {of} {size}" for what, value, of, size in pairs if not 0 <= value < size]
+    if cluster.local_world_size > cluster.world_size:
+        wrong.append(f"{cluster.local_world_size} processes on this machine of {cluster.world_size} in all")
+    if wrong:
+        variables = _VARIABLES[cluster.name]
+        raise RuntimeError(
+            f"The environment of {cluster.name} says {' and '.join(wrong)}, which cannot be (ranks count from 0). "
+            f"Set {variables} to agree, or unset them to run on your own."
+        )
+
+
+def _agrees(cluster: Cluster, environ: Environment) -> None:
+    """A batch script's own WORLD_SIZE says what the launcher says."""
+    if "RANK" not in environ and _number(environ, "WORLD_SIZE", cluster.world_size) not in (1, cluster.world_size):
+        raise RuntimeError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but {cluster.name} started {cluster.world_size} processes. "
+            "Start as many as it says, or leave WORLD_SIZE to the launcher (unset it in the batch script)."
+        )
+
+
+_MPI_NAMES = "PMI_RANK, PMI_SIZE, MPI_LOCALRANKID and MPI_LOCALNRANKS"
+_VARIABLES = {
+    "torchrun": "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK (or NODE_RANK) and GROUP_WORLD_SIZE",
+    "Kubeflow": "RANK and WORLD_SIZE",
+    "SLURM": "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_TASKS_PER_NODE, SLURM_NODEID and SLURM_NNODES",
+    "OpenMPI": "OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE",
+    "Intel MPI": _MPI_NAMES,
+    "MPICH": _MPI_NAMES,
+    "LSF": "JSM_NAMESPACE_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE",
+}

@@ -1,0 +1,138 @@
+"""Which devices this machine has, and which of them a run asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from .. import messages
+from .cpu_memory import give_back_memory
+
+_CGROUP = "/sys/fs/cgroup"
+_CGROUPS = (
+    (f"{_CGROUP}/memory.max", f"{_CGROUP}/memory.current"),
+    (f"{_CGROUP}/memory/memory.limit_in_bytes", f"{_CGROUP}/memory/memory.usage_in_bytes"),
+)
+AcceleratorName = Literal["auto", "cpu", "gpu", "cuda", "mps"]
+ACCELERATORS: tuple[AcceleratorName, ...] = get_args(AcceleratorName)
+Kind = Literal["cpu", "cuda", "mps"]
+#: What ``"gpu"`` may mean, best first.
+_GPUS: tuple[Kind, ...] = ("cuda", "mps")
+
+
+def count(kind: str) -> int:
+    """How many devices of a kind (``"cpu"``, ``"cuda"``, ``"mps"``) this process sees; a CPU is always 1."""
+    if kind == "cuda":
+        return torch.cuda.device_count()
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    return 1
+
+
+def available_memory() -> int:
+    """Bytes of the host's memory that this process can still take, within the limit of its control group."""
+    give_back_memory()
+    try:
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, current in _CGROUPS:
+        try:
+            free = min(free, int(Path(limit).read_text()) - int(Path(current).read_text()))
+        except (OSError, ValueError):  # none, or the word "max"
+            continue
+    return max(0, free)
+
+
+def find_kind(accelerator: Any) -> Kind:
+    """The device kind for ``Trainer(accelerator=...)``: ``"cuda"``, ``"mps"`` or ``"cpu"``.
+
+    ``"auto"`` takes CUDA, then MPS, then the CPU; ``"gpu"`` the first two.
+    """
+    if not isinstance(accelerator, str):
+        raise TypeError(
+            f"Trainer(accelerator={accelerator!r}) is {messages.a(accelerator)}. Pass one of "
+            f"{messages.names(ACCELERATORS)}."
+        )
+    if accelerator in ("tpu", "xla", "hpu"):
+        raise ValueError(
+            f"Trainer(accelerator={accelerator!r}): Paceline runs on what torch itself drives (CPU, CUDA and ROCm, "
+            "Apple MPS), "
+            "not on XLA or Gaudi devices. Choose 'auto' to take the best device of this machine."
+        )
+    if accelerator not in ACCELERATORS:
+        raise ValueError(messages.unknown("accelerator", accelerator, ACCELERATORS))
+    if accelerator in ("auto", "gpu"):
+        for kind in _GPUS:
+            if count(kind):
+                return kind
+        if accelerator == "gpu":
+            raise RuntimeError(_missing("gpu", "GPU"))
+        return "cpu"
+    if not count(accelerator):
+        raise RuntimeError(_missing(accelerator, accelerator.upper() + " device"))
+    return accelerator
+
+
+def _missing(accelerator: str, what: str) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    return (
+        f"Trainer(accelerator={accelerator!r}) asks for a {what}, but this process sees none{why}; torch "
+        f"{torch.__version__} "
+        f"is built {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}. "
+        "Use accelerator='auto' or 'cpu', make a device visible, or install a torch build for it."
+    )
+
+
+def find_devices(devices: Any, kind: str) -> list[torch.device]:
+    """The devices for ``Trainer(devices=...)``.
+
+    Args:
+        devices: how many (``2``, ``"2"``), which (``[0, 1]``, ``"0,1"``), ``-1``: all, ``"auto"``: one CPU, else all.
+        kind: from :func:`find_kind`.
+    """
+    present = count(kind)
+    if devices == "auto":
+        indices: Sequence[int] = range(present)
+    elif isinstance(devices, (list, tuple)) or (isinstance(devices, str) and "," in devices):
+        listed = devices.split(",") if isinstance(devices, str) else devices
+        indices = [_integer(d, devices) for d in listed if str(d).strip()]
+    else:
+        number = _integer(devices, devices)
+        indices = range(present if number == -1 else max(number, 0))
+    if not indices:
+        raise ValueError(
+            f"Trainer(devices={devices!r}) asks for no device. Pass 1 or more, a list of indices, -1 for all, or "
+            "'auto'."
+        )
+    if kind == "cpu":
+        if not isinstance(indices, range) and any(indices):
+            raise ValueError(
+                f"Trainer(devices={devices!r}) lists devices, but the CPU is one and has no index. Pass devices=1."
+            )
+        return [torch.device("cpu")] * len(indices)
+    if max(indices) >= present or min(indices) < 0 or len(set(indices)) != len(indices):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ValueError(
+            f"Trainer(devices={devices!r}) asks for {kind.upper()} devices {list(indices)}, but this process sees "
+            f"{present}{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}. "
+            f"Set devices={present} or devices='auto', or make more devices visible."
+        )
+    return [torch.device(kind, index) if kind == "cuda" else torch.device(kind) for index in indices]
+
+
+def _integer(value: Any, given: Any) -> int:
+    try:
+        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+            raise ValueError
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"Trainer(devices={given!r}) is not a number of devices. Pass 2, '2', [0, 1], '0,1', -1 for all, or 'auto'."
+        ) from None

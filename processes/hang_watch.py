@@ -1,0 +1,248 @@
+"""Where every rank is just now: what turns a silent wait for a rank that does not come into a sentence.
+
+Nothing is sent while all is well. A thread of each rank looks every few seconds whether somebody asks, and answers with
+the user's line that the rank executes. A rank asks when a collective of the strategy's has waited for long, or failed.
+The same thread hears of a stop that another rank asks for, and answers for its own (see :mod:`.stopping`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from .. import messages
+from .stop_agreement import Run, StopVote
+from .thread_stacks import stacks
+
+#: How long a rank waits in a collective before it says so.
+NOTICE_SECONDS = 60.0
+_LOOKS_PER_SECOND = 128
+_ANSWER_SECONDS = 5.0
+_SILENT = "does not answer (it has ended, or its machine cannot be reached)"
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOMS = ("trainer", "callbacks", "strategies", "loggers")
+#: Folders whose lines say nothing to the user: ours, torch's, Python's own.
+_NOT_THE_USERS = (
+    *(os.path.join(_OURS, room, "") for room in _ROOMS),
+    os.path.dirname(os.path.abspath(torch.__file__)),
+    os.path.dirname(os.path.abspath(threading.__file__)),
+)
+_TIMED_OUT = ("timed out", "timeout")
+_GONE = ("connection closed", "connection reset", "broken pipe", "socket closed", "connection refused")
+
+
+def poll_seconds(world_size: int) -> float:
+    """How often a rank looks whether it is asked: once a second, or less often when many share the one store."""
+    return max(1.0, world_size / _LOOKS_PER_SECOND)
+
+
+class Watch:
+    """Answers where this rank is, and asks where the others are.
+
+    Args:
+        rank: this process among all.
+        world_size: number of processes; with one there is nobody to ask.
+        progress: what the run is doing, in words.
+    """
+
+    def __init__(self, rank: int, world_size: int, progress: Callable[[], str] = str) -> None:
+        self.rank, self.world_size, self.progress = rank, world_size, progress
+        self._place = ""
+        self._since = 0.0
+        self._noticed = False
+        self._answered = self._reported = 0
+        self._poll_seconds = poll_seconds(world_size)
+        self._answer_seconds = 2 * self._poll_seconds + _ANSWER_SECONDS
+        self._closed = threading.Event()
+        self._main = threading.main_thread().ident or 0
+        self._thread: threading.Thread | None = None
+        self._runs = 0
+        self.vote: StopVote | None = None
+        if world_size > 1:
+            store: Any = distributed_c10d._get_default_store()
+            self._store: Any = distributed_c10d.PrefixStore("paceline/where", store.clone())
+            self._thread = threading.Thread(target=self._listen, name="paceline-watch", daemon=True)
+            self._thread.start()
+
+    def begin(self, run: Run) -> None:
+        """A run begins, on every rank: from here on the others can ask it to stop, through :attr:`vote`."""
+        self._runs += 1
+        if self._thread is not None:
+            store = distributed_c10d.PrefixStore(f"stop/{self._runs}", self._store)
+            self.vote = StopVote(run, self.rank, self.world_size, store)
+
+    @contextmanager
+    def waiting(self, place: str) -> Iterator[None]:
+        """This rank waits at ``place`` while the context is open; an error that comes of it names all places."""
+        self._place, self._since, self._noticed = place, time.monotonic(), False
+        try:
+            yield
+        except RuntimeError as error:
+            better = self.explain(error)
+            if better is None:
+                raise
+            raise better from error
+        finally:
+            self._since = 0.0
+
+    def explain(self, error: BaseException) -> RuntimeError | None:
+        """A better error for a collective that failed because another rank did not come, or ended; None if not that."""
+        text = str(error).lower()
+        if not isinstance(error, RuntimeError) or isinstance(error, _RankError) or self._thread is None:
+            return None
+        if any(sign in text for sign in _TIMED_OUT):
+            return _RankError(
+                f"Rank {self.rank} timed out waiting for another rank at {self._here()}. {self._where_all_are()} "
+                "Every rank must make the same calls in the same order: look for a call inside `if "
+                "trainer.is_global_zero`, for ranks with different numbers of batches, and for a rank that is slower "
+                "than the time limit (the strategy's timeout=timedelta(...))."
+            )
+        if any(sign in text for sign in _GONE):
+            return _RankError(
+                f"Rank {self.rank} lost the connection to another rank, which has ended, at {self._here()}. The error "
+                "of the rank that ended first says why; if it ended without one, it never made this call: look for a "
+                "call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+            )
+        return None
+
+    def reports(self) -> dict[int, str] | None:
+        """What each of several ranks does, by rank, with its threads' stacks; empty for one that does not answer.
+
+        Of ranks that ask at the same time one gets the reports, the others None once it has them; so do all if the
+        store has gone with the rank that held it.
+        """
+        number, me = self._reported, str(self.rank)
+        try:
+            store = self._store.clone()
+            if store.compare_set(f"report/{number}", "", me).decode() != me:
+                _read(store, f"reported/{number}", time.monotonic() + 2 * self._answer_seconds)
+                return None
+            deadline = time.monotonic() + self._answer_seconds
+            found = {rank: _read(store, f"report/{number}/{rank}", deadline) or "" for rank in range(self.world_size)}
+            store.set(f"reported/{number}", "")
+            return found
+        except RuntimeError:
+            return None
+
+    def close(self) -> None:
+        """Stop to answer."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(2 * self._answer_seconds)  # it may just wait for an answer, which takes that time once
+        self.progress, self.vote = str, None  # they hold the run, and with it its groups
+
+    # ---- answering -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        pause = self._poll_seconds * (1 + self.rank / self.world_size)  # not all in one moment
+        while not self._closed.wait(pause):
+            pause = self._poll_seconds
+            try:
+                while self._store.check([f"ask/{self._answered}"]):
+                    self._store.set(f"answer/{self._answered}/{self.rank}", self._here())
+                    self._answered += 1
+                    self._noticed = bool(self._since)  # who asked says it for all that wait
+                while self._store.check([f"report/{self._reported}"]):
+                    self._store.set(f"report/{self._reported}/{self.rank}", f"{self.progress()}\n{stacks()}")
+                    self._reported += 1
+                self._notice()
+                if self.vote is not None:
+                    self.vote.listen()
+            except Exception:  # the store has gone with the rank that held it: the run is over
+                return
+
+    def _here(self) -> str:
+        where = _users_line(sys._current_frames().get(self._main))
+        about = ", ".join(filter(None, (self.progress(), self._place if self._since else "")))
+        return f"{where} ({about})" if about else where
+
+    # ---- asking ----------------------------------------------------------------------------------------------------
+
+    def _notice(self) -> None:
+        """Say that this rank waits, unless another has said so: one message, not one of each rank."""
+        if not self._since or self._noticed or time.monotonic() - self._since < NOTICE_SECONDS:
+            return
+        self._noticed = True
+        question = self._answered
+        if self._is_mine(question, self._store):
+            self._answered = question + 1
+            waited, others = time.monotonic() - self._since, self._told(self._all_places(question, self._store))
+            messages.info_anywhere(f"Rank {self.rank} has waited {waited:.0f} s at {self._here()}. {others}")
+
+    def _where_all_are(self) -> str:
+        """Sentences with the places of the other ranks. One rank asks for all that want to know at the same time."""
+        question = self._answered
+        try:
+            store = self._store.clone()  # waiting in that of the thread would keep it from answering
+            if self._is_mine(question, store):
+                return self._told(self._all_places(question, store))
+            told = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
+        except RuntimeError:  # the store has gone with the rank that held it
+            told = None
+        return self._told(json.loads(told)) if told is not None else "It is not known where the others are."
+
+    def _is_mine(self, question: int, store: Any) -> bool:
+        """Whether this rank is the first to ask it."""
+        me = str(self.rank)
+        return store.compare_set(f"ask/{question}", "", me).decode() == me
+
+    def _all_places(self, question: int, store: Any) -> dict[str, list[int]]:
+        """What every rank answers, its ranks by place; kept in the store for the others that want to know."""
+        places: dict[str, list[int]] = {f"is at {self._here()}": [self.rank]}
+        deadline = time.monotonic() + self._answer_seconds
+        for rank in range(self.world_size):
+            if rank != self.rank and not self._closed.is_set():
+                place = _read(store, f"answer/{question}/{rank}", deadline)
+                places.setdefault(_SILENT if place is None else f"is at {place}", []).append(rank)
+        store.set(f"told/{question}", json.dumps(places))
+        return places
+
+    def _told(self, places: dict[str, list[int]]) -> str:
+        others = {place: [rank for rank in ranks if rank != self.rank] for place, ranks in places.items()}
+        return " ".join(
+            f"{messages.ranks(ranks).capitalize()} {place if len(ranks) == 1 else _plural(place)}."
+            for place, ranks in others.items()
+            if ranks
+        )
+
+
+def _read(store: Any, key: str, deadline: float) -> str | None:
+    try:
+        store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+        return store.get(key).decode()
+    except RuntimeError:
+        return None
+
+
+def _plural(place: str) -> str:
+    return "do not answer (they have ended, or cannot be reached)" if place == _SILENT else f"are{place[2:]}"
+
+
+class _RankError(RuntimeError):
+    """An error that names ranks and places already."""
+
+
+_RankError.__name__ = _RankError.__qualname__ = "RuntimeError"
+_RankError.__module__ = "builtins"
+
+
+def _users_line(frame: FrameType | None) -> str:
+    """The innermost line of a stack that is neither ours nor torch's: ``train.py:40 in training_step``."""
+    innermost = frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(("<", *_NOT_THE_USERS)):
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return f"{innermost.f_code.co_filename}:{innermost.f_lineno}" if innermost else "an unknown line"

@@ -1,0 +1,508 @@
+"""Starts the other processes, through torch elastic: run a command, or call a function in new processes.
+
+:func:`run` starts a command several times; :func:`rerun` the one of this process, as typing ``torchrun`` would have
+done, from inside a plain ``python train.py``. :func:`start` is for notebooks and for whoever wants the function's
+result back. This file chooses the number of threads and has the words; :mod:`.elastic` starts the processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import re
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+from types import FunctionType
+from typing import Any, NoReturn
+
+from .. import messages
+from . import hydra_program
+from .host_program import find_host, fork_obstacle, has_file, refusal_to_fork
+from .main_guard import require_main_guard
+from .output_relay import Relay
+from .rank_failure import LAUNCHED, end_with, failures, note_crash, signal_name, write_failure
+from .rank_failure import note_failure as note_failure
+from .rank_failure import register_failure_hook as register_failure_hook
+from .torch_elastic import (
+    SIGNALS,
+    Options,
+    Place,
+    StartMethod,
+    environment,
+    handled_signals,
+    is_ignored,
+    launch,
+    numa_of,
+)
+
+#: Where this process was started: a relative path on the command line is meant from here.
+_DIRECTORY = os.getcwd()
+#: Set in the processes that a strategy starts: the file by which they say that they have joined one another.
+JOINED = "PACELINE_JOINED"
+_PICKLE_FIX = (
+    "Define it at the top level of a file rather than inside a function or as a lambda, or create it in a hook; or use "
+    "strategy='ddp_fork', which copies this process, or 'ddp', which runs the script again."
+)
+
+
+def rerun(
+    num_processes: int,
+    num_nodes: int = 1,
+    node_rank: int | None = None,
+    address: str | None = None,
+    port: int | None = None,
+    devices_kind: str = "cpu",
+    numa: bool = False,
+) -> NoReturn:
+    """Run this process's command ``num_processes`` times, wait, and exit with the status of what failed first.
+
+    Ctrl-C, SIGTERM and SLURM's SIGUSR1 are passed on; the processes get the time torch elastic gives them (30 seconds,
+    or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end as
+    when this one is killed (see :func:`register_failure_hook`).
+
+    Args:
+        num_processes: on this machine.
+        num_nodes: machines; the same command is typed on each.
+        node_rank: this machine; NODE_RANK from the environment if None. Only for several machines.
+        address: of machine 0; MASTER_ADDR if None. Only for several machines.
+        port: there; MASTER_PORT if None, and without that a free one when there is one machine.
+        devices_kind: what the processes compute on.
+        numa: bind each process to the NUMA node of its GPU, by torch elastic.
+
+    Raises:
+        RuntimeError: the machines do not know where to meet.
+        OSError: the address or the port cannot be used.
+    """
+    command, folder = hydra_program.for_ranks([sys.executable, *sys.orig_argv[1:]], _DIRECTORY)
+    place = find_place(num_nodes, node_rank, address, port)
+    os.chdir(folder)
+    sys.exit(run(command, num_processes, place, devices_kind, numa))
+
+
+def run(
+    command: list[str],
+    num_processes: int,
+    place: Place,
+    devices_kind: str = "cpu",
+    numa: bool = False,
+    options: Options | None = None,
+) -> int:
+    """Run a command ``num_processes`` times on this machine, wait, and return the status of what failed first.
+
+    What failed is printed once, from the process that it began in; with ``options.quiet`` off from all. The processes
+    find what to do with their failures in the environment, of which this changes its own process's.
+
+    Args:
+        command: as typed; each process has torchrun's variables.
+        num_processes: how many.
+        place: where the machines meet; see :func:`find_place`.
+        devices_kind: what the processes compute on.
+        numa: bind each process to the NUMA node of its GPU, by torch elastic.
+        options: what else torch elastic is told.
+    """
+    options = options or Options()
+    os.environ[LAUNCHED] = str(os.getpid())
+    os.environ[messages.SAID] = messages.spoken()
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(num_processes)))
+    with TemporaryDirectory(prefix="paceline_") as temporary:
+        folder = options.log_dir or temporary
+        # Torch elastic reads its arguments as templates.
+        arguments = [argument.replace("$", "$$") for argument in command[1:]]
+        options_for_numa = numa_of(devices_kind, numa)
+        exits, number = launch(command[0], arguments, num_processes, place, folder, "spawn", options_for_numa, options)
+        # Who is not among the exits of a failed run ended well, whatever it wrote on the way.
+        files = [Path(seen.error_file) for seen in exits.values()] if exits else Path(temporary).rglob("error.json")
+        failed = failures(exits, [file for file in files if file.exists()])
+    status = 128 + number if number else 0
+    if failed and (number is None or failed[0].order()[0] == 0):
+        status = status or failed[0].status
+        for failure in failed[: 1 if options.quiet else None]:
+            messages.error(failure.describe(num_processes * place.num_nodes))
+    return status
+
+
+def start(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    num_processes: int,
+    start_method: StartMethod,
+    devices_kind: str = "cpu",
+    numa: bool = False,
+    port: int = 0,
+) -> Any:
+    """Call ``function(*args)`` in ``num_processes`` new processes and return what rank 0 returned, tensors on the CPU.
+
+    Forked processes compute with one CPU thread each: OpenMP's threads do not survive a fork.
+
+    Args:
+        function: what each process calls; torchrun's variables tell it its rank.
+        args: its arguments. Each process gets its own copy, also of tensors.
+        num_processes: how many, on this machine.
+        start_method: ``"fork"`` copies this process; the others start fresh ones and send the arguments by pickling.
+        devices_kind: what the processes compute on.
+        numa: bind each process to the NUMA node of its GPU, by torch elastic.
+        port: where they meet; 0: a free one.
+
+    Raises:
+        RuntimeError: a process failed, with the traceback of the first; this process cannot be forked; or fresh
+            processes would start processes again, since the program has no main guard.
+        TypeError: the function or an argument cannot be pickled.
+        KeyboardInterrupt: on Ctrl-C, after the processes ended.
+    """
+    if start_method == "fork":
+        obstacle = fork_obstacle(devices_kind)
+        if obstacle:
+            raise RuntimeError(refusal_to_fork(find_host(), obstacle))
+        leave_garbage_alone_in_forks()
+    else:
+        require_main_guard(f"start_method={start_method!r}")
+    with TemporaryDirectory(prefix="paceline_") as folder, ExitStack() as stack:
+        threads = None if "OMP_NUM_THREADS" in os.environ else threads_of(num_processes)
+        work = _Work(function, args)
+        if start_method == "fork":
+            job = _Job(folder, start_method, work, stack.enter_context(Relay(num_processes)))
+        else:
+            _refuse_definitions(work)
+            _save(work, Path(folder) / "work.pt", "What the new processes run", _PICKLE_FIX)
+            job = _Job(folder, start_method)
+        with environment(threads):
+            options_for_numa = numa_of(devices_kind, numa)
+            exits, number = launch(_run, [job], num_processes, Place(port=port), folder, start_method, options_for_numa)
+        failed = failures(exits, list(Path(folder).glob("rank*.json")), list(Path(folder).glob("rank*.crash")))
+        if number is not None:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        if failed:
+            raise RuntimeError(failed[0].describe(num_processes))
+        result = Path(folder) / "result.pt"
+        return _load(result, "cpu") if result.exists() else None
+
+
+@contextmanager
+def told_if_stopped_early(num_processes: int) -> Iterator[None]:
+    """Say that nothing was trained yet if a signal ends processes, started within, before they have joined a group.
+
+    Also if one ends this process before it has started them. No signal is handled otherwise than before.
+    """
+    with TemporaryDirectory(prefix="paceline_") as folder:
+        joined = Path(folder) / "joined"
+
+        def tell(number: int) -> None:
+            if not joined.exists():
+                messages.error(
+                    f"{signal_name(number)} stopped {num_processes} processes while they were starting: nothing "
+                    "has been trained or saved."
+                )
+
+        def end(number: int, frame: Any) -> None:
+            with suppress(RuntimeError):  # it came in the middle of a print
+                tell(number)
+            rmtree(folder, ignore_errors=True)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+        try:
+            with environment(None, **{JOINED: str(joined)}), handled_signals(end):
+                yield
+        except BaseException as error:
+            number = _ended_by(error)
+            if number is not None:
+                tell(number)
+            raise
+
+
+def _ended_by(error: BaseException) -> int | None:
+    """The signal that ended the processes; None if it was none of those by which a person or a scheduler ends them."""
+    if isinstance(error, KeyboardInterrupt):
+        return int(signal.SIGINT)
+    killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
+    code = error.code if isinstance(error, SystemExit) else 128 + int(killed[1]) if killed else None
+    asks = {128 + getattr(signal, name) for name in SIGNALS if hasattr(signal, name)}
+    return code - 128 if isinstance(code, int) and code in asks else None
+
+
+def note_joined() -> None:
+    """This process has joined the others."""
+    if JOINED in os.environ:
+        with suppress(OSError):
+            Path(os.environ[JOINED]).touch()
+
+
+def threads_of(num_processes: int) -> int:
+    """CPU threads for each of the processes that share this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_processes)
+
+
+# ---- the place -----------------------------------------------------------------------------------------------------
+
+
+def find_place(
+    num_nodes: int,
+    node_rank: int | None = None,
+    address: str | None = None,
+    port: int | None = None,
+    names: tuple[str, str, str] = Place.names,
+    line: str = "",
+) -> Place:
+    """Where the machines meet, from what was given and the environment.
+
+    Args:
+        num_nodes: machines.
+        node_rank: this machine; NODE_RANK if None. Only for several machines.
+        address: of machine 0; MASTER_ADDR if None. Only for several machines.
+        port: there; MASTER_PORT if None, and without that a free one when there is one machine.
+        names: what address, port and node_rank are called where a person sets them.
+        line: what to type on each machine, with ``{address}``, ``{port}`` and ``{node}`` in it.
+
+    Raises:
+        RuntimeError: something of that is not set.
+        ValueError: a number is out of range.
+        OSError: the address is not that of a machine.
+    """
+    address_name, port_name, node_name = names
+    port_text = str(port) if port is not None else os.environ.get("MASTER_PORT")
+    if num_nodes == 1:
+        return Place(port=_whole(port_name, port_text or "0", 65536), names=names)
+    address = address or os.environ.get("MASTER_ADDR")
+    node_text = str(node_rank) if node_rank is not None else os.environ.get("NODE_RANK")
+    given = {address_name: address, port_name: port_text, node_name: node_text}
+    missing = [name for name, value in given.items() if not value]
+    if missing or not (address and port_text and node_text):
+        typed = shlex.join(["python", *sys.orig_argv[1:]]).replace("{", "{{").replace("}", "}}")
+        line = line or f"MASTER_ADDR={{address}} MASTER_PORT={{port}} NODE_RANK={{node}} {typed}"
+        values = {"address": address or "<host of machine 0>", "port": port_text or 29500}
+        raise RuntimeError(
+            f"There are {num_nodes} machines, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+            f"set, so they cannot find each other. On the first, type:\n  {line.format(**values, node=0)}\nand so on, "
+            f"up to the last:\n  {line.format(**values, node=num_nodes - 1)}\n"
+            "or start the script with torchrun, srun or mpirun."
+        )
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:
+        raise OSError(
+            f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set it to "
+            "one of machine 0 that the others can reach."
+        ) from error
+    return Place(
+        num_nodes, _whole(node_name, node_text, num_nodes), address, _whole(port_name, port_text, 65536), names
+    )
+
+
+def _whole(name: str, text: str, below: int) -> int:
+    if not text.isdecimal() or int(text) >= below:
+        raise ValueError(f"{name}={text} is not a whole number from 0 to {below - 1}. Set it to one.")
+    return int(text)
+
+
+# ---- a function in new processes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What each new process calls."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a new process is told: one object, because torch elastic reads bare strings as templates."""
+
+    folder: str
+    start_method: StartMethod
+    work: _Work | None = None
+    relay: Relay | None = None
+    agent: int = field(default_factory=os.getpid)
+
+
+def _run(job: _Job) -> None:
+    """In a new process: call the function, keep rank 0's result, or write down the failure."""
+    import torch
+
+    if hasattr(os, "setsid"):
+        os.setsid()  # Ctrl-C comes once, from the process that waits
+    child = job.start_method != "forkserver"  # else the server is in between
+    end_with(job.agent, ask=not child or sys.platform != "linux", child=child)  # Linux asks by SIGINT, through torch
+    if job.start_method == "fork":
+        _forget_handlers()
+        torch.set_num_threads(1)
+    rank, folder = int(os.environ["RANK"]), Path(job.folder)
+    note_crash(folder / f"rank{rank}.crash")
+    if job.start_method == "fork":
+        _wait_for_all(folder, rank)
+    if job.relay is not None:
+        job.relay.enter(int(os.environ["LOCAL_RANK"]))
+    try:
+        work = job.work or _load_work(folder / "work.pt")
+        result = work.function(*work.args)
+        if rank == 0:
+            _save(
+                result, folder / "result.pt", f"What {_name(work.function)} returned", "Return plain data or tensors."
+            )
+    except SystemExit as error:
+        if error.code:
+            raise
+    except BaseException as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        write_failure(error, folder / f"rank{rank}.json")
+        sys.exit(1)
+
+
+def _load_work(file: Path) -> _Work:
+    """The work for this fresh process, which imports what the work names."""
+    try:
+        return _load(file, None)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"A fresh process cannot import what the run uses ({error}). It finds what is defined at the top level of "
+            "a .py file in a folder of sys.path, but nothing below a main guard, and no test file that pytest loads "
+            "by --import-mode=importlib. Move the definition to such a file (pytest's setting `pythonpath` adds "
+            "folders), or write strategy='ddp_fork', which copies this process."
+        ) from error
+
+
+@cache
+def leave_garbage_alone_in_forks() -> None:
+    """From now on, let no copy of this process collect the garbage that is there when it is made.
+
+    Of an object with a thread, such as a store that serves, a copy has no thread; and the pipe by which it tells that
+    thread to end leads to the one here. So it crashes, or ends the thread of this process.
+    """
+    enabled: list[bool] = []
+
+    def hold() -> None:
+        enabled.append(gc.isenabled())
+        gc.disable()
+
+    def release() -> None:
+        if enabled.pop():
+            gc.enable()
+
+    def leave() -> None:
+        gc.freeze()
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=leave)
+
+
+def _wait_for_all(folder: Path, rank: int) -> None:
+    """Return when every process is forked.
+
+    The agent's store serves from a thread: one that works while a process is forked leaves it locks that stay taken.
+    """
+    (folder / f"forked{rank}").touch()
+    while len(list(folder.glob("forked*"))) < int(os.environ["LOCAL_WORLD_SIZE"]):
+        time.sleep(0.005)
+
+
+def _forget_handlers() -> None:
+    """A fork copies torch elastic's signal handlers, which are for the process that waits."""
+    for name in SIGNALS:
+        if hasattr(signal, name) and not is_ignored(getattr(signal, name)):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _load(file: Path, device: str | None) -> Any:
+    import torch
+
+    return torch.load(file, map_location=device, weights_only=False)
+
+
+def _save(value: Any, file: Path, what: str, fix: str) -> None:
+    """Pickle by ``torch.save``: multiprocessing itself would make all processes share one memory for a tensor."""
+    import torch
+
+    try:
+        torch.save(value, file)
+    except OSError:
+        raise
+    except Exception as error:
+        name, culprit = _culprit(value)
+        raise TypeError(
+            f"{what} is sent to another process by pickling, but {name} ({culprit!r:.200}) cannot be pickled: "
+            f"{error}. {fix}"
+        ) from error
+
+
+def _refuse_definitions(work: _Work) -> None:
+    """Refuse work that uses what is defined at a prompt or in a cell, where a fresh process cannot import it."""
+    finder = _Finder(_Nowhere())
+    if not has_file():
+        with suppress(Exception):  # what cannot be pickled is named when the work is saved
+            finder.dump(work)
+    if finder.found is not None:
+        name, where = _name(finder.found), find_host().name
+        raise TypeError(
+            f"{name} is defined in {where}, and a fresh process cannot import it from there. Write strategy='ddp', "
+            f"which copies this process here; or put {name} into a .py file and import it."
+        )
+
+
+class _Finder(pickle.Pickler):
+    """Finds a class or function that is defined in ``__main__``."""
+
+    found: Any = None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if self.found is None and isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
+            self.found = obj
+        return NotImplemented
+
+
+def _culprit(value: Any) -> tuple[str, Any]:
+    """The innermost thing that cannot be pickled, with the way to it: ``MyModule.transforms[1].fn``."""
+    seen: set[int] = set()
+    name = _name(value)
+    while id(value) not in seen:
+        seen.add(id(value))
+        found = next(
+            ((step, part) for step, part in _parts(value) if id(part) not in seen and not _can_pickle(part)), None
+        )
+        if found is not None:
+            step, value = found
+            name = name + step if step else _name(value)
+    return name, value
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or type(value).__name__
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _Work):
+        yield from (("", part) for part in (value.function, *value.args))
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif getattr(value, "__self__", None) is not None:
+        yield "", value.__self__
+    with suppress(TypeError):
+        yield from ((f".{key}", part) for key, part in vars(value).items())
+
+
+class _Nowhere:
+    def write(self, data: bytes) -> int:
+        return len(data)
+
+
+def _can_pickle(value: Any) -> bool:
+    try:
+        pickle.Pickler(_Nowhere()).dump(value)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,69 @@
+"""The first thing in a process that ``paceline launch`` started: it binds, reports its failure, and runs the script.
+
+The script runs as under ``python script.py``: as ``__main__``, with its own arguments and path. Torch is not imported
+here, so its first line comes as soon as there.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import io
+import os
+import runpy
+import sys
+import zipfile
+from pathlib import Path
+
+from .cpu_affinity import bind
+from .rank_failure import register_failure_hook
+
+_ROOT = str(Path(__file__).absolute().parents[2])
+# Of this program's own path only the package is needed: a file of the user's must not stand in for a library's.
+_PROGRAM = """import sys
+if sys.path[:1] == [""]: del sys.path[0]
+sys.path.append({root!r})
+from {package}.worker import main
+sys.path.pop()
+main()"""
+
+
+def command(target: str, arguments: list[str], module: bool = False) -> list[str]:
+    """What to type for a process that runs a script, or a module, by way of this file."""
+    program = _PROGRAM.format(root=_ROOT, package=__package__)
+    return [sys.executable, "-c", program, "module" if module else "script", target, *arguments]
+
+
+def main() -> None:
+    """Take the script and its arguments from the command line, and run it."""
+    bind()
+    register_failure_hook()
+    if sys.stdout is not None and isinstance(sys.stdout, io.TextIOWrapper):
+        # Several processes write into one stream: by whole lines, also under PYTHONUNBUFFERED.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    kind, target, *arguments = sys.argv[1:]
+    sys.argv = [target, *arguments]
+    namespace = sys.modules["__main__"].__dict__
+    for name in ("sys", "main"):
+        namespace.pop(name, None)
+    if kind == "module":
+        _add_path(os.getcwd())
+        runpy._run_module_as_main(target)  # type: ignore[reportAttributeAccessIssue]
+    elif os.path.isdir(target) or zipfile.is_zipfile(target):
+        _add_path(os.path.abspath(target), always=True)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[reportAttributeAccessIssue]
+    else:
+        _add_path(os.path.dirname(os.path.realpath(target)))
+        _run_script(os.path.abspath(target), namespace)
+
+
+def _add_path(folder: str, always: bool = False) -> None:
+    if always or not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, folder)
+
+
+def _run_script(file: str, namespace: dict[str, object]) -> None:
+    loader = importlib.machinery.SourceFileLoader("__main__", file)
+    namespace.update(__file__=file, __cached__=None, __spec__=None, __loader__=loader)
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    exec(code, namespace)

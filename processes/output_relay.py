@@ -1,0 +1,192 @@
+"""What forked ranks print and display, brought to where this process prints: a notebook's cell, a captured stream.
+
+A copy of this process cannot use a stream that is not a plain file: the text would stay in the copy's own memory, or
+be sent through a socket that belongs to this process. So each rank writes into pipes, and a thread reads them here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextvars
+import io
+import logging
+import os
+import pickle
+import selectors
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .. import messages
+
+_STREAMS = ("stdout", "stderr")
+_CHUNK = 1 << 16
+_LENGTH_BYTES = 8
+#: What displays consist of: methods of IPython's publisher.
+_DISPLAYS = ("publish", "clear_output")
+
+
+class Relay:
+    """Context around the ranks of one run. Each calls :meth:`enter` first.
+
+    Args:
+        count: ranks to be forked.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._old = {name: getattr(sys, name) for name in _STREAMS}
+        names = [name for name, stream in self._old.items() if not _is_plain(stream)]
+        self._publisher = _publisher()
+        if self._publisher is not None:
+            names.append("display")
+        self._pipes = [{name: os.pipe() for name in names} for _ in range(count if names else 0)]
+        self._end, self._ended = os.pipe()
+        self._lost: Exception | None = None
+        # A notebook tells by the context which cell an output belongs to.
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(self._relay,), name="paceline-relay", daemon=True
+        )
+
+    def __enter__(self) -> Relay:
+        if self._pipes:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Bring what the ranks have left, and close."""
+        os.close(self._ended)
+        if self._pipes:
+            self._thread.join()
+        os.close(self._end)
+        for pipes in self._pipes:
+            for ends in pipes.values():
+                for end in ends:
+                    os.close(end)
+        if self._lost is not None:
+            messages.warn(f"Some output of the ranks could not be shown here: {self._lost!r}.")
+
+    # ---- in a rank -------------------------------------------------------------------------------------------------
+
+    def enter(self, rank: int) -> None:
+        """In a rank, the one of this number on this machine: from here on it writes into its pipes."""
+        for index, pipes in enumerate(self._pipes):
+            for reader, writer in pipes.values():
+                os.close(reader)
+                if index != rank:
+                    os.close(writer)
+        os.close(self._end)
+        os.close(self._ended)
+        for name, (_, writer) in self._pipes[rank].items() if self._pipes else ():
+            if name == "display":
+                self._send_displays(writer)
+            else:
+                stream = open(writer, "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+                setattr(sys, name, stream)
+        _rebind_log({id(old): getattr(sys, name) for name, old in self._old.items()})
+
+    def _send_displays(self, writer: int) -> None:
+        lock = threading.Lock()
+
+        def send(name: str, *args: Any, **kwargs: Any) -> None:
+            message = pickle.dumps((name, args, kwargs))
+            with lock:
+                _write(writer, len(message).to_bytes(_LENGTH_BYTES, "big") + message)
+
+        for name in _DISPLAYS:
+            setattr(self._publisher, name, lambda *args, name=name, **kwargs: send(name, *args, **kwargs))
+        sys.modules["ipywidgets"] = None  # type: ignore[reportArgumentType]  # a widget lives in the kernel
+
+    # ---- in this process -------------------------------------------------------------------------------------------
+
+    def _relay(self) -> None:
+        """In the thread: bring what comes, until the ranks have ended and the pipes are empty."""
+        receivers = {pipes[name][0]: self._receiver(name) for pipes in self._pipes for name in pipes}
+        with selectors.DefaultSelector() as selector:
+            for reader in (*receivers, self._end):
+                os.set_blocking(reader, False)
+                selector.register(reader, selectors.EVENT_READ)
+            ready = list[int]()
+            while self._end not in ready:
+                ready = [key.fd for key, _ in selector.select()]
+                for reader in ready:
+                    self._bring(reader, receivers)
+            for reader in receivers:
+                while self._bring(reader, receivers):
+                    pass
+
+    def _bring(self, reader: int, receivers: dict[int, Callable[[bytes], Any]]) -> bool:
+        """Bring what one pipe has; False if it is empty. An error is kept: the ranks must not wait for a reader."""
+        data = _read(reader)
+        if data:
+            try:
+                receivers[reader](data)
+            except Exception as error:
+                self._lost = self._lost or error
+        return bool(data)
+
+    def _receiver(self, name: str) -> Callable[[bytes], Any]:
+        """What takes the bytes of one pipe."""
+        if name == "display":
+            return _Displays(self._publisher)
+        decode, write = codecs.getincrementaldecoder("utf-8")("replace").decode, self._old[name].write
+        return lambda data: write(decode(data))
+
+
+class _Displays:
+    """Takes the bytes of messages and displays each one that is whole."""
+
+    def __init__(self, publisher: Any) -> None:
+        self._publisher = publisher
+        self._data = b""
+
+    def __call__(self, data: bytes) -> None:
+        self._data += data
+        while len(self._data) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self._data[:_LENGTH_BYTES], "big")
+            if len(self._data) < end:
+                return
+            name, args, kwargs = pickle.loads(self._data[_LENGTH_BYTES:end])
+            self._data = self._data[end:]
+            getattr(self._publisher, name)(*args, **kwargs)
+
+
+def _is_plain(stream: Any) -> bool:
+    """Whether a copy of this process can write into it as well."""
+    if stream is None:
+        return True
+    try:
+        stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return False
+    return isinstance(stream, io.TextIOWrapper)
+
+
+def _publisher() -> Any:
+    """What displays in a notebook's cell; None elsewhere."""
+    ipython: Any = sys.modules.get("IPython")
+    shell: Any = ipython.get_ipython() if ipython is not None else None
+    return None if getattr(shell, "kernel", None) is None else shell.display_pub
+
+
+def _rebind_log(streams: dict[int, Any]) -> None:
+    """Let handlers of logging write into a rank's streams; pytest's keep records in a memory that the rank leaves."""
+    loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
+    for logger in loggers:
+        for handler in list(getattr(logger, "handlers", ())):
+            if isinstance(handler, logging.StreamHandler) and id(handler.stream) in streams:
+                handler.stream = streams[id(handler.stream)]
+            elif type(handler).__module__.startswith("_pytest."):
+                logger.removeHandler(handler)  # type: ignore[reportAttributeAccessIssue]
+
+
+def _read(reader: int) -> bytes:
+    try:
+        return os.read(reader, _CHUNK)
+    except BlockingIOError:
+        return b""
+
+
+def _write(writer: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(writer, data) :]

@@ -1,0 +1,218 @@
+"""Randomness: one seed for everything, and the random states that a checkpoint keeps.
+
+numpy is asked only if it is imported already, as it is by torch, where torch is built with numpy and finds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .. import messages
+
+SEED_VARIABLE = "PACELINE_GLOBAL_SEED"
+WORKERS_VARIABLE = "PACELINE_SEED_WORKERS"
+_OTHER_SEED_VARIABLE = "PL_GLOBAL_SEED"
+_MAX_SEED = 2**32 - 1
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Seed python's ``random``, numpy and torch (all devices); processes started later learn the seed too.
+
+    numpy is seeded, and kept in checkpoints, if it is imported when this is called. ``import torch`` imports it, except
+    where torch is built without numpy: there, import numpy at the top of the script, since what is first imported
+    during the run draws other numbers each time.
+
+    Args:
+        seed: 0 to 4294967295. None takes ``PACELINE_GLOBAL_SEED``, then ``PL_GLOBAL_SEED``, then 0.
+        workers: also seed data loading workers by rank. Within one process torch gives every worker a seed of its own
+            already, derived from this one, for ``random``, numpy and torch alike.
+        verbose: say which seed was set.
+
+    Returns:
+        The seed in force.
+    """
+    value = _seed_from_environment() if seed is None else _valid_seed(seed, "seed_everything(seed={!r})")
+    if value is None:
+        value = 0
+        messages.warn(f"seed_everything() found no seed ({SEED_VARIABLE} is not set), so 0 is used. Pass a seed.")
+    os.environ[SEED_VARIABLE] = str(value)
+    os.environ[WORKERS_VARIABLE] = str(int(workers))
+    if verbose:
+        messages.info(f"Seed set to {value}")
+    seed_all(value)
+    return value
+
+
+def reset_seed() -> None:
+    """Seed everything once more with the seed of the last :func:`seed_everything`; without one nothing happens."""
+    if _seed_from_environment() is not None:
+        seed_everything(workers=os.environ.get(WORKERS_VARIABLE, "0") == "1", verbose=False)
+
+
+def _seed_from_environment() -> int | None:
+    for variable in (SEED_VARIABLE, _OTHER_SEED_VARIABLE):
+        text = os.environ.get(variable)
+        if text:
+            return _valid_seed(text, f"The environment variable {variable}={{!r}}")
+    return None
+
+
+def _valid_seed(seed: Any, said: str) -> int:
+    try:
+        value = int(seed) if isinstance(seed, str) else operator.index(seed)
+    except (TypeError, ValueError):
+        value = -1
+    if not 0 <= value <= _MAX_SEED:
+        raise ValueError(f"{said.format(seed)} is not a seed: it has to be a whole number from 0 to {_MAX_SEED}.")
+    return value
+
+
+def random_states() -> dict[str, Any]:
+    """The state of every random number generator in use, as plain data and tensors.
+
+    ``torch``: shape (n,), uint8, on the CPU; ``cuda``: one such tensor a device, only if CUDA is in use (reading them
+    waits for the devices).
+    """
+    states = host_random_states()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def host_random_states() -> dict[str, Any]:
+    """:func:`random_states` of the generators on the host alone: nothing waits for a device."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = numpy_random()
+    if numpy is not None:
+        name, keys, *rest = numpy.get_state()
+        states["numpy"] = (name, keys.tolist(), *rest)
+    return states
+
+
+def numpy_random() -> Any:
+    """``numpy.random`` if numpy is imported, though numpy itself loads it only when it is first used; None if not."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
+
+
+def seed_host(value: int) -> None:
+    """Seed python's ``random``, numpy and torch on the CPU, and nothing else."""
+    random.seed(value)
+    torch.default_generator.manual_seed(value)  # torch.manual_seed would seed the devices too
+    numpy = numpy_random()
+    if numpy is not None:
+        numpy.seed(value % 2**32)
+
+
+def seed_all(value: int) -> None:
+    """:func:`seed_host`, and the devices."""
+    seed_host(value)
+    torch.manual_seed(value % 2**63)
+
+
+def mixed(*numbers: int) -> int:
+    """One 64-bit seed out of several numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put the generators back to what :func:`random_states` returned; says which of them this machine does not have."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(states["torch"].cpu())
+    missing = []
+    if "numpy" in states and not _set_numpy_state(states["numpy"]):
+        missing.append("numpy")
+    if "cuda" in states and not _set_cuda_states(states["cuda"]):
+        missing.append("cuda")
+    if "mps" in states and not torch.backends.mps.is_available():
+        missing.append("mps")
+    elif "mps" in states:
+        torch.mps.set_rng_state(states["mps"].cpu())
+    if missing:
+        messages.warn_once(
+            f"The random state of {messages.names(missing, last='and')} was saved but could not be restored here "
+            "(not imported in this process, or other devices than when it was saved), so random numbers drawn from it "
+            "differ from those of the saved run. Import numpy before fit, or use the same number of devices."
+        )
+
+
+def _set_numpy_state(state: tuple[Any, ...]) -> bool:
+    numpy = numpy_random()
+    if numpy is None:
+        return False
+    name, keys, *rest = state
+    numpy.set_state((name, sys.modules["numpy"].array(keys, dtype="uint32"), *rest))
+    return True
+
+
+def _set_cuda_states(states: list[torch.Tensor]) -> bool:
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index, state in enumerate(states[:found]):
+        torch.cuda.set_rng_state(state.cpu(), index)
+    return found == len(states)
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Whatever is drawn or seeded inside leaves no trace outside.
+
+    Args:
+        include_cuda: whether CUDA's generators count too (reading them waits for the devices).
+    """
+    states = random_states()
+    if not include_cuda:
+        states.pop("cuda", None)
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+class PrivateRandomness:
+    """Random states apart from everybody else's (python, numpy, torch on the CPU), in force inside ``with``.
+
+    It may be entered many times and goes on where it was left: what is drawn inside depends on the seed and on what
+    was drawn inside before, on nothing else, and leaves no trace outside.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._own: tuple[Any, ...] | None = None
+        self._outer: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._outer = _host_states()
+        if self._own is not None:
+            _set_host_states(self._own)
+            return
+        seed_host(self._seed)
+
+    def __exit__(self, *exception: object) -> None:
+        self._own = _host_states()
+        _set_host_states(self._outer)
+
+
+def _host_states() -> tuple[Any, ...]:
+    numpy = numpy_random()
+    return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.get_state()
+
+
+def _set_host_states(states: tuple[Any, ...]) -> None:
+    python, host, numpy = states
+    random.setstate(python)
+    torch.set_rng_state(host)
+    if numpy is not None:
+        numpy_random().set_state(numpy)

@@ -1,0 +1,120 @@
+"""Signals only set a flag; the loop ends the run at the next boundary (:mod:`.stopping`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from .. import messages
+
+if TYPE_CHECKING:
+    from ..trainer.state import RunState
+
+#: What a signal may do: end the run with a checkpoint; also give the job back to SLURM's queue.
+Action = Literal["stop", "requeue"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+
+
+def check_signals(given: Any) -> dict[int, str | None]:
+    """``Trainer(signals=)`` by number.
+
+    Raises:
+        ValueError: a signal or an action that there is not, or a signal that no program can catch.
+        TypeError: it is no mapping.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"Trainer(signals={given!r}) does not say what each signal does. Pass a dict such as "
+            "{'SIGUSR2': 'stop'}, with 'stop', 'requeue' or None."
+        )
+    found: dict[int, str | None] = {}
+    for name, action in given.items():
+        if action not in (*ACTIONS, None):
+            text = messages.unknown(f"action for {name!r} in Trainer(signals=)", str(action), ACTIONS)
+            raise ValueError(f"{text} None leaves the signal alone.")
+        found[_number(name)] = action
+    return found
+
+
+def _number(name: Any) -> int:
+    numbers = {s.name: s for s in signal.Signals}
+    known = numbers.get(name) if isinstance(name, str) else next((s for s in signal.Signals if s == name), None)
+    if known is None:
+        raise ValueError(messages.unknown("signal in Trainer(signals=)", str(name), sorted(numbers)))
+    if known.name in ("SIGKILL", "SIGSTOP"):
+        raise ValueError(f"Trainer(signals={{{name!r}: ...}}): no program can catch {known.name}. Leave it out.")
+    return int(known)
+
+
+def actions(given: Mapping[int, str | None]) -> dict[int, str]:
+    """What each signal does in a run: SIGINT and SIGTERM stop it, SLURM's SIGUSR1 also requeues, unless told otherwise.
+
+    A signal that the program ignores, and one whose handler Python did not set, are left alone; SIGUSR1 under SLURM
+    also if the user has a handler for it.
+    """
+    wanted: dict[int, str | None] = {signal.SIGINT: "stop", signal.SIGTERM: "stop"}
+    requeue = getattr(signal, "SIGUSR1", None)
+    if requeue is not None and "SLURM_JOB_ID" in os.environ and signal.getsignal(requeue) == signal.SIG_DFL:
+        wanted[requeue] = "requeue"
+    wanted |= given
+    handled = {number: signal.getsignal(number) for number in wanted}
+    return {n: action for n, action in wanted.items() if action and handled[n] not in (None, signal.SIG_IGN)}
+
+
+@contextmanager
+def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
+    """Note signals in ``state.signum`` while the context is open, then put the old handlers back.
+
+    A handler of the user's is called too. A second Ctrl-C interrupts at once, as does the first one while no step runs
+    (data are prepared, a file is read); but a checkpoint that is being written because of it is finished. A signal that
+    comes when the run has ended already is raised again, for the old handler. Outside the main thread, where Python
+    delivers no signals, this does nothing.
+
+    Args:
+        state: gets the first signal that comes.
+        wanted: the signals, see :func:`actions`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {}
+    interrupted = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if signum == signal.SIGINT and not state.saving:
+            if interrupted or state.stage is None:
+                raise KeyboardInterrupt
+            interrupted = True
+            messages.info("Ctrl-C: finishing this step, then ending the run. Press it again to stop at once.")
+        state.signum, state.stop = state.signum or signum, True
+        theirs = before[signum]
+        if callable(theirs) and theirs not in _DEFAULTS:
+            theirs(signum, frame)
+
+    try:
+        for number in wanted:
+            before[number] = signal.getsignal(number)
+            signal.signal(number, note)
+        yield
+    finally:
+        _put_back(before, note)
+    if state.signum and before[state.signum] in _DEFAULTS:
+        signal.raise_signal(state.signum)
+
+
+def _put_back(before: Mapping[int, Any], ours: Callable[..., Any]) -> None:
+    for number, handler in before.items():
+        if signal.getsignal(number) is ours:  # not one that was set during the run
+            signal.signal(number, handler)
+
+
+def interruption(signum: int) -> BaseException:
+    """What a signal becomes once the step is finished."""
+    return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)

@@ -1,0 +1,86 @@
+"""How long the phases of a run take. Where PACELINE_DEBUG asks for it, rank 0 says so when the process ends.
+
+Phases are long: setting up, a fit, a validation, a save. Nothing here is called for a batch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TypeVar
+
+from .. import messages
+
+F = TypeVar("F", bound=Callable[..., object])
+
+#: A launcher writes here when it began, in seconds since the epoch.
+STARTED = "PACELINE_STARTED"
+_VARIABLES = ("PACELINE_DEBUG", "ACCELERATE_DEBUG_MODE")
+
+_begin = time.perf_counter()
+_open: list[str] = []
+_found: dict[tuple[str, ...], tuple[float, int]] = {}
+
+
+def is_debugging() -> bool:
+    """Whether the environment asks for more words."""
+    return any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _VARIABLES)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Count the time of a block to a phase, inside of the one that is open."""
+    if not is_debugging() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if not _found:
+        atexit.register(_say)
+    _open.append(name)
+    key, start = tuple(_open), time.perf_counter()
+    _found.setdefault(key, (0.0, 0))  # listed before those inside of it
+    try:
+        yield
+    finally:
+        _open.pop()
+        seconds, times = _found[key]
+        _found[key] = seconds + time.perf_counter() - start, times + 1
+
+
+def timed(name: str) -> Callable[[F], F]:
+    """Decorator: each call is a :func:`phase`."""
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def run(*args: object, **kwargs: object) -> object:
+            with phase(name):
+                return function(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def text() -> str:
+    """The phases so far, with their seconds and how often they were."""
+    now = time.perf_counter()
+    started = os.environ.get(STARTED)
+    before = max(0.0, time.time() - float(started) - (now - _begin)) if started else 0.0
+    total = now - _begin + before
+    rows = [("start and imports", before, 1)] if started else []
+    rows += [("  " * (len(key) - 1) + key[-1], seconds, times) for key, (seconds, times) in _found.items()]
+    inside = before + sum(seconds for key, (seconds, _) in _found.items() if len(key) == 1)
+    rows.append(("all else", total - inside, 1))
+    width = max(len(name) for name, _, _ in rows)
+    lines = [
+        f"  {name:{width}} {seconds:8.2f}{f'  ({times} times)' if times > 1 else ''}" for name, seconds, times in rows
+    ]
+    return "\n".join([f"Seconds of this process by phase, {total:.2f} in all:", *lines])
+
+
+def _say() -> None:
+    messages.info(text())

@@ -1,0 +1,278 @@
+"""Torch elastic: what starts, watches and stops the processes. Where they meet, and the words when they cannot."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from .. import messages
+from .cpu_affinity import nodes
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+StartMethod = Literal["spawn", "fork", "forkserver"]
+
+#: Signals that are passed on to the processes.
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+_ATTEMPTS = 10
+_NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the machines meet, and which of them this is.
+
+    Args:
+        num_nodes: machines.
+        node_rank: this one.
+        address: of machine 0.
+        port: there; 0 for a free one, on one machine.
+        names: what address, port and node_rank are called where the person set them.
+    """
+
+    num_nodes: int = 1
+    node_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+    names: tuple[str, str, str] = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What else torch elastic is told.
+
+    Args:
+        max_restarts: how often all processes are started anew after one failed.
+        monitor_interval: seconds between two looks at the processes.
+        log_dir: where the processes' output is kept, in a folder per run, attempt and rank; None: nowhere.
+        tee: which streams are kept there and shown too: ``"1"`` output, ``"2"`` errors, ``"3"`` both, or ``"0:1,1:2"``
+            by local rank; ``"0"``: none is kept.
+        role: what the processes are called in the lines that ``tee`` shows.
+        rdzv_backend: how several machines meet: ``"static"``, or ``"c10d"``, which may start anew with others.
+        rdzv_conf: its settings.
+        quiet: keep torch elastic's own log to itself.
+        serving: called with the port where the processes of one machine meet.
+    """
+
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    log_dir: str | None = None
+    tee: str = "0"
+    role: str = "default"
+    rdzv_backend: str = "static"
+    rdzv_conf: Mapping[str, Any] = field(default_factory=dict)
+    quiet: bool = True
+    serving: Callable[[int], None] | None = None
+
+
+def launch(
+    entrypoint: Any,
+    arguments: list[Any],
+    num_processes: int,
+    place: Place,
+    folder: str,
+    start_method: StartMethod,
+    numa_options: Any = None,
+    options: Options | None = None,
+) -> tuple[dict[int, Any], int | None]:
+    """Start the processes and wait; returns the failed ones by rank, and the signal that ended the wait, if any.
+
+    Args:
+        entrypoint: a command, or a function.
+        arguments: its arguments.
+        num_processes: on this machine.
+        place: where the machines meet.
+        folder: where the processes write their failures.
+        start_method: for a function.
+        numa_options: from :func:`numa_of`.
+        options: the rest.
+
+    Raises:
+        OSError: the machines or the processes cannot meet.
+    """
+    from torch.distributed import (
+        DistError,
+        TCPStore,  # type: ignore[reportPrivateImportUsage]
+    )
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    options = options or Options()
+    try:
+        with _quiet() if options.quiet else nullcontext(), _signals():
+            if place.num_nodes == 1:
+                # Torch elastic meets on this very server, found by its port: no moment in which another can take it.
+                server = serve(TCPStore, place.address, place.port)
+                place = replace(place, port=server.port)
+                if options.serving is not None:
+                    options.serving(server.port)
+            config = _config(num_processes, place, folder, start_method, numa_options, options)
+            elastic_launch(config, entrypoint)(*arguments)
+    except ChildFailedError as error:
+        return error.failures, None
+    except SignalException as error:
+        return {}, int(error.sigval)
+    except KeyboardInterrupt:
+        return {}, int(signal.SIGINT)
+    except DistError as error:
+        raise _cannot_meet(error, place) from error
+    return {}, None
+
+
+def serve(store: Any, address: str, port: int) -> Any:
+    """A store that serves at ``port``, or where it is free for 0.
+
+    Two things make a free port unusable: the system gave it to two programs at one moment, or an earlier server of
+    this process had it, under whose entry torch no longer finds the new one. Then the next free port is taken.
+    """
+    for _ in range(0 if port else _ATTEMPTS):
+        try:
+            server = store(address, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+            return store(address, server.port, is_master=True, multi_tenant=True, wait_for_workers=False)
+        except Exception as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+    return store(address, port, is_master=True, multi_tenant=True, wait_for_workers=False)
+
+
+def _config(
+    num_processes: int, place: Place, folder: str, start_method: StartMethod, numa_options: Any, options: Options
+) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from . import rendezvous
+
+    # A program under nohup ignores SIGHUP, and should go on doing so. SIGUSR1 is SLURM's word before it ends a job.
+    handled = [name for name in SIGNALS if hasattr(signal, name) and not is_ignored(getattr(signal, name))]
+    if "SLURM_JOB_ID" not in os.environ:
+        handled = [name for name in handled if name != "SIGUSR1"]
+    static = place.num_nodes == 1 or options.rdzv_backend == "static"
+    with environment(None, PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # or the check for CUDA makes a later fork unusable
+        return LaunchConfig(
+            min_nodes=place.num_nodes,
+            max_nodes=place.num_nodes,
+            nproc_per_node=num_processes,
+            run_id="paceline",
+            role=options.role,
+            rdzv_backend=rendezvous.register() if static else options.rdzv_backend,
+            rdzv_endpoint=f"{place.address}:{place.port}",
+            rdzv_configs={**options.rdzv_conf, **({"rank": place.node_rank} if static else {})},
+            max_restarts=options.max_restarts,
+            monitor_interval=options.monitor_interval,
+            start_method=start_method,
+            logs_specs=DefaultLogsSpecs(log_dir=folder, tee=Std.from_str(options.tee)),
+            signals_to_handle=",".join(handled),
+            numa_options=numa_options,
+        )
+
+
+def is_ignored(number: int) -> bool:
+    """Whether this process ignores a signal."""
+    return signal.getsignal(number) == signal.SIG_IGN
+
+
+def numa_of(devices_kind: str, numa: bool) -> Any:
+    """What torch elastic needs to bind each process to the NUMA node of its GPU; None, with a line, if it cannot."""
+    if not numa:
+        return None
+    if devices_kind != "cuda" or len(nodes()) < 2:
+        why = (
+            f"the processes compute on {devices_kind!r}" if devices_kind != "cuda" else "this machine has one NUMA node"
+        )
+        messages.info_once(f"numa=True has no effect: {why}.")
+        return None
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    return NumaOptions(affinity_mode=AffinityMode.NODE)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch elastic's log to itself: what a person needs is said once, by us."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    before = [logger.propagate for logger in loggers]
+    handler = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Put back the signal handlers that torch elastic replaces."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+@contextmanager
+def handled_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call ``handler`` on those signals that would end this process without a word."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+    silent = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in silent:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in silent:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def environment(threads: int | None, **more: str) -> Iterator[None]:
+    """Variables for the processes to come; those of this one are as before afterwards."""
+    before = dict(os.environ)
+    os.environ.update(more)
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _cannot_meet(error: Exception, place: Place) -> OSError:
+    where = f"{place.address}:{place.port}"
+    address, port, node = place.names
+    if "EADDRINUSE" in str(error):
+        others = "" if place.num_nodes > 1 else f", or leave {port} out and a free one is chosen"
+        return OSError(
+            errno.EADDRINUSE,
+            f"Port {place.port} ({port}) is in use by another program on this machine, so the processes cannot "
+            f"meet there. Set {port} to a free port{others}",
+        )
+    return OSError(
+        f"The machines could not find each other at {where} ({address}:{port}): this is {node}={place.node_rank} of "
+        f"{place.num_nodes}. Start the same command on all of them within 15 minutes, with an address of machine 0 "
+        f"that the others can reach and a port that no firewall blocks. ({str(error).splitlines()[0]})"
+    )

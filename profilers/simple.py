@@ -1,0 +1,98 @@
+"""``profiler="simple"``: how long each action took, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+from .. import messages
+from .base import Profiler
+
+#: Actions that a split names; the others are one part of it.
+MOST_PARTS = 9
+
+
+class _Running:
+    """An action under way: when it began, and the seconds of those inside of it."""
+
+    __slots__ = ("begun", "inside", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name, self.inside, self.begun = name, 0.0, perf_counter()
+
+
+class SimpleProfiler(Profiler):
+    """Adds up the seconds of each action.
+
+    Args:
+        dirpath: see :class:`Profiler`.
+        filename: see :class:`Profiler`.
+        extended: also say how often, how long on average, and the share of the whole.
+
+    Attributes:
+        recorded_durations: the seconds of each call, by action.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        self.recorded_durations: dict[str, list[float]] = {}
+        self._running: list[_Running] = []
+        self._own: dict[str, float] = {}
+        self._begun = perf_counter()
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | Path | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        self.recorded_durations, self._running, self._own, self._begun = {}, [], {}, perf_counter()
+
+    def start(self, action_name: str) -> None:
+        self._running.append(_Running(action_name))
+
+    def stop(self, action_name: str) -> None:
+        now, running = perf_counter(), self._running
+        at = len(running) - 1
+        while at >= 0 and running[at].name != action_name:
+            at -= 1
+        if at < 0:
+            raise ValueError(
+                f"Profiler.stop({action_name!r}): no action of that name is running. Call start({action_name!r}) first."
+            )
+        action = running.pop(at)
+        seconds = now - action.begun
+        self.recorded_durations.setdefault(action_name, []).append(seconds)
+        self._own[action_name] = self._own.get(action_name, 0.0) + max(0.0, seconds - action.inside)
+        if at:
+            running[at - 1].inside += seconds
+
+    def split(self) -> dict[str, float]:
+        """Seconds of each action without those inside of it; and of what was no action."""
+        largest = sorted(self._own.items(), key=lambda item: -item[1])
+        found = dict(largest[:MOST_PARTS])
+        if len(largest) > MOST_PARTS:
+            found["other actions"] = sum(seconds for _, seconds in largest[MOST_PARTS:])
+        found["no action"] = max(0.0, perf_counter() - self._begun - sum(self._own.values()))
+        return found if largest else {}
+
+    def summary(self) -> str:
+        whole = perf_counter() - self._begun
+        times = sorted(self.recorded_durations.items(), key=lambda item: -sum(item[1]))
+        if not self.extended:
+            header = ("Action", "Mean duration (s)", "Total time (s)")
+            rows = [(name, f"{sum(t) / len(t):.5g}", f"{sum(t):.5g}") for name, t in times]
+        else:
+            header = ("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
+            calls = sum(len(t) for _, t in times)
+            rows = [("Total", "-", str(calls), f"{whole:.5g}", "100 %")]
+            rows += [
+                (name, f"{sum(t) / len(t):.5g}", str(len(t)), f"{sum(t):.5g}", f"{100 * sum(t) / whole:.5g}")
+                for name, t in times
+            ]
+        title = f"{self._stage.upper()} Profiler Report" if self._stage else "Profiler Report"
+        return f"{title}\n{_table(header, rows)}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = messages.table([header, *rows]).splitlines()
+    rule = "-" * max(map(len, lines))
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule])

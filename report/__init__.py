@@ -1,0 +1,1 @@
+"""What a run leaves behind: its record, and the page about it."""

@@ -1,0 +1,393 @@
+"""A record read back: the rows of a run, each once, its starts, and what follows from them. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import manifest
+from ..checkpoint.storage import location
+from . import system_info
+from .record import FORMAT, NAME, PARTS, SUFFIX
+
+#: How many levels below their folder checkpoints are looked for.
+_DEPTH = 2
+#: Parts of the time in which a fit trains.
+TRAINING = ("data", "step", "rest")
+#: Intervals over which speed is drawn, at most.
+_STRETCHES = 120
+
+Points = list[tuple[float, float]]
+
+
+@dataclass
+class Start:
+    """One process's part in a run.
+
+    Attributes:
+        facts: what was known when it began.
+        rows: its rows that count.
+        repeated: how many of its rows a later start made again.
+        clock: seconds by part, as far as they are known.
+        end: how it ended; empty if nobody wrote that.
+        data: what a batch is; empty before training.
+        last: when its last line was written, in seconds since 1970.
+    """
+
+    facts: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    repeated: int = 0
+    clock: dict[str, float] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    last: float = 0.0
+
+    @property
+    def training_seconds(self) -> float:
+        """The time without setting up, evaluation and checkpoints."""
+        return sum(self.clock.get(part, 0.0) for part in TRAINING)
+
+
+@dataclass
+class Saved:
+    """A checkpoint that is there, or was."""
+
+    path: str
+    step: int
+    epoch: int | None = None
+    score: str = ""
+    size_bytes: int | None = None
+    written: str = ""
+    stall_seconds: float | None = None
+
+
+@dataclass
+class History:
+    """A run, read back from its record.
+
+    Attributes:
+        path: of the record.
+        run: its mark.
+        starts: in order; a run that was never resumed has one.
+        hyperparameters: what ``save_hyperparameters`` kept.
+        splits: further splits of the time, by who measured them.
+        saves: by path, the saves that were noted.
+        torn: lines that are no JSON: what was being written when a process was killed.
+    """
+
+    path: Path
+    run: str = ""
+    starts: list[Start] = field(default_factory=list)
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    splits: dict[str, dict[str, float]] = field(default_factory=dict)
+    saves: dict[str, dict[str, Any]] = field(default_factory=dict)
+    torn: int = 0
+
+    # ---- how it went -------------------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was known when the last start began."""
+        return self.starts[-1].facts if self.starts else {}
+
+    @property
+    def name(self) -> str:
+        """The log's name and version, or else the folder of the record; its own name, too, if there may be several."""
+        name = self.facts.get("experiment") or self.path.resolve().parent.name
+        return name if self.path.stem == NAME else f"{name} / {self.path.stem}"
+
+    @property
+    def status(self) -> str:
+        """How the run ended, in words."""
+        if not self.starts:
+            return "nothing was recorded"
+        last = self.starts[-1]
+        if last.end:
+            return str(last.end["status"])
+        if _is_alive(last.facts.get("process", {})):
+            return "running"
+        return "ended without a record: killed, or the machine went down"
+
+    @property
+    def is_well(self) -> bool:
+        """It has come to its end, or is on the way there."""
+        return self.status in ("finished", "running")
+
+    @property
+    def error(self) -> dict[str, str]:
+        """Type, text and traceback of the exception that ended the run; empty if there was none."""
+        return self.starts[-1].end.get("error", {}) if self.starts else {}
+
+    @property
+    def clock(self) -> dict[str, float]:
+        """Seconds by part, over all starts."""
+        return {part: sum(start.clock.get(part, 0.0) for start in self.starts) for part in PARTS}
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran, all starts together, without the time between them."""
+        return sum(self.clock.values())
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows that count, of all starts."""
+        return [row for start in self.starts for row in start.rows]
+
+    @property
+    def steps(self) -> int:
+        """Updates made."""
+        return max((row["updates"] for row in self.rows), default=0)
+
+    @property
+    def epochs(self) -> int:
+        """The epoch that the run has come to."""
+        return max((row["epoch"] for row in self.rows), default=0)
+
+    # ---- curves ------------------------------------------------------------------------------------------------------
+
+    def curves(self) -> dict[str, Points]:
+        """Every metric over the steps."""
+        return _curves((row["step"], row["values"]) for row in self.rows)
+
+    def rates(self) -> dict[str, Points]:
+        """Every learning rate over the steps."""
+        return _curves((row["updates"], row["lr"]) for row in self.rows)
+
+    def repeated_rates(self) -> set[str]:
+        """Metrics that are nothing but a learning rate, as LearningRateMonitor logs it: :meth:`rates` has them."""
+        found: dict[str, set[float]] = {}
+        others: set[str] = set()
+        for row in self.rows:
+            for name, value in row["values"].items():
+                if any(math.isclose(value, rate, rel_tol=1e-6) for rate in row["lr"].values()):
+                    found.setdefault(name, set()).add(value)
+                else:
+                    others.add(name)
+        # A metric with a single value may equal the rate by chance.
+        return {name for name in found.keys() - others if len(found[name]) > 1 or name.startswith("lr")}
+
+    def speeds(self) -> tuple[Points, Points]:
+        """Updates and samples a second of training, over the steps; the second is empty if a batch has no size."""
+        steps: Points = []
+        samples: Points = []
+        for start in self.starts:
+            size = _samples_in_batch(start)
+            for at, seconds, updates, batches in _stretches(start):
+                steps.append((at, updates / seconds))
+                if size:
+                    samples.append((at, batches * size / seconds))
+        return steps, samples
+
+    def speed(self) -> dict[str, float]:
+        """Updates and samples a second of training over the whole run, and the median of its stretches."""
+        seconds = updates = samples = 0.0
+        for start in self.starts:
+            found = list(_stretches(start))
+            seconds += sum(stretch[1] for stretch in found)
+            updates += sum(stretch[2] for stretch in found)
+            samples += sum(stretch[3] for stretch in found) * (_samples_in_batch(start) or 0)
+        if not seconds:
+            return {}
+        typical = [value for _, value in self.speeds()[0]]
+        rates = {"steps per second": updates / seconds, "steps per second, median": statistics.median(typical)}
+        return rates | ({"samples per second": samples / seconds} if samples else {})
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[Saved]:
+        """The checkpoints that were noted, and those that are there, with what their manifests say."""
+        found: dict[str, Saved] = {}
+        for path, save in self.saves.items():
+            found[path] = Saved(path, save["step"], stall_seconds=save["seconds"])
+        marks: set[str] = set()
+        known = {path: read for path in self._candidates() if (read := _manifest(path)) is not None}
+        for path in found:
+            marks.update(known[path].runs if path in known else ())
+        begin = min((start.facts["time"] for start in self.starts), default=0.0)
+        for path, one in known.items():
+            if path not in found and (_when(one.written) < begin - 1 or (marks and not marks & set(one.runs))):
+                continue  # another run's
+            save = found.setdefault(path, Saved(path, one.global_step))
+            save.step, save.epoch, save.written = one.global_step, one.epoch, one.written
+            save.size_bytes = sum(size for size, _ in one.files.values())
+            save.score = "" if one.score is None else f"{one.monitor} = {one.score:.4g}"
+        return sorted(found.values(), key=lambda save: (save.step, save.path))
+
+    def _candidates(self) -> Iterator[str]:
+        yield from self.saves
+        folders = dict.fromkeys(folder for start in self.starts for folder in start.data.get("checkpoints", ()))
+        for folder in folders:
+            yield from (str(path) for path in manifest.checkpoints_in(folder, _DEPTH))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def find(path: str | os.PathLike[str]) -> Path:
+    """The record that is meant by a path: itself, the page beside it, or the newest one in a folder or below.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    given = Path(path)
+    if given.is_file():
+        return given.with_suffix(SUFFIX) if given.suffix == ".html" else given
+    if not given.is_dir():
+        raise FileNotFoundError(f"There is no file or folder {str(given)!r}. Give the folder of a run, or its record.")
+    for places in (given.glob(f"{NAME}*{SUFFIX}"), given.rglob(f"{NAME}*{SUFFIX}")):
+        newest = max(places, key=lambda found: found.stat().st_mtime, default=None)
+        if newest is not None:
+            return newest
+    raise FileNotFoundError(
+        f"There is no record of a run ({NAME}{SUFFIX}) in {str(given)!r} or below. A run has one if it is made with "
+        "Trainer(callbacks=[RunReport()])."
+    )
+
+
+def read(path: str | os.PathLike[str]) -> History:
+    """A record, each row once.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no record, or one of a later version.
+    """
+    history, offset = History(Path(path)), 0
+    places: list[tuple[int, Start, dict[str, Any]]] = []
+    with open(path, "rb") as file:
+        for text in file:
+            line = _line(text)
+            if line is None:
+                history.torn += 1
+            elif not history.run and line["what"] != "record":
+                break
+            else:
+                _take(history, line, offset, places)
+            offset += len(text)
+    if not history.run:
+        raise ValueError(f"{os.fspath(path)!r} is no record of a run. Give the folder of a run that had a RunReport.")
+    return history
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "what" in found else None
+
+
+def _take(history: History, line: dict[str, Any], offset: int, places: list[tuple[int, Start, dict[str, Any]]]) -> None:
+    """Put one line where it belongs. ``places``: the rows so far, with where they stand in the file."""
+    what = line.pop("what")
+    if what == "record":
+        if line["format"] > FORMAT:
+            raise ValueError(
+                f"{str(history.path)!r} was written by a later version of Paceline (format {line['format']}, known is "
+                f"{FORMAT}). Update Paceline."
+            )
+        history.run = line["run"]
+    elif what == "go on":
+        _drop(places, lambda at, _: at >= line["after"])
+    elif what == "start":
+        history.starts.append(Start(line, last=line["time"]))
+    elif what == "hyperparameters":
+        history.hyperparameters |= line["values"]
+    elif what == "split":
+        history.splits[line["source"]] = line["seconds"]
+    elif what == "save":
+        history.saves[line["path"]] = line
+    elif history.starts:
+        _take_of_start(history.starts[-1], what, line, offset, places)
+
+
+def _take_of_start(
+    start: Start, what: str, line: dict[str, Any], offset: int, places: list[tuple[int, Start, dict[str, Any]]]
+) -> None:
+    start.last = line["time"]
+    if what == "row":
+        if not start.rows and start.facts.get("fn") == "fit":
+            _drop(places, lambda _, row: row["updates"] > line["updates"])
+        start.rows.append(line)
+        start.clock = line["clock"]
+        places.append((offset, start, line))
+    elif what == "data":
+        start.data = line
+    elif what == "end":
+        start.end = line
+
+
+def _drop(places: list[tuple[int, Start, dict[str, Any]]], made_again: Callable[[int, dict[str, Any]], bool]) -> None:
+    """Leave out rows that are made once more."""
+    gone = [place for place in places if made_again(place[0], place[2])]
+    if not gone:
+        return
+    ids = {id(row) for _, _, row in gone}
+    for start in {id(start): start for _, start, _ in gone}.values():
+        kept = [row for row in start.rows if id(row) not in ids]
+        start.repeated += len(start.rows) - len(kept)
+        start.rows = kept
+    places[:] = [place for place in places if id(place[2]) not in ids]
+
+
+def _curves(rows: Iterable[tuple[int, Mapping[str, float]]]) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for step, values in rows:
+        for name, value in values.items():
+            found.setdefault(name, []).append((step, value))
+    return {name: sorted(points, key=lambda point: point[0]) for name, points in found.items()}
+
+
+def _samples_in_batch(start: Start) -> int | None:
+    """Samples of one batch over all ranks."""
+    size = start.data.get("batch_size")
+    return size * start.data.get("ranks", 1) if size else None
+
+
+def _stretches(start: Start) -> Iterator[tuple[int, float, int, int]]:
+    """(last step, seconds of training, updates, batches) between rows that lie far enough apart."""
+    rows = [row for row in start.rows if row["lr"] or start.data]
+    every = max(1, math.ceil(len(rows) / _STRETCHES))
+    before = rows[0] if rows else None
+    for place, row in enumerate(rows):
+        if before is None or row["updates"] <= before["updates"] or (place % every and place + 1 < len(rows)):
+            continue
+        seconds = sum(row["clock"][part] - before["clock"][part] for part in TRAINING)
+        if seconds > 0:
+            yield row["updates"], seconds, row["updates"] - before["updates"], row["batches"] - before["batches"]
+        before = row
+
+
+def _manifest(path: str) -> manifest.Manifest | None:
+    try:
+        return manifest.read(location(path))
+    except (OSError, ValueError, ImportError):
+        return None
+
+
+def _when(written: str) -> float:
+    try:
+        found = datetime.fromisoformat(written)
+    except ValueError:
+        return 0.0
+    return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def _is_alive(process: Mapping[str, Any]) -> bool:
+    """Whether the process that wrote the record is there, as far as this machine can tell."""
+    if process.get("host") != socket.gethostname() or not isinstance(process.get("pid"), int):
+        return False
+    try:
+        os.kill(process["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return system_info.begun(process["pid"]) == process.get("begun")  # else another one has its number now

@@ -1,0 +1,307 @@
+"""The page about a run, and the page that compares two runs. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from .. import messages
+from . import html_page as pages
+from .history import History, Points, Start
+from .html_page import Html, Section
+
+#: Most charts of metrics on a page; the table has the values of the rest.
+MOST_CHARTS = 60
+#: Largest ratio of positive values on a linear axis; above it the axis is logarithmic.
+_DECADES = 1000.0
+_STAGES = re.compile(r"^(train|val|valid|validation|test)(?=[_/.-]|$)[_/.-]?|(?<=.)_(step|epoch)(?=/|$)")
+
+
+def write(path: str | os.PathLike[str], histories: Sequence[History]) -> str:
+    """Write the page about one run, or about two; whole or not at all. Returns its path."""
+    text = single(histories[0]) if len(histories) == 1 else pair(histories[0], histories[1])
+    where = Path(path)
+    where.parent.mkdir(parents=True, exist_ok=True)
+    temporary = where.with_name(f".{where.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, where)
+    return str(where)
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+def single(history: History) -> str:
+    """The page about one run."""
+    curves = history.curves()
+    drawn = {name: points for name, points in curves.items() if name not in history.repeated_rates()}
+    sections = [
+        Section("How it went", [_ending(history), pages.table(overview(history).items())]),
+        Section("Curves", _charts(_grouped(drawn)) or ["Nothing was logged."]),
+        Section("Values", [_values(curves)] if curves else []),
+        Section("Learning rate", [_line(history.rates(), "learning rate")]),
+        Section("Speed", _speed(history)),
+        Section("Where the time went", _split(history)),
+        Section("Checkpoints", [_checkpoints(history)]),
+        Section("Settings", [pages.table(_settings(history), ("name", "value", "from", ""))]),
+        Section("Hyperparameters", [pages.table(history.hyperparameters.items())] if history.hyperparameters else []),
+        Section("Environment", [pages.table(environment(history).items())]),
+        Section("Starts", [_starts(history)] if len(history.starts) > 1 else []),
+    ]
+    lead = f"{history.facts.get('name', '')} in {history.path.resolve().parent}"
+    return pages.page(history.name, [one for one in sections if one.parts], lead)
+
+
+def _ending(history: History) -> Html:
+    error = history.error
+    lines = [f"{history.steps} steps, epoch {history.epochs}, {duration(history.seconds)}"]
+    if error:
+        lines.append(f"{error['type']}: {error['text']}")
+    card = pages.card(history.status.capitalize(), lines, "good" if history.is_well else "bad")
+    return Html(card + pages.verbatim(error["traceback"])) if error else card
+
+
+def overview(history: History) -> dict[str, Any]:
+    """The run in a few lines."""
+    facts = history.facts
+    strategy, first = facts.get("strategy", {}), history.starts[0] if history.starts else None
+    found: dict[str, Any] = {
+        "status": history.status,
+        "began": _moment(first.facts["time"]) if first else "",
+        "ran for": duration(history.seconds),
+        "starts": len(history.starts),
+        "steps": history.steps,
+        "epoch": history.epochs,
+        **{name: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" for name, value in history.speed().items()},
+        "parameters": f"{facts['parameters']:,}" if facts.get("parameters") is not None else None,
+        "strategy": ", ".join(str(strategy.get(name)) for name in ("strategy", "device", "precision")),
+        "processes": strategy.get("world_size"),
+        "seed": facts.get("seed"),
+        "stopped by a callback": "yes" if history.starts and history.starts[-1].end.get("asked") else None,
+        "rows repeated after a resume": sum(start.repeated for start in history.starts) or None,
+    }
+    peaks = history.starts[-1].end.get("peak_bytes", {}) if history.starts else {}
+    found |= {f"peak memory, {place}": messages.size(size) for place, size in peaks.items()}
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _grouped(curves: Mapping[str, Points]) -> dict[str, dict[str, Points]]:
+    """Metrics grouped by name without stage and cadence."""
+    groups: dict[str, dict[str, Points]] = {}
+    for name, points in curves.items():
+        groups.setdefault(_STAGES.sub("", name) or name, {})[name] = points
+    return groups
+
+
+def _charts(groups: Mapping[str, Mapping[str, Points]]) -> list[Html]:
+    charts = [_line(group, name) for name, group in list(groups.items())[:MOST_CHARTS]]
+    left = len(groups) - len(charts)
+    return [*charts, pages.paragraph(f"{left} more are in the table of values.")] if left else charts
+
+
+def _line(series: Mapping[str, Points], what: str) -> Html:
+    values = [y for points in series.values() for _, y in points if y == y]
+    log = bool(values) and min(values) > 0 and max(values) / min(values) > _DECADES
+    return pages.line_chart(series, "step", log=log, caption=f"{what}{', logarithmic' if log else ''}")
+
+
+def _speed(history: History) -> list[Html]:
+    """One chart, since steps and samples a second have one shape."""
+    (steps, samples), speed = history.speeds(), history.speed()
+    if not samples or len(samples) < len(steps):
+        unknown = "The loader does not say how many samples a batch has, so only steps are counted."
+        return [_line({"steps": steps}, "steps per second"), pages.paragraph(unknown)]
+    each = speed["samples per second"] / speed["steps per second"]
+    return [_line({"samples": samples}, f"samples per second ({each:.4g} in a step)")]
+
+
+def _values(curves: Mapping[str, Points]) -> Html:
+    rows = []
+    for name, points in sorted(curves.items()):
+        known = [y for _, y in points if y == y]
+        rows.append((name, points[-1][1], min(known, default=None), max(known, default=None), len(points)))
+    return pages.table(rows, ("metric", "last", "lowest", "highest", "rows"))
+
+
+def _split(history: History) -> list[Html]:
+    clock = history.clock
+    rows = [(name, round(seconds, 3), f"{seconds / (history.seconds or 1):.1%}") for name, seconds in clock.items()]
+    pies = [pages.pie(clock, "the whole run")]
+    whose = "" if len(history.starts) < 2 else ", the last start"
+    pies += [pages.pie(split, f"by {source}{whose}") for source, split in history.splits.items()]
+    return [
+        pages.side_by_side(pies),
+        pages.table(rows, ("part", "seconds", "share")),
+        pages.paragraph(
+            "Measured by the host's clock on rank 0. data: waiting for the next batch; step: from the batch to the end "
+            "of its hooks; rest: logging, schedulers, the ends of epochs."
+        ),
+    ]
+
+
+def _checkpoints(history: History) -> Html:
+    found = history.checkpoints()
+    if not found:
+        return pages.paragraph("None.")
+    best = max((save.step for save in found), default=0)
+    rows = [
+        (
+            os.path.basename(save.path) + (" (newest)" if save.step == best else ""),
+            save.step,
+            "" if save.epoch is None else save.epoch,
+            save.score,
+            "gone" if save.size_bytes is None else messages.size(save.size_bytes),
+            save.written[:19].replace("T", " "),
+            "" if save.stall_seconds is None else f"{save.stall_seconds * 1000:.1f} ms",
+        )
+        for save in found
+    ]
+    return pages.table(rows, ("file", "step", "epoch", "score", "size", "written (UTC)", "training paused for"))
+
+
+def _settings(history: History) -> list[list[Any]]:
+    """Every argument and setting, those that differ from the defaults first."""
+    rows = history.facts.get("settings", [])
+    return [[name, _shown(value), *where] for name, value, *where in sorted(rows, key=lambda row: row[2] == "default")]
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def environment(history: History) -> dict[str, Any]:
+    """Versions, machine, process, git state."""
+    facts = history.facts
+    git, process, machine = facts.get("git", {}), facts.get("process", {}), facts.get("machine", {})
+    found = {name: value for name, value in facts.get("versions", {}).items() if value is not None}
+    found |= {name: ", ".join(value) if isinstance(value, list) else value for name, value in machine.items()}
+    found |= {name: process.get(name) for name in ("host", "folder", "command")}
+    if git:
+        changed = git.get("changed files")
+        dirty = "unknown" if changed is None else f"{changed} changed files" if changed else "clean"
+        found |= {"git commit": git["commit"], "git branch": git.get("branch"), "git state": dirty}
+    else:
+        found["git commit"] = "no git repository"
+    return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def _starts(history: History) -> Html:
+    rows = [
+        (
+            _moment(start.facts["time"]),
+            start.facts.get("fn"),
+            _from(start),
+            max((row["updates"] for row in start.rows), default=0),
+            duration(sum(start.clock.values())),
+            start.repeated,
+            start.end.get("status", "not recorded"),
+        )
+        for start in history.starts
+    ]
+    return pages.table(rows, ("began", "what", "from step", "to step", "ran for", "rows repeated", "end"))
+
+
+def _from(start: Start) -> int:
+    return min((row["updates"] for row in start.rows), default=0)
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person: ``"2 h 03 min"``."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+# ---- two runs --------------------------------------------------------------------------------------------------------
+
+
+def pair(a: History, b: History) -> str:
+    """The page that compares two runs side by side."""
+    names = titles(a, b)
+    each = dict(zip(names, (a, b), strict=True))
+    curves = {
+        name: {title: points for title, points in zip(names, found, strict=True) if points}
+        for name, found in sorted(_both(a.curves(), b.curves()).items())
+        if name not in a.repeated_rates() | b.repeated_rates()
+    }
+    rates = {f"{title}: {name}": points for title, one in each.items() for name, points in one.rates().items()}
+    steps = {title: one.speeds()[0] for title, one in each.items()}
+    differing = differences(a, b)
+    seen = [(name, *values) for name, values in _both(overview(a), overview(b)).items()]
+    sections = [
+        Section("How they went", [pages.table(seen, ("", *names))]),
+        Section("Speed", [pages.table(ratios(a, b), ("", *names, "B / A")), _line(steps, "steps per second")]),
+        Section("What differs", [pages.table(differing, ("", *names)) if differing else "No setting differs."]),
+        Section("Values", [pages.table(last_values(a, b), ("metric, last value", *names, "B - A"))]),
+        Section("Curves", _charts(curves) or ["Nothing was logged."]),
+        Section("Learning rate", [_line(rates, "learning rate")]),
+        Section("Where the time went", [pages.stacked_bars({t: one.clock for t, one in each.items()}, "s")]),
+    ]
+    lead = f"A: {a.path.resolve().parent}; B: {b.path.resolve().parent}"
+    return pages.page(" and ".join(names), sections, lead)
+
+
+def titles(a: History, b: History) -> tuple[str, str]:
+    """Names for the two runs: the parts of their paths that differ."""
+    left, right = ([*one.path.resolve().parent.parts, one.path.stem] for one in (a, b))
+    while left and right and left[0] == right[0]:
+        left, right = left[1:], right[1:]
+    while left and right and left[-1] == right[-1]:
+        left, right = left[:-1], right[:-1]
+    return f"A: {'/'.join(left)}", f"B: {'/'.join(right)}"
+
+
+def ratios(a: History, b: History) -> list[tuple[Any, ...]]:
+    """(what, of A, of B, B / A) of the speeds that both have, and of the time."""
+    left, right = a.speed(), b.speed()
+    rows = [(name, left[name], right[name], right[name] / left[name]) for name in left if name in right and left[name]]
+    if a.seconds:
+        rows.append(("seconds in total", a.seconds, b.seconds, b.seconds / a.seconds))
+    return rows
+
+
+def differences(a: History, b: History) -> list[tuple[str, str, str]]:
+    """What was changed from A to B: settings, hyperparameters, environment, code."""
+    rows: list[tuple[str, str, str]] = []
+    for found in (_given, lambda one: one.hyperparameters, _placed, environment):
+        both = _both(found(a), found(b))
+        rows += [(name, _shown(x), _shown(y)) for name, (x, y) in both.items() if _shown(x) != _shown(y)]
+    return rows
+
+
+def last_values(a: History, b: History) -> list[tuple[Any, ...]]:
+    """(metric, last of A, last of B, difference)."""
+    rows = []
+    for name, (x, y) in sorted(_both(a.curves(), b.curves()).items()):
+        left, right = (points[-1][1] if points else None for points in (x, y))
+        rows.append((name, left, right, None if left is None or right is None else right - left))
+    return rows
+
+
+def _given(history: History) -> dict[str, Any]:
+    return {name: value for name, value, *_ in history.facts.get("settings", [])}
+
+
+def _placed(history: History) -> dict[str, Any]:
+    data = {**history.starts[-1].data} if history.starts else {}
+    for name in ("time", "checkpoints"):
+        data.pop(name, None)
+    return {
+        **history.facts.get("strategy", {}),
+        "seed": history.facts.get("seed"),
+        **data,
+        "module": history.facts.get("name"),
+    }
+
+
+def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])}

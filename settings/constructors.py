@@ -1,0 +1,38 @@
+"""Constructors that say which argument was meant by one that they do not have."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec
+
+from .. import messages
+
+P = ParamSpec("P")
+Constructor = Callable[Concatenate[Any, P], None]
+
+
+def check_names(moved: Mapping[str, str] | None = None) -> Callable[[Constructor[P]], Constructor[P]]:
+    """Decorator of an ``__init__``: an unknown argument is an error that names the one that was meant.
+
+    Args:
+        moved: for arguments that another library has, what to use here.
+    """
+
+    def decorate(init: Constructor[P]) -> Constructor[P]:
+        known, owner = tuple(inspect.signature(init).parameters)[1:], init.__qualname__.partition(".")[0]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+            for name in kwargs:
+                if name not in known:
+                    used = f" Use {moved[name]}." if moved and name in moved else messages.did_you_mean(name, known)
+                    raise TypeError(
+                        f"{owner} got an argument {name!r}, which it does not have.{used} See help({owner})."
+                    )
+            init(self, *args, **kwargs)
+
+        return checked
+
+    return decorate

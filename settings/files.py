@@ -1,0 +1,256 @@
+"""Files of settings: which one is in force, what is in it, and how one is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import messages
+from .names import SETTINGS
+
+#: Names the file in force; ``none``: no file.
+CONFIG_VARIABLE = "PACELINE_CONFIG_FILE"
+SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+
+#: Keys of Accelerate's files that Paceline has no use for, with the values that ask for nothing.
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "same_network": (True, False),
+    "main_training_function": ("main",),
+    "downcast_bf16": (False, "no"),
+    "tpu_use_cluster": (False,),
+    "tpu_use_sudo": (False,),
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "command_file", "commands"), ()),
+    **dict.fromkeys(("megatron_lm_config", "fp8_config", "mpirun_config"), ()),
+}
+#: What ``distributed_type`` of Accelerate's files sets.
+_TYPES: dict[str, dict[str, Any]] = {
+    "NO": {},
+    "MULTI_CPU": {"cpu": True},
+    "MULTI_GPU": {"multi_gpu": True},
+    "FSDP": {"use_fsdp": True},
+    "DEEPSPEED": {"use_deepspeed": True},
+}
+_SECTIONS = ("dynamo_config", "fsdp_config", "deepspeed_config", "parallelism_config")
+
+_KEYS = {key: one.name for one in SETTINGS.values() for key in (one.name, *one.keys)}
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What a file says.
+
+    Attributes:
+        path: the file.
+        values: by the settings' names, without those that it leaves empty.
+        keys: the key that each of them has there.
+        unused: keys of Accelerate that have no meaning here.
+    """
+
+    path: str
+    values: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+
+
+# ---- where ---------------------------------------------------------------------------------------------------------
+
+
+def own_file(environment: Mapping[str, str] = os.environ) -> Path:
+    """The file of this user, where ``paceline config`` writes."""
+    return Path(environment.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "paceline" / "config.yaml"
+
+
+def accelerates_file(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where ``accelerate config`` writes."""
+    cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(environment.get("HF_HOME") or cache).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The file in force: that of PACELINE_CONFIG_FILE, of this folder, of this user, or else Accelerate's.
+
+    Raises:
+        FileNotFoundError: PACELINE_CONFIG_FILE names no file.
+    """
+    named = environment.get(CONFIG_VARIABLE)
+    if named:
+        if named.lower() == "none":
+            return None
+        return str(_existing(Path(named).expanduser(), f"the environment variable {CONFIG_VARIABLE}"))
+    mine, theirs = own_file(environment), accelerates_file(environment)
+    here = [Path(f"paceline{suffix}") for suffix in SUFFIXES]
+    places = [*here, *(mine.with_suffix(suffix) for suffix in SUFFIXES), theirs, theirs.with_suffix(".json")]
+    found = next((place for place in places if place.is_file()), None)
+    if found is not None and found.parent == theirs.parent:
+        messages.info_once(
+            f"Settings are read from {found}, which Accelerate wrote. Run `paceline config` for a file of Paceline's, "
+            f"or set {CONFIG_VARIABLE}=none to read none."
+        )
+    return None if found is None else str(found)
+
+
+def _existing(path: Path, who: str) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no file {str(path)!r}, which {who} names. Run `paceline config` to write one."
+        )
+    return path
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: str | os.PathLike[str]) -> ConfigFile:
+    """Read a file of settings, Paceline's or Accelerate's.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not in the format of its suffix, has an unknown key, two keys for one setting, a value that
+            its setting does not have, or asks for what Paceline cannot do.
+    """
+    place = _existing(Path(path).expanduser(), "the configuration")
+    found = ConfigFile(str(place))
+    for key, value in _flat(_load(place), place):
+        for name, meant in _meaning(key, value, found).items():
+            _put(found, key, name, meant)
+    if any(key.startswith("parallelism_config.") for key in found.keys.values()):
+        found.values.setdefault("use_parallelism_config", True)
+        found.keys.setdefault("use_parallelism_config", "parallelism_config")
+    if found.unused:
+        messages.info_once(f"{place} has keys that Paceline does not use: {', '.join(found.unused)}.")
+    return found
+
+
+def _load(path: Path) -> Any:
+    suffix = _suffix(path)
+    try:
+        return _PARSERS[suffix](path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} is not {suffix[1:].upper()}, as its name says: {said}. Correct it there.") from None
+
+
+def _suffix(path: Path) -> str:
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} has no suffix that says its format. Name it with {messages.names(SUFFIXES)}.")
+    return path.suffix
+
+
+def _flat(content: Any, path: Path) -> Iterable[tuple[str, Any]]:
+    """The keys of a file, those of its sections as ``section.key``."""
+    if content is not None and not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds {messages.a(content)}, not keys with values. Write lines `key: value`.")
+    for key, value in (content or {}).items():
+        if key in _SECTIONS and isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", one) for inner, one in value.items())
+        elif key not in _SECTIONS or value not in (None, {}):
+            yield str(key), value
+
+
+def _meaning(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
+    """The settings that a key of a file sets, with their values."""
+    section, _, inner = key.rpartition(".")
+    prefixed = f"{section}.{section.removesuffix('_config')}_{inner}"  # as older files have them
+    name = _KEYS.get(key) or _KEYS.get(prefixed)
+    if name is not None:
+        return {} if SETTINGS[name].is_nothing(value) or (key == "num_processes" and value == -1) else {name: value}
+    if key in ("distributed_type", "compute_environment"):
+        return _of_type(key, value, file)
+    if key == "fp16":
+        return {"mixed_precision": "fp16"} if value else {}
+    if key not in _IDLE:
+        known = [*_KEYS, "distributed_type"] if not section else [k for k in _KEYS if k.startswith(f"{section}.")]
+        raise ValueError(
+            f"{file.path} has an unknown key {key!r}.{messages.did_you_mean(key, known)} Take it out, or see "
+            "`paceline config --help` for the names."
+        )
+    if value not in (None, "", [], {}, *_IDLE[key]):
+        file.unused.append(key)
+    return {}
+
+
+def _of_type(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
+    word = "NO" if value is False else str(value).upper().rpartition(".")[2]
+    if key == "compute_environment" and word == "LOCAL_MACHINE":
+        return {}
+    if key == "compute_environment" or word not in _TYPES:
+        known = messages.names(_TYPES) if key == "distributed_type" else "'LOCAL_MACHINE'"
+        raise ValueError(
+            f"{file.path} has {key}: {value}, which Paceline cannot do: it runs on CPUs, CUDA GPUs and Apple's MPS of "
+            f"machines at hand. Choose {known}, or set {CONFIG_VARIABLE}=none to read no file."
+        )
+    return _TYPES[word]
+
+
+def _put(file: ConfigFile, key: str, name: str, value: Any) -> None:
+    where = f"{file.path}, key {key}"
+    value = SETTINGS[name].parsed(value, where)
+    if file.values.get(name, value) != value and "distributed_type" not in (key, file.keys[name]):
+        raise ValueError(
+            f"{file.path} gives {name} twice: {file.values[name]!r} as {file.keys[name]} and {value!r} as {key}. Take "
+            "one out."
+        )
+    if file.keys.get(name) != "distributed_type":
+        file.values[name], file.keys[name] = value, key
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _toml(text: str) -> Any:
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        raise ModuleNotFoundError("Settings in TOML need Python 3.11 or newer. Write them as YAML or JSON.") from None
+    return tomllib.loads(text)
+
+
+_PARSERS = {".yaml": _yaml, ".yml": _yaml, ".json": json.loads, ".toml": _toml}
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
+    """Write settings, in the format of the file's suffix; the file appears whole.
+
+    Args:
+        path: the file; folders are made.
+        values: by the settings' names.
+    """
+    place = Path(path).expanduser()
+    text = _WRITERS[_suffix(place)](dict(values))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(place)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _as_yaml(values: dict[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def _as_json(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _as_toml(values: dict[str, Any]) -> str:
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+
+
+_WRITERS = {".yaml": _as_yaml, ".yml": _as_yaml, ".json": _as_json, ".toml": _as_toml}

@@ -1,0 +1,207 @@
+"""Which value counts: code, then launch flag, environment, file, default; and where it came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from .. import messages
+from .files import CONFIG_VARIABLE, ConfigFile, find_file, read_file
+from .names import SETTINGS, Setting
+
+Place = Literal["code", "flag", "env", "file", "default"]
+
+#: Which of the variables a launcher wrote because of its flags, comma separated. It is there in launched processes.
+FLAGS = "PACELINE_LAUNCH_FLAGS"
+
+
+class Given(NamedTuple):
+    """A value from code that is taken as it is, and where it stands there, such as ``Trainer(precision='bf16')``."""
+
+    value: Any
+    where: str
+
+
+class Origin(NamedTuple):
+    """From where a value comes: the kind of place, and the place."""
+
+    place: Place
+    where: str
+
+
+class Row(NamedTuple):
+    """A line of the table of settings. ``place`` may be ``"settings"`` where ``where`` says which."""
+
+    name: str
+    value: Any
+    place: Place | Literal["settings"]
+    where: str
+
+
+class _Said(NamedTuple):
+    value: Any
+    origin: Origin
+
+
+class Settings(Mapping[str, Any]):
+    """The settings in force, by name.
+
+    Attributes:
+        file: the file that was read, or None.
+    """
+
+    def __init__(self, said: Mapping[str, _Said], file: str | None) -> None:
+        self._said = dict(said)
+        self.file = file
+
+    def __getitem__(self, name: str) -> Any:
+        return self._of(name).value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._said)
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    def origin(self, name: str) -> Origin:
+        """From where the value of a setting comes."""
+        return self._of(name).origin
+
+    def is_set(self, name: str) -> bool:
+        """Whether somebody gave the value, rather than its being the default."""
+        return self.origin(name).place != "default"
+
+    def table(self) -> list[Row]:
+        """Every setting with its value and origin."""
+        return [Row(name, said.value, *said.origin) for name, said in self._said.items()]
+
+    def print(self, everything: bool = True) -> None:
+        """Print the settings, each with its value and origin, on rank 0.
+
+        Args:
+            everything: those at their default too.
+        """
+        if messages.is_rank_zero():
+            messages.answer(self.text(everything))
+
+    def text(self, everything: bool = True) -> str:
+        """What :meth:`print` prints."""
+        rows = [row for row in self.table() if everything or row.place != "default"]
+        rows = [row._replace(where=row.where.removeprefix(f"{self.file}: ")) for row in rows]
+        lines = [f"Settings in force (file: {self.file or 'none'})"]
+        name, value = (max((len(str(row[i])) for row in rows), default=0) for i in (0, 1))
+        lines += [f"  {row.name:{name}}  {row.value!s:{value}}  {row.place}  {row.where}".rstrip() for row in rows]
+        if not everything:
+            lines.append("  all others: their defaults" if rows else "  all settings: their defaults")
+        return "\n".join(lines)
+
+    def _of(self, name: str) -> _Said:
+        if name not in self._said:
+            raise KeyError(f"There is no setting {name!r}.{messages.did_you_mean(name, self._said)}")
+        return self._said[name]
+
+
+def resolve(
+    code: Mapping[str, Any] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    config_file: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    door: str = "Accelerator",
+    late_variables: Mapping[str, Given] | None = None,
+) -> Settings:
+    """Find every setting's value. None means not set; a no or False that somebody gave counts.
+
+    Args:
+        code: what the program gave, by the settings' names; a :class:`Given` says itself where it stands.
+        flags: what a launcher's command line gave.
+        config_file: the file to read; None: that of the environment, the folder or the user, if there is one.
+        environment: variables; None: those of this process.
+        door: whose arguments ``code`` are, for messages.
+        late_variables: what other variables gave, which count less than those of the settings.
+
+    Raises:
+        ValueError: an unknown name, or a value that its setting does not have.
+        FileNotFoundError: the file that was named does not exist.
+    """
+    variables = os.environ if environment is None else environment
+    for given in (code or {}, flags or {}):
+        for name in given:
+            if name not in SETTINGS:
+                raise ValueError(f"There is no setting {name!r}.{messages.did_you_mean(name, SETTINGS)}")
+    path = find_file(variables) if config_file is None else config_file
+    file = None if path is None else read_file(path)
+    launched = variables.get(FLAGS)
+    said = {}
+    for one in SETTINGS.values():
+        found = list(_candidates(one, code or {}, flags or {}, variables, late_variables or {}, file, door))
+        _report(one.name, found, of_code_only=launched is not None)
+        said[one.name] = found[0]
+    settings = Settings(said, None if file is None else file.path)
+    if settings["debug"] and launched is None and not (code is None and flags is None):  # a launcher has shown them
+        messages.info_once(settings.text())
+    return settings
+
+
+def _candidates(
+    one: Setting,
+    code: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    variables: Mapping[str, str],
+    late_variables: Mapping[str, Given],
+    file: ConfigFile | None,
+    door: str,
+) -> Iterator[_Said]:
+    """What each place says about a setting, the one that counts first."""
+    given = code.get(one.name)
+    if isinstance(given, Given):
+        if given.value is not None:
+            yield _Said(given.value, Origin("code", given.where))
+    elif given is not None:
+        as_it_is = one.objects and not isinstance(given, str)
+        where = Origin("code", f"{door}({one.name}={given!r})" if not as_it_is else f"{door}({one.name}=)")
+        yield _Said(given if as_it_is else one.parsed(given, f"{door}({one.name}=)"), where)
+    if flags.get(one.name) is not None:
+        where = f"--{one.name}"
+        yield _Said(one.parsed(flags[one.name], where), Origin("flag", where))
+    from_flags = variables.get(FLAGS, "").split(",")
+    for variable in (one.variable, *one.variables):
+        if one.is_nothing(variables.get(variable)):
+            continue
+        is_flag = variable == one.variable and one.name in from_flags
+        origin = Origin("flag", f"--{one.name}") if is_flag else Origin("env", variable)
+        yield _Said(one.parsed(variables[variable], origin.where), origin)
+    late = late_variables.get(one.name)
+    if late is not None and late.value is not None:
+        yield _Said(late.value, Origin("env", late.where))
+    if file is not None and one.name in file.values:
+        yield _Said(file.values[one.name], Origin("file", f"{file.path}: {file.keys[one.name]}"))
+    yield _Said(one.default, Origin("default", ""))
+
+
+def _report(name: str, found: Iterable[_Said], of_code_only: bool) -> None:
+    """Say once that two places contradict each other; of what its flags contradict a launcher has spoken."""
+    first, *others = found
+    if of_code_only and first.origin.place != "code":
+        return
+    lost = [one for one in others if one.origin.place != "default" and one.value != first.value]
+    if lost:
+        against = ", ".join(f"{one.value!r} from {one.origin.where}" for one in lost)
+        messages.info_once(f"{name} is {first.value!r}, from {first.origin.where}; that counts, not {against}.")
+
+
+def hand_over(settings: Settings) -> dict[str, str]:
+    """The variables that give the processes of a launcher the settings that it found.
+
+    They name the file in force, hold every flag, and tell flags from variables.
+    """
+    flags = [row for row in settings.table() if row.place == "flag"]
+    return {
+        **{SETTINGS[row.name].variable: _written(row.value) for row in flags},
+        FLAGS: ",".join(row.name for row in flags),
+        CONFIG_VARIABLE: "none" if settings.file is None else os.path.abspath(settings.file),
+    }
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

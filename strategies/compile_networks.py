@@ -1,0 +1,113 @@
+"""``Trainer(compile=...)``: torch.compile in place, so that names in checkpoints stay as they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from .. import messages
+from .recompile_watch import watch_compiling
+
+#: What ``Trainer(compile=)`` compiles: the networks that steps call, the whole training step, the same as a CUDA graph.
+Scope = Literal["networks", "step", "graphs"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def scope_of(settings: Any) -> str | None:
+    """What is to be compiled, one of :data:`SCOPES`; None for nothing."""
+    if isinstance(settings, Mapping):
+        scope = settings.get("scope", "networks")
+        return None if settings.get("disable") and scope in ("step", "graphs") else scope
+    return settings if isinstance(settings, str) else "networks" if settings else None
+
+
+def arguments_of(settings: Any) -> dict[str, Any]:
+    """The arguments for ``torch.compile``."""
+    given = dict(settings) if isinstance(settings, Mapping) else {}
+    if given.pop("scope", "") == "graphs" or settings == "graphs":
+        given.setdefault("mode", "reduce-overhead")
+    return given
+
+
+def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]) -> None:
+    """Compile the networks that a module's steps call: its attributes, and itself for ``self(x)``.
+
+    The steps stay Python, so ``self.log`` and the rest of the trainer are outside the graph.
+
+    Args:
+        module: the TrainingModule.
+        settings: True, or arguments for ``torch.compile``; with ``regional`` only repeated blocks, where there are any.
+    """
+    watch_compiling()
+    arguments = arguments_of(settings)
+    if arguments.pop("regional", False) and compile_repeated(module, arguments):
+        return
+    for target in (module, *_networks(module)):
+        if target._compiled_call_impl is None:
+            compile_one(target, arguments)
+
+
+def compile_repeated(module: nn.Module, settings: Mapping[str, Any]) -> bool:
+    """Compile in place the blocks that a list holds several of, which share one compilation; False: there are none.
+
+    Args:
+        module: the model.
+        settings: arguments for ``torch.compile``.
+    """
+    found: list[str] = []
+    for name, holder in module.named_modules():
+        blocks = list(holder.children()) if isinstance(holder, (nn.ModuleList, nn.Sequential)) else []
+        inside = any(name == other or name.startswith(f"{other}.") for other in found)
+        if len(blocks) > 1 and len({type(block) for block in blocks}) == 1 and not inside:
+            found.append(name)
+            for block in blocks:
+                compile_one(block, settings)
+    return bool(found)
+
+
+def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
+    """``module.compile(**settings)``, also for torch's own layers, whose frames torch does not compile by themselves.
+
+    Args:
+        module: its forward is compiled in place.
+        settings: arguments for ``torch.compile``.
+    """
+    if not type(module).forward.__module__.startswith("torch."):
+        module.compile(**settings)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    # What is compiled is kept, and counted, by code object: one for all would reach torch's limit with a few layers.
+    call.__code__ = call.__code__.replace(co_name=type(module).__name__)
+    module._compiled_call_impl = torch.compile(call, **settings)
+
+
+def _networks(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            found += _networks(child)
+        elif any(True for _ in child.parameters()):
+            found.append(child)
+    return found
+
+
+def uncompiled(module: Any) -> Any:
+    """The module inside ``torch.compile(module)``; anything else as it is."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
+        return module
+    inner = module._orig_mod
+    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
+    messages.info_once(
+        "A module wrapped by torch.compile was given: its forward is compiled in place, its steps stay Python. "
+        "Trainer(compile=True) also compiles the networks the steps call."
+    )
+    return inner

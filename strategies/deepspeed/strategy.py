@@ -1,0 +1,461 @@
+"""ZeRO: optimizer states, gradients and weights split over the processes, by DeepSpeed's engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ... import messages
+from ...processes.host_program import StartMethod
+from ..distributed import DistributedStrategy
+from ..precision.base import Precision
+from . import config as configuration
+from . import zero_partitions
+from .package import quiet, require_deepspeed, use_device
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+T = TypeVar("T")
+
+#: Optimizers that look at more than one element at a time, or make their state before ZeRO cuts the parameters.
+WHOLE_PARAMETERS = ("Adafactor", "Adagrad", "LBFGS", "Muon", "SparseAdam")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+#: What DeepSpeed's loss scaler remembers.
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class DeepSpeedStrategy(DistributedStrategy):
+    """``"deepspeed"``: ZeRO (Rajbhandari et al., ZeRO: Memory Optimizations, 2020) by the package DeepSpeed.
+
+    Stage 1 splits the optimizer's state over the processes, stage 2 gradients too, stage 3 weights too. One optimizer
+    of ``configure_optimizers`` is stepped on flat float32 slices of the weights, so it must treat each element by
+    itself (SGD, Adam, AdamW, ... do). After backward the gradients lie in those slices, not in ``parameter.grad``:
+    read one with ``deepspeed.utils.safe_get_full_grad(parameter)``. A parameter that took no part in a loss has a
+    gradient of zeros, so weight decay still shrinks it.
+
+    ``"bf16-mixed"`` and ``"16-mixed"`` are autocast over float32 weights, as under any strategy. ``"bf16-true"`` and
+    ``"16-true"`` are DeepSpeed's 16-bit modes: 16-bit weights and gradients, float32 weights in the split optimizer
+    (which the checkpoint's optimizer state keeps), and for fp16 DeepSpeed's own loss scale.
+
+    Args:
+        precision: dtypes; the Trainer's if None.
+        stage: 1, 2 or 3.
+        offload_optimizer: keep the optimizer's state, and step it, on the host.
+        offload_parameters: keep weights on the host where they are not in use (stage 3).
+        config: a DeepSpeed configuration, a dict or the path of a JSON file. It wins over these arguments; what the
+            Trainer decides (batch size, accumulation, clipping, precision) it can only repeat.
+        process_group_backend: None: gloo for the CPU, NCCL for CUDA.
+        init_method: a URL by which the processes find each other; None: by what their launcher says.
+        timeout: how long a collective waits for the other processes.
+        start_method: ``"auto"``, ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; see ``DistributedStrategy``.
+        numa: bind each process to the cores of its GPU's NUMA node.
+
+    Raises:
+        ModuleNotFoundError: DeepSpeed is not installed.
+    """
+
+    names: ClassVar[tuple[str, ...]] = (
+        "deepspeed",
+        "deepspeed_stage_1",
+        "deepspeed_stage_2",
+        "deepspeed_stage_2_offload",
+        "deepspeed_stage_3",
+        "deepspeed_stage_3_offload",
+    )
+
+    def __init__(
+        self,
+        precision: Precision | None = None,
+        *,
+        stage: int = 2,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        process_group_backend: str | None = None,
+        init_method: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: StartMethod = "auto",
+        numa: bool = False,
+    ) -> None:
+        super().__init__(
+            precision,
+            process_group_backend=process_group_backend,
+            init_method=init_method,
+            timeout=timeout,
+            start_method=start_method,
+            numa=numa,
+        )
+        self.config = configuration.read_config(config)
+        self.stage = configuration.zero_stage(self.config, stage, offload_parameters)
+        require_deepspeed(self.stage)
+        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
+        self.communicates_forward = self.stage == 3
+        self._root: _Root | None = None
+        self._engine: Any = None
+        self._groups: list[int] = []  # which parameter groups of the user's optimizer have something to train
+        self._num_groups = 0
+        self._pieces: dict[int, zero_partitions.Piece] = {}
+        self._overflow: Tensor | None = None
+
+    # ---- processes ----------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Join the process group, then let DeepSpeed use that same group."""
+        super().setup_environment()
+        if self.precision.name not in PRECISIONS:
+            raise ValueError(
+                f"DeepSpeed has no precision {self.precision.name!r}. Choose {messages.names(PRECISIONS, last='or')}."
+            )
+        use_device(self.device.type)
+        if self.precision.name == "16-true" and not import_module("deepspeed").get_accelerator().is_fp16_supported():
+            raise ValueError(
+                f"Trainer(precision='16-true') with DeepSpeed: {self.device} does not compute in fp16. Use 'bf16-true' "
+                "or '16-mixed'."
+            )
+        os.environ.setdefault("LOCAL_RANK", str(self.local_rank))
+        import_module("deepspeed").init_distributed(dist_init_required=False, auto_mpi_discovery=False)
+
+    @property
+    def _full_config(self) -> dict[str, Any]:
+        return configuration.full_config(
+            self.config, self.stage, self.precision.name, self.offload_optimizer, self.offload_parameters
+        )
+
+    # ---- module and optimizers -------------------------------------------------------------------------------------
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Layers made in it are split at once under stage 3, once there is a process group (in ``configure_model``)."""
+        if self.stage < 3 or not dist.is_initialized():
+            return super().init_context()
+        return import_module("deepspeed").zero.Init(config_dict_or_path=self._full_config)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if any(zero_partitions.is_split(parameter) for parameter in module.parameters()):
+            return module  # where it belongs already
+        return super().setup_module(module)
+
+    def wrap_for_training(self, module: nn.Module) -> nn.Module:
+        """The module itself; the engine is made when its optimizer is known."""
+        if not getattr(module, "automatic_optimization", True):
+            raise NotImplementedError(
+                f"{type(module).__name__} asks for manual optimization, which DeepSpeed's engine does not know: it has "
+                "one backward and one optimizer. Use strategy='fsdp' or 'ddp', or automatic optimization."
+            )
+        trainer = getattr(module, "_trainer", None)
+        accumulate = getattr(trainer, "accumulate_grad_batches", None)
+        clip = getattr(trainer, "gradient_clip_val", None)
+        configuration.refuse_contradictions(self.config, self.precision.name, accumulate, clip)
+        self.same_model(module)
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)
+        self._drop_engine()
+        self._root = _Root(module)
+        return module
+
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Give DeepSpeed a double of the optimizer to cut up; the user's keeps its parameters and decides the rest.
+
+        Learning rates and other settings are read from the user's optimizer at each step, so that schedulers and
+        callbacks act on the object that they know.
+        """
+        if len(optimizers) > 1:
+            raise NotImplementedError(
+                f"DeepSpeed's engine has one optimizer, but there are {len(optimizers)}. Join them by parameter "
+                "groups, or use strategy='fsdp' or 'ddp'."
+            )
+        if not optimizers:
+            return optimizers
+        optimizer = optimizers[0]
+        _refuse_optimizer(optimizer)
+        self.precision.setup_optimizers(optimizers)
+        groups = optimizer.param_groups
+        self._groups = [i for i, group in enumerate(groups) if any(p.requires_grad for p in group["params"])]
+        self._num_groups = len(groups)
+        if not self._groups:
+            raise ValueError(
+                f"No parameter of {type(optimizer).__name__} requires a gradient, so DeepSpeed has nothing to train. "
+                "Unfreeze some, or use strategy='ddp'."
+            )
+        self._start_engine(_double(optimizer, [groups[i] for i in self._groups]))
+        self._pieces = zero_partitions.pieces(self._engine.optimizer)
+        return optimizers
+
+    def _start_engine(self, optimizer: Optimizer | None) -> None:
+        config = self._full_config
+        numel = (
+            sum(zero_partitions.whole_shape(parameter).numel() for parameter in self._root.parameters())
+            if self._root
+            else 0
+        )
+        # Buckets are allocated in full: none larger than there are gradients.
+        config["zero_optimization"].setdefault("reduce_bucket_size", min(500_000_000, numel + 1024))
+        where = SimpleNamespace(device_rank=self.device.index or 0)
+        with quiet(logging.ERROR):  # every optimizer but Adam is "untested" to it
+            made = import_module("deepspeed").initialize(where, self._root, optimizer, config=config)
+        self._engine = made[0]
+
+    def _drop_engine(self) -> None:
+        """Take the hooks of the run before off the module."""
+        if self._engine is not None:
+            self._engine.destroy()
+        self._engine, self._pieces, self._groups, self._overflow = None, {}, [], None
+
+    def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
+        step = super().bind_step(step, wrapped, training)
+        if training:
+            self._same_batch_size(wrapped)
+            return step if self._engine is None else self._root_of(wrapped).bind(step, self._engine)
+        if self.stage < 3 or not any(zero_partitions.is_split(parameter) for parameter in wrapped.parameters()):
+            return step
+        root = self._root_of(wrapped)
+        if self._engine is None:
+            self._start_engine(None)
+        return root.bind_evaluation(step)
+
+    def _root_of(self, module: nn.Module) -> _Root:
+        if self._root is None or self._root.inner is not module:
+            self._drop_engine()
+            self._root = _Root(module)
+        return self._root
+
+    def _same_batch_size(self, module: nn.Module) -> None:
+        trainer = getattr(module, "_trainer", None)
+        micro = getattr(getattr(trainer, "train_dataloader", None), "batch_size", None)
+        accumulate = getattr(trainer, "accumulate_grad_batches", 1)
+        configuration.refuse_other_batch_size(self.config, micro, self.num_data_ranks, accumulate)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def sync_gradients(self, enabled: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(enabled)
+
+    def complete_gradients(self, optimizer: Optimizer) -> None:
+        self._engine.set_gradient_accumulation_boundary(True)
+        if self.stage == 1:
+            self._engine.allreduce_gradients()
+        else:  # reduced with each backward
+            self._engine.optimizer.finalize_gradient_accumulation_boundary()
+
+    def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
+        loss = self.precision.scale_loss(loss)
+        if not loss.requires_grad:
+            loss.backward()  # raises what torch says of a loss without a graph; DeepSpeed would assert
+        if how is None:
+            self._engine.backward(loss, scale_wrt_gas=False)
+        else:
+            with self.precision.backward_context():
+                how(self._engine.scale(loss))
+
+    @property
+    def _loss_scale(self) -> float:
+        """The factor that DeepSpeed's own fp16 mode has in the gradients."""
+        return self._engine.optimizer.loss_scale
+
+    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
+        _multiply(zero_partitions.gradients(self._engine.optimizer), factor)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        if self.precision.scaler is None or self._overflow is not None:
+            return
+        precision: Any = self.precision  # the one with a scaler
+        grads, found = zero_partitions.gradients(self._engine.optimizer), torch.zeros((), device=self.device)
+        _multiply(grads, precision.inverse_scale())
+        for grad in grads:
+            found += (~torch.isfinite(grad).all()).to(self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        self._overflow = found.clamp(max=1.0)
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the norm over all gradients; DeepSpeed has them all, whatever ``parameters`` says."""
+        grads = zero_partitions.gradients(self._engine.optimizer)
+        local = torch.nn.utils.get_total_norm(grads, norm_type).to(self.device)
+        if norm_type == float("inf"):
+            total = self.reduce(local, "max")
+        else:
+            total = self.reduce(local**norm_type, "sum") ** (1.0 / norm_type)
+        total = total / self._loss_scale
+        _multiply(grads, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        largest = clip_value * self._loss_scale
+        for grad in zero_partitions.gradients(self._engine.optimizer):
+            overflow = torch.isinf(grad)
+            grad.clamp_(-largest, largest).masked_fill_(overflow, torch.nan)  # an overflow stays one
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        if closure is not None:
+            closure()
+        engine = self._engine
+        self._pass_settings(optimizer)
+        self.unscale_gradients(optimizer)
+        lasting = zero_partitions.lasting_gradients(engine.optimizer)
+        engine.step()
+        optimizer._opt_called = True  # type: ignore[reportAttributeAccessIssue]  # what schedulers look at
+        stepped = engine.was_step_applied()
+        if not stepped:
+            for grad in lasting:  # what is not finite would stay in the padding, which backward does not write
+                grad.zero_()
+        precision: Any = self.precision
+        if self._overflow is not None:
+            precision.settle(optimizer, self._overflow)
+            self._overflow = None
+        elif not stepped and self.precision.name != "16-true":
+            messages.warn_once(
+                "DeepSpeed left out a step because the gradients' norm was not finite; the step is not counted. Look "
+                "for the loss that became NaN or infinite (Trainer(detect_anomaly=True)), or clip gradients."
+            )
+        return stepped
+
+    def _pass_settings(self, optimizer: Optimizer) -> None:
+        """Let learning rates and the like take effect."""
+        inner = self._engine.optimizer.param_groups
+        if len(optimizer.param_groups) != self._num_groups:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has {len(optimizer.param_groups)} parameter groups, but had "
+                f"{self._num_groups} when DeepSpeed cut them up. Return all groups from configure_optimizers, or use "
+                "strategy='fsdp' or 'ddp' where groups come later."
+            )
+        for index, theirs in zip(self._groups, inner, strict=True):
+            ours = optimizer.param_groups[index]
+            theirs.update((key, value) for key, value in ours.items() if key != "params")
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        if not any(zero_partitions.is_split(parameter) for parameter in module.parameters()):
+            return super().model_state(module)
+        return zero_partitions.model_state(module, self.is_global_zero)
+
+    def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
+        if not any(zero_partitions.is_split(parameter) for parameter in module.parameters()):
+            result = super().load_model_state(module, state, strict)
+        else:
+            result = zero_partitions.load_model_state(module, state, strict)
+        if self._engine is not None and self._pieces and self._root is not None and module is self._root.inner:
+            self._engine.optimizer.refresh_fp32_params()  # else the next step would bring the weights before back
+        return result
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """As of any strategy, a tensor a parameter; the 16-bit modes add float32 weights and the loss scale."""
+        state = optimizer.state_dict()
+        if self._engine is None:
+            return state
+        double, parameters = self._engine.optimizer.optimizer, _by_index(optimizer)
+        found = zero_partitions.optimizer_states(double, self._pieces, parameters, self.device, self.is_global_zero)
+        state["state"] = found
+        if self.precision.name in ("bf16-true", "16-true"):
+            weights = zero_partitions.master_weights(self._pieces, parameters, self.device, self.is_global_zero)
+            scaler = self._engine.optimizer.loss_scaler
+            state["deepspeed"] = {
+                "weights": weights,
+                "loss_scale": {key: vars(scaler)[key] for key in SCALE if key in vars(scaler)},
+            }
+        return state
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+        if self._engine is None:
+            return
+        self._pass_settings(optimizer)
+        parameters = _by_index(optimizer)
+        zero_partitions.load_optimizer_states(
+            self._engine.optimizer.optimizer, self._pieces, parameters, state["state"]
+        )
+        own = state.get("deepspeed")
+        if own is not None and self.precision.name in ("bf16-true", "16-true"):
+            zero_partitions.load_master_weights(self._pieces, parameters, own["weights"])
+            vars(self._engine.optimizer.loss_scaler).update(own["loss_scale"])
+
+    def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
+        """None: they lie in DeepSpeed's own buffers."""
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_engine": None, "_root": None, "_pieces": {}, "_overflow": None}
+
+
+class _Root(nn.Module):
+    """What DeepSpeed's engine wraps: its forward is a step of the module inside.
+
+    Batches, and what evaluation steps return, pass by the forward's arguments: DeepSpeed looks into those and
+    understands tensors, lists and dicts alone.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self._calls: list[Callable[[], Any]] = []
+
+    def forward(self) -> Any:
+        return self._calls.pop()()
+
+    def bind(self, step: Callable[..., T], engine: Callable[[], Any]) -> Callable[..., T]:
+        """The training step, run as the engine's forward."""
+
+        def through_engine(*args: Any, **kwargs: Any) -> T:
+            self._calls.append(lambda: step(*args, **kwargs))
+            return engine()
+
+        return through_engine
+
+    def bind_evaluation(self, step: Callable[..., T]) -> Callable[..., T]:
+        """A step of evaluation, run as a forward whose result DeepSpeed does not see."""
+
+        def through_root(*args: Any, **kwargs: Any) -> T:
+            results: list[T] = []
+            self._calls.append(lambda: results.append(step(*args, **kwargs)))
+            enabled = torch.is_grad_enabled()
+            # Weights put together in inference mode could not be trained on afterwards.
+            with torch.inference_mode(False), torch.set_grad_enabled(enabled):
+                self()
+            return results[0]
+
+        return through_root
+
+
+def _multiply(grads: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients by a number or a scalar tensor, which may be on another device (theirs are offloaded)."""
+    if isinstance(factor, Tensor) and grads:
+        factor = factor.to(grads[0].device)
+    if grads:
+        torch._foreach_mul_(grads, factor)  # type: ignore[reportPrivateImportUsage]
+
+
+def _double(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer of the same class and settings with groups of its own, for ZeRO to put its partitions into."""
+    double = object.__new__(type(optimizer))
+    vars(double).update(
+        (key, value) for key, value in vars(optimizer).items() if key != "step"
+    )  # a scheduler's wrapper
+    double.param_groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    double.state = defaultdict(dict)
+    return double
+
+
+def _by_index(optimizer: Optimizer) -> dict[int, Tensor]:
+    """The optimizer's parameters, numbered as in its ``state_dict``."""
+    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+
+def _refuse_optimizer(optimizer: Optimizer) -> None:
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")]
+    for name in WHOLE_PARAMETERS:
+        if name in kinds:
+            raise ValueError(
+                f"DeepSpeed cuts parameters into flat slices, which {name} cannot be stepped on with the same result: "
+                "it needs whole parameters. Use an optimizer that treats each element by itself (SGD, AdamW, ...), or "
+                "strategy='ddp'."
+            )

@@ -1,0 +1,217 @@
+"""Which parts of a module are sharded on their own, and which are recomputed in backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ... import messages
+
+#: A class, its name, a smallest number of parameters, ``f(name, module) -> bool``, several classes, or a word.
+Policy = Any
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
+
+
+def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
+    """The modules inside ``root`` that become groups of their own, by name, outer ones first.
+
+    A module that holds one of several places of a tied parameter is left out: the parameter belongs to the root's
+    group, where it stays one tensor.
+
+    Raises:
+        ValueError: the policy matches nothing; the message names the classes there are.
+        TypeError: the policy is none.
+    """
+    if policy in (None, "root", "none"):
+        return {}
+    found = _repeated_blocks(root) if policy == "auto" else find_modules(root, policy, "wrap", smallest=True)
+    tied = _tied_modules(root, found)
+    if tied:
+        messages.info_once(
+            f"FSDP keeps {messages.names(sorted(tied), last='and')} in the root's group: a parameter in there is tied "
+            "to one elsewhere, and both must be gathered together."
+        )
+    return {name: module for name, module in found.items() if name not in tied}
+
+
+def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool = False) -> dict[str, nn.Module]:
+    """The modules inside ``root`` that a policy names.
+
+    Args:
+        root: the module to look in; it is not among the results.
+        policy: a class, a class name, several of them, a predicate ``f(name, module)`` or (with ``smallest``) a number
+            of parameters.
+        argument: what the policy is called in errors.
+        smallest: whether a number is allowed.
+    """
+    candidates = {
+        name: module
+        for name, module in root.named_modules()
+        if name and type(module) not in _NO_FORWARD and any(True for _ in module.parameters())
+    }
+    if smallest and isinstance(policy, int) and not isinstance(policy, bool):
+        found = _by_size(root, candidates, policy)
+    else:
+        matches = _matcher(policy, argument)
+        found = {name: module for name, module in candidates.items() if matches(name, module)}
+    if not found:
+        counts = Counter(type(module).__name__ for module in candidates.values())
+        listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20)) or "none"
+        raise ValueError(
+            f"FSDPStrategy({argument}={_shown(policy)}) matches no module with parameters in {type(root).__name__}. "
+            f"The classes in it are {listed}. Name one of them, or leave {argument} out."
+        )
+    return found
+
+
+def _shown(policy: Policy) -> str:
+    if isinstance(policy, type):
+        return policy.__name__
+    if isinstance(policy, (list, tuple, set, frozenset)):
+        return f"[{', '.join(map(_shown, policy))}]"
+    return getattr(policy, "__qualname__", None) or repr(policy)
+
+
+def _matcher(policy: Policy, argument: str) -> Callable[[str, nn.Module], bool]:
+    several = policy if isinstance(policy, (list, tuple, set, frozenset)) else [policy]
+    if several and all(isinstance(kind, (type, str)) for kind in several):
+        classes = tuple(kind for kind in several if isinstance(kind, type))
+        names = {kind for kind in several if isinstance(kind, str)}
+        return lambda _, module: isinstance(module, classes) or bool(names & {c.__name__ for c in type(module).__mro__})
+    if callable(policy) and not isinstance(policy, nn.Module):
+        return lambda name, module: bool(policy(name, module))
+    raise TypeError(
+        f"FSDPStrategy({argument}={policy!r}) is {messages.a(policy)}. Pass a class, a class name, several of "
+        "them, or a function f(name, module) -> bool."
+    )
+
+
+def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> dict[str, nn.Module]:
+    """Bottom-up: a module becomes a group as soon as what is not in a group inside it has ``least`` parameters."""
+    if least < 1:
+        raise ValueError(f"FSDPStrategy(wrap={least}) is no number of parameters. Pass 1 or more, or 'auto'.")
+    chosen: set[str] = set()
+    taken: set[int] = set()
+    for name, module in reversed(list(candidates.items())):
+        own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
+        if sum(own.values()) >= least:
+            chosen.add(name)
+            taken |= own.keys()
+    return {name: module for name, module in candidates.items() if name in chosen}
+
+
+def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
+    """The repeated block: of the classes that containers hold at least twice, the one with the most parameters."""
+    outer = repeated_elements(root)
+    kinds = {type(module) for module in _of_repeated_classes(outer).values()}
+    if not kinds:
+        messages.info_once(
+            f"FSDP found no repeated block in {type(root).__name__}, so all of it is gathered at once. For a large "
+            "model name the classes to gather one by one: FSDPStrategy(wrap=[...])."
+        )
+        return {}
+    found = [{name: module for name, module in outer.items() if type(module) is kind} for kind in kinds]
+    blocks = max(found, key=lambda blocks: (_size(blocks), len(blocks)))
+    kind = type(next(iter(blocks.values()))).__name__
+    messages.info_once(f"FSDP gathers the {len(blocks)} {kind} modules of {type(root).__name__} one by one.")
+    return blocks
+
+
+def repeated_elements(root: nn.Module) -> dict[str, nn.Module]:
+    """What containers hold of a class at least twice, by name: blocks.
+
+    What lies inside such a block is part of it, also if it repeats there (the layers of its own containers, experts).
+    """
+    elements: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for name, module in root.named_modules():
+        for key, child in module.named_children() if isinstance(module, CONTAINERS) else ():
+            if id(child) not in seen and type(child) not in _NO_FORWARD and any(True for _ in child.parameters()):
+                seen.add(id(child))
+                elements[f"{name}.{key}" if name else key] = child
+    return _outermost(_of_repeated_classes(elements))
+
+
+def _of_repeated_classes(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    counts = Counter(type(module) for module in found.values())
+    return {name: module for name, module in found.items() if counts[type(module)] > 1}
+
+
+def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    return {name: module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)}
+
+
+def _size(found: dict[str, nn.Module]) -> int:
+    return sum({id(p): p.numel() for module in found.values() for p in module.parameters()}.values())
+
+
+def _tied_modules(root: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
+    """The names of blocks that hold a parameter which another module outside of them holds too."""
+    homes: dict[int, set[int]] = {}
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                homes.setdefault(id(parameter), set()).add(id(module))
+    tied = set()
+    for name, block in blocks.items():
+        inside = {id(module) for module in block.modules()}
+        if any(homes[id(parameter)] - inside for parameter in block.parameters()):
+            tied.add(name)
+    return tied
+
+
+def check_shapes(module: nn.Module) -> None:
+    """Raise a ValueError if a parameter has no dimension to shard along."""
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ValueError(
+            f"{type(module).__name__} has parameters of shape () ({messages.names(scalars[:5], 'and')}), which cannot "
+            "be sharded. Give them the shape (1,): nn.Parameter(torch.tensor([1.0])); or use strategy='ddp'."
+        )
+
+
+# ---- activation checkpointing ----------------------------------------------------------------------------------------
+
+
+def checkpoint_activations(root: nn.Module, policy: Policy, blocks: dict[str, nn.Module]) -> None:
+    """Let modules keep no activations: backward runs their forward again (Chen et al., Sublinear Memory Cost, 2016).
+
+    The forward itself is replaced, on the instance, so the names of parameters stay as they are.
+
+    Args:
+        root: the module to look in.
+        policy: as for :func:`find_modules`; True: the blocks that are sharded one by one.
+        blocks: those.
+    """
+    if policy is None or policy is False:
+        return
+    if policy is True and not blocks:
+        raise ValueError(
+            f"FSDPStrategy(activation_checkpointing=True) recomputes the blocks that are sharded one by one, but "
+            f"{type(root).__name__} has none. Name the classes: activation_checkpointing=[...]."
+        )
+    found = blocks if policy is True else find_modules(root, policy, "activation_checkpointing")
+    for module in _outermost(found).values():
+        vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, children before their parent: the order in which layers are usually made."""
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for key, child in module.named_children():
+            yield from visit(f"{name}.{key}" if name else key, child)
+        yield name, module
+
+    return visit("", root)

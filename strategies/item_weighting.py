@@ -1,0 +1,71 @@
+"""A window whose gradient is the mean over all its items: tokens, pixels, boxes, however they fall on micro-batches."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .base import Strategy
+
+
+class ItemWindow:
+    """Weighs the losses of a window's micro-batches by how many items each is the mean over.
+
+    Each loss is multiplied by its items over a unit, a power of two; when the window is complete its gradients are
+    multiplied once by :meth:`finish`, and are then the mean over the items of all micro-batches on all ranks.
+
+    Args:
+        strategy: the ranks.
+        said: how the numbers came, for errors: ``"Net.training_step returned"``.
+
+    Attributes:
+        items: in the window so far, on this rank; a number or a scalar tensor.
+        unit: what the losses are weighed in; None before the first one.
+    """
+
+    def __init__(self, strategy: Strategy, said: str) -> None:
+        self.strategy = strategy
+        self.said = said
+        self.items: Any = 0
+        self.unit: float | None = None
+
+    def weigh(self, loss: Tensor, items: Any) -> Tensor:
+        """The loss to run backward on, shape (), for a mean over ``items``."""
+        if self.unit is None:
+            self.unit = self._unit_of(items)
+        self.items = self.items + items
+        return loss * (items / self.unit)
+
+    def finish(self) -> Tensor:
+        """The factor that turns the window's summed gradients into the mean over all items of all ranks; shape ().
+
+        Every rank must call; the window is empty afterwards.
+        """
+        device = self.strategy.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        total = self.strategy.reduce(torch.as_tensor(self.items, device=device, dtype=dtype), "mean")
+        self.items = 0
+        return (self.unit or 1.0) / total.clamp(min=torch.finfo(torch.float32).tiny)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The items of the window under way and the unit they are weighed in, as plain data."""
+        items = self.items.detach().cpu() if isinstance(self.items, Tensor) else self.items
+        return {"items": items, "unit": self.unit}
+
+    def load_state_dict(self, state: dict[str, Any], in_window: bool) -> None:
+        """Take back :meth:`state_dict`; without a window under way, only the unit."""
+        self.unit, self.items = state["unit"], 0
+        if in_window and self.unit is not None:
+            items = state["items"]
+            self.items = items.to(self.strategy.device) if isinstance(items, Tensor) else items
+
+    def _unit_of(self, items: Any) -> float:
+        """A power of two near the first batch's items: keeps the weighed loss in fp16's range and costs no rounding."""
+        first = float(items)
+        if not 0 <= first < math.inf:
+            raise ValueError(f"{self.said} num_items={first}. Give how many items the mean is over, 0 or more.")
+        return self.strategy.broadcast(2.0 ** math.floor(math.log2(max(first, 1.0))))

@@ -1,0 +1,1 @@
+"""One model split over processes: tensor, pipeline and context parallelism."""

@@ -1,0 +1,327 @@
+"""The pass of the micro-batches of one batch through the stages: forms learned once, buffers, schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from . import microbatches as micro
+from .pipeline_stages import Left, Passage, Run, Stages, TensorForm, is_fake
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
+
+_HOST = torch.device("cpu")
+#: What errors say where a tensor without values met an operation that needs them.
+_SIGNS = ("meta", "FakeTensor", "fake_tensor")
+
+
+class Call:
+    """One batch on its way through the stages.
+
+    Args:
+        step: the user's step.
+        more: what it is called with after the batch.
+        batches: the micro-batches.
+        sizes: samples in each.
+        seed: what all stages draw their random numbers from; micro-batches and stages get different ones.
+        scale: what losses are multiplied with before backward (fp16); None: nothing.
+        training: whether backward follows.
+        unit: what items are counted in, about those of a micro-batch, so that weighed losses stay in fp16's range;
+            None: not known yet.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        more: tuple[Any, ...],
+        batches: list[Any],
+        sizes: list[int],
+        seed: int,
+        scale: Tensor | None,
+        training: bool,
+        unit: float | None = None,
+    ) -> None:
+        self.step, self.more, self.batches, self.sizes = step, more, batches, sizes
+        self.seed, self.scale, self.training = seed, scale, training
+        self.outputs: list[Any] = [None] * len(batches)
+        self.items: list[Any] = [None] * len(batches)
+        self.unit = unit
+
+    def finish(self, index: int, output: Any) -> Tensor:
+        """Keep what the step returned on the last stage; return what backward starts from, shape ()."""
+        if not self.training:
+            self.outputs[index] = output
+            return torch.zeros(())
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = "None" if output is None else f"{type(loss).__name__} as its loss"
+            raise TypeError(
+                f"training_step returned {what} for a micro-batch, so there is nothing to run backward on. Return the "
+                "loss, one number as a tensor, or a dict with it under 'loss'; in a pipeline no batch can be skipped."
+            )
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "training_step returned a loss that no parameter of the last pipeline stage can learn from: it has no "
+                "graph. Compute it from the module's output without .item(), .detach() or torch.no_grad()."
+            )
+        items = output.get("num_items") if isinstance(output, Mapping) else None
+        self.items[index] = items
+        self.outputs[index] = _detached(output)
+        if items is None:
+            weight: Any = self.sizes[index] / sum(self.sizes)
+        else:
+            self.unit = self.unit or 2.0 ** math.floor(math.log2(max(float(items), 1.0)))
+            weight = items / self.unit
+        loss = loss.reshape(())
+        loss = loss if type(weight) is float and weight == 1.0 else loss * weight
+        return loss if self.scale is None else loss * self.scale
+
+    def loss(self) -> tuple[list[Any], tuple[bool, str]]:
+        """The batch's loss, with its items and their number of units if they were said; whether, and its dtype."""
+        losses = [output["loss"] if isinstance(output, Mapping) else output for output in self.outputs]
+        form = (self.items[0] is not None, str(losses[0].dtype).removeprefix("torch."))
+        if any((items is not None) != form[0] for items in self.items):
+            raise ValueError(
+                "training_step returned 'num_items' for some micro-batches only, so their losses cannot be weighed. "
+                "Return it always, or never."
+            )
+        weights = self.items if form[0] else self.sizes
+        loss = micro.mean([loss if loss.is_mps else loss.double() for loss in losses], weights)
+        total = sum(weights)
+        return [loss, total, total / self.unit] if self.unit else [loss], form
+
+
+class Plan:
+    """What is needed to run ``count`` micro-batches of one form.
+
+    The forms of what travels between stages are learned when it is made: each stage runs the first micro-batch up to
+    its exit, without the values of the stages before, and tells the next one.
+
+    Args:
+        pipeline: whose stages.
+        call: the batch.
+        first: the index of the first of its micro-batches that are meant.
+        count: number of micro-batches.
+        passages: what is known already of micro-batches of this form.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, call: Call, first: int, count: int, passages: dict[int, Passage] | None = None
+    ) -> None:
+        self.pipeline, self.count, self.training = pipeline, count, call.training
+        stages = pipeline.stages
+        if stages is None:
+            raise RuntimeError("The module was not set up for the pipeline. Call setup_module first.")
+        self.stages: Stages = stages
+        self.device = pipeline.strategy.device
+        self.call, self.first = call, first
+        self.passages = passages or {index: Passage() for index in pipeline.mine}
+        if passages is None:
+            self._learn()
+        self.parts = [_Part(self, index) for index in pipeline.mine]
+        self.schedule = self._schedule([self._stage(part) for part in self.parts])
+
+    def run(self, call: Call, first: int) -> None:
+        """Forward and, in training, backward of ``count`` micro-batches from index ``first`` on."""
+        self.call, self.first = call, first
+        for part in self.parts:
+            part.done = 0
+        target = torch.arange(self.count) if self.training and self.pipeline.last else None
+        given = {} if target is None else {"target": target}
+        try:
+            self.schedule.step(return_outputs=False, **given)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
+                raise error.__cause__ from None
+            raise
+
+    # ---- one stage, one micro-batch --------------------------------------------------------------------------------
+
+    def pass_through(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
+        """Run a stage's part of the step; return what is sent on, or on the last stage what backward starts from."""
+        call, passage = self.call, self.passages[stage]
+        index += self.first
+        left, output = self._reach(stage, index, received)
+        if passage.carried is None:
+            passage.carried = set()
+        if left is not None:
+            if any(map(is_fake, left.leaves)):
+                raise self._lacks_values(stage)
+            return tuple([left.leaves[position].contiguous() for position in passage.sent])
+        if stage < self.stages.count - 1:
+            raise RuntimeError(self._not_called(self.stages.range(stage).stop))
+        result = call.finish(index, output)
+        if is_fake(result) or any(map(is_fake, micro.leaves(output))):
+            raise self._lacks_values(stage)
+        return result
+
+    def _reach(
+        self, stage: int, index: int, received: tuple[Tensor, ...] = (), stop_at_entry: bool = False
+    ) -> tuple[Left | None, Any]:
+        """Run the step until the stage's exit, or its end: what it left with, or what it returned."""
+        call, seed = self.call, self.pipeline.seed
+
+        def enter() -> None:
+            seed(call.seed, index, stage)
+
+        seed(call.seed, index, 0)
+        seen = self.pipeline.held.seen if self.training else None
+        run = Run(self.stages, stage, self.passages[stage], received, stop_at_entry, enter, seen)
+        output = None
+        try:
+            with run:
+                output = call.step(call.batches[index], *call.more)
+        except Left as left:
+            return left, None
+        except Exception as error:
+            if stage and any(sign in f"{type(error).__module__} {error}" for sign in _SIGNS):
+                raise self._lacks_values(stage) from error
+            raise
+        if not run.entered:
+            raise RuntimeError(self._not_called(self.stages.range(stage).start))
+        return None, output
+
+    def _not_called(self, block: int) -> str:
+        name = self.stages.names[block]
+        return (
+            f"The step of {type(self.stages.module).__name__} ended without a call of {name}, with which a pipeline "
+            "stage begins. Every step must run the network through, block after block: name other modules in "
+            "split_points, or use pipeline_parallel=1."
+        )
+
+    def _lacks_values(self, stage: int) -> RuntimeError:
+        name = self.stages.names[self.stages.range(stage).start]
+        return RuntimeError(
+            f"Pipeline stage {stage}, which begins with {name}, needs the value of a tensor that an earlier stage "
+            f"computes, other than through the arguments of {name} (a skip connection, a weight of another stage, or a "
+            "Python number read from a tensor before it). Pass it on through the arguments of the blocks, or cut "
+            "elsewhere with split_points."
+        )
+
+    # ---- forms -----------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        buffers = [(b, b.clone()) for b in self.stages.module.buffers() if not b.is_meta]
+        try:
+            for stage in range(self.stages.count - 1):
+                if stage in self.passages:
+                    self._offer(stage)
+                if stage + 1 in self.passages:
+                    self._ask(stage + 1)
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+    def _offer(self, stage: int) -> None:
+        """Tell the next stage what there is to send; learn what it wants."""
+        passage = self.passages[stage]
+        received = tuple(form.make(self.device) for form in passage.inputs)
+        left, _ = self._reach(stage, self.first, received)
+        forms = None if left is None else [_form(leaf) for leaf in left.leaves]
+        receiver = self.pipeline.process_of(stage + 1)
+        self._send(forms, receiver)
+        if forms is None:
+            raise RuntimeError(self._not_called(self.stages.range(stage).stop))
+        wanted = self._receive(receiver)
+        if isinstance(wanted, str):
+            raise RuntimeError(wanted)
+        passage.sent = wanted
+        passage.outputs = tuple(forms[position] for position in wanted)  # type: ignore[misc]
+
+    def _ask(self, stage: int) -> None:
+        """Learn what the stage before has to send; tell it what is wanted of that."""
+        passage, sender = self.passages[stage], self.pipeline.process_of(stage - 1)
+        forms = self._receive(sender)
+        if forms is None:
+            raise RuntimeError(self._not_called(self.stages.range(stage).start))
+        left, _ = self._reach(stage, self.first, stop_at_entry=True)
+        if left is None:
+            raise RuntimeError(self._not_called(self.stages.range(stage).start))
+        problem = None
+        if left.count != len(forms) or any(forms[position] is None for position in left.leaves):
+            problem = (
+                f"{self.stages.names[self.stages.range(stage).start]}, with which pipeline stage {stage} begins, is "
+                "called with other arguments on that stage than on the one before. Arguments may not depend on the "
+                "values of tensors, or be objects that blocks change (use_cache=False for transformers' models)."
+            )
+        self._send(problem or left.leaves, sender)
+        if problem:
+            raise RuntimeError(problem)
+        passage.wanted = left.leaves
+        passage.inputs = tuple(forms[position] for position in left.leaves)
+
+    def _send(self, value: Any, process: int) -> None:
+        dist.send_object_list([value], process, group=self.pipeline.host, device=_HOST)
+
+    def _receive(self, process: int) -> Any:
+        box = [None]
+        dist.recv_object_list(box, process, group=self.pipeline.host, device=_HOST)
+        return box[0]
+
+    # ---- torch's objects -------------------------------------------------------------------------------------------
+
+    def _stage(self, part: _Part) -> PipelineStage:
+        passage = self.passages[part.stage]
+        is_last = part.stage == self.stages.count - 1
+        outputs = (TensorForm((), torch.float32, False),) if is_last else passage.outputs
+        return PipelineStage(
+            part,
+            part.stage,
+            self.stages.count,
+            self.device,
+            input_args=tuple(form.make(self.device) for form in passage.inputs),
+            output_args=tuple(form.make(self.device) for form in outputs),
+            group=self.pipeline.group,
+        )
+
+    def _schedule(self, stages: list[Any]) -> Any:
+        count, processes = self.count, self.pipeline.size
+        given: dict[str, Any] = {"loss_fn": _loss if self.training else None, "scale_grads": False}
+        if self.pipeline.virtual > 1:
+            even = count % max(1, count // processes) == 0
+            kind = ScheduleInterleaved1F1B if self.training and even else ScheduleLoopedBFS
+            return kind(stages, count, **given)
+        steady = self.training and self.pipeline.schedule == "1f1b" and count >= self.stages.count
+        return (Schedule1F1B if steady else ScheduleGPipe)(stages[0], count, **given)
+
+
+class _Part(nn.Module):
+    """What torch takes for a stage's module: it runs the next micro-batch through the stage."""
+
+    def __init__(self, plan: Plan, stage: int) -> None:
+        super().__init__()
+        self.plan, self.stage, self.done = plan, stage, 0
+
+    def forward(self, *received: Tensor) -> Any:
+        """Run the stage's part of the step on the next micro-batch."""
+        index = self.done
+        self.done += 1
+        return self.plan.pass_through(self.stage, index, received)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return output
+
+
+def _form(leaf: Any) -> TensorForm | None:
+    return TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else None
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+    return output.detach()

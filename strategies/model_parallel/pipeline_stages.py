@@ -1,0 +1,440 @@
+"""A module cut into pipeline stages: which blocks each holds, and how the user's own step runs between two cuts.
+
+No network is rewritten and nothing is traced. On every stage the user's step runs as it is written, and the calls of a
+few blocks are answered differently: those before the stage are skipped, the stage's first block gets what the stage
+before has sent, and the call of the next stage's first block ends the run, with its arguments as what is sent on.
+What the step does before the entry is computed again on every stage where it needs no weights (masks, positions,
+noise: the stages draw the same random numbers), and by shape alone where it does, with torch's fake tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils import _pytree as pytree
+
+from ... import messages
+
+_WRITES = ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+_CONTAINERS = (tuple, list, dict)
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """What a tensor that travels between two stages looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def make(self, device: torch.device) -> Tensor:
+        """A tensor of zeros of this form."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
+
+
+@dataclass
+class Passage:
+    """What is known of one stage for micro-batches of one form.
+
+    Attributes:
+        wanted: which of the tensors in its first block's arguments the stage has to be sent.
+        inputs: their forms.
+        sent: which of the tensors in the next stage's first block's arguments it sends.
+        outputs: their forms.
+        skipped: by block before the stage, what a call of it returns (without values).
+        carried: blocks of the stage that are given tensors from before the entry; None: not known yet.
+    """
+
+    wanted: tuple[int, ...] = ()
+    inputs: tuple[TensorForm, ...] = ()
+    sent: tuple[int, ...] = ()
+    outputs: tuple[TensorForm, ...] = ()
+    skipped: dict[int, Any] = field(default_factory=dict)
+    carried: set[int] | None = None
+
+
+class Stages:
+    """The blocks of a module, in the order in which they run, and the first block of each stage.
+
+    What is outside the blocks (embeddings, heads, parameters of the module itself) belongs to all stages.
+
+    Args:
+        module: the TrainingModule.
+        count: number of stages.
+        device: where this process's stages run.
+        split_points: names of the modules that the second and later stages begin with; None: even by parameters.
+    """
+
+    def __init__(
+        self, module: nn.Module, count: int, device: torch.device, split_points: Sequence[str] | None = None
+    ) -> None:
+        self.module, self.count = module, count
+        if split_points is None:
+            self.names, sizes = _find_blocks(module, count)
+            self.starts = even_split(sizes, count)
+        else:
+            self.names, self.starts = _blocks_at(module, count, split_points)
+        self.blocks = [module.get_submodule(name) for name in self.names]
+        self._refuse_repeated()
+        self.device = device
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._twins: dict[int, Tensor] = {}
+
+    def _refuse_repeated(self) -> None:
+        seen: dict[int, str] = {}
+        for name, block in zip(self.names, self.blocks, strict=True):
+            if id(block) in seen:
+                raise ValueError(
+                    f"{name} is the same module as {seen[id(block)]}, so it cannot be in one pipeline stage only. Give "
+                    "each block weights of its own, or use pipeline_parallel=1."
+                )
+            seen[id(block)] = name
+
+    def range(self, stage: int) -> range:
+        """The indices of a stage's blocks."""
+        return range(self.starts[stage], self.starts[stage + 1] if stage + 1 < self.count else len(self.blocks))
+
+    def stage_of(self, block: int) -> int:
+        """The stage that a block is in."""
+        return max(stage for stage in range(self.count) if self.starts[stage] <= block)
+
+    def holders(self) -> dict[str, set[int]]:
+        """For each parameter and buffer, by its first name, the stages that hold it."""
+        inside: dict[int, set[int]] = {}
+        for index, block in enumerate(self.blocks):
+            for tensor in (*block.parameters(), *block.buffers()):
+                inside.setdefault(id(tensor), set()).add(self.stage_of(index))
+        prefixes = tuple(f"{name}." for name in self.names)
+        everywhere = set(range(self.count))
+        named = [
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ]
+        outside = {id(tensor) for name, tensor in named if not name.startswith(prefixes)}
+        found: dict[str, set[int]] = {}
+        seen: set[int] = set()
+        for name, tensor in named:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[name] = everywhere if id(tensor) in outside else inside[id(tensor)]
+        return found
+
+    def without_value(self, leaf: Any) -> Any:
+        """A tensor as what is known of it without its values; anything else as it is."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        if not is_weight(leaf):
+            return self._empty(leaf)
+        if id(leaf) not in self._twins:
+            self._twins[id(leaf)] = self._empty(leaf)
+        return self._twins[id(leaf)]
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        with self.fake:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+
+
+class Run:
+    """One run of a step on one stage: a context in which the calls of blocks are answered as the stage needs it.
+
+    Args:
+        stages: all stages.
+        index: the stage.
+        passage: what is known of it; completed by the first runs.
+        received: what the stage before has sent, in the order of ``passage.wanted``.
+        stop_at_entry: end the run there (to learn what the stage wants).
+        on_entry: called when the stage's own blocks begin.
+        seen: filled with the ids of the parameters that the stage itself uses; None: nobody asks.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        index: int,
+        passage: Passage,
+        received: tuple[Tensor, ...] = (),
+        stop_at_entry: bool = False,
+        on_entry: Callable[[], None] | None = None,
+        seen: set[int] | None = None,
+    ) -> None:
+        self.stages, self.index, self.passage, self.received = stages, index, passage, received
+        self.stop_at_entry, self.on_entry, self.seen = stop_at_entry, on_entry, seen
+        self.entered = index == 0
+        self.mode: _Mode | None = None
+        self._before: dict[int, Any] = {}
+        self._arrived: dict[int, Tensor] = {}
+
+    def __enter__(self) -> Run:
+        first, after = self.stages.range(self.index).start, self.stages.range(self.index).stop
+        if self.index:
+            for block in range(first):
+                self._answer(block, partial(self._skip, block))
+            self._answer(first, self._report if self.stop_at_entry else self._enter)
+            carried = self.passage.carried
+            for block in range(first + 1, after) if carried is None else carried:
+                self._answer(block, partial(self._carry, block))
+        if self.index or self.seen is not None:
+            self.mode = _Mode(self.stages, self.seen, on=self.index > 0)
+            self.mode.__enter__()
+        if after < len(self.stages.blocks):
+            self._answer(after, self._leave)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        for block in list(self._before):
+            self._restore(block)
+        self._leave_mode()
+        return False
+
+    def _answer(self, block: int, how: Callable[..., Any]) -> None:
+        """Let ``how`` answer the calls of a block, before hooks and compiled code see them."""
+        attributes = vars(self.stages.blocks[block])
+        self._before[block] = attributes.get("_compiled_call_impl")
+        attributes["_compiled_call_impl"] = how
+
+    def _restore(self, block: int) -> Callable[..., Any]:
+        """Let a block answer its calls itself again; return what it does then."""
+        module = self.stages.blocks[block]
+        before = self._before.pop(block)
+        vars(module).pop("_compiled_call_impl")
+        if before is None:
+            return module._call_impl
+        vars(module)["_compiled_call_impl"] = before
+        return before
+
+    def _leave_mode(self) -> None:
+        mode, self.mode = self.mode, None
+        if mode is not None:
+            mode.on = False
+            if _get_current_function_mode() is mode:  # otherwise one of the user's is still open inside it
+                mode.__exit__(None, None, None)
+
+    # ---- answers ---------------------------------------------------------------------------------------------------
+
+    def _skip(self, block: int, *args: Any, **kwargs: Any) -> Any:
+        known = self.passage.skipped
+        if block not in known:
+            result = self.stages.blocks[block]._call_impl(*args, **kwargs)
+            known[block] = pytree.tree_map(self.stages.without_value, result)
+        return known[block]
+
+    def _report(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = flatten((args, kwargs))
+        seen: set[int] = set()
+        wanted = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, FakeTensor) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                wanted.append(position)
+        raise Left(len(leaves), tuple(wanted))
+
+    def _enter(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._restore(self.stages.range(self.index).start)
+        if self.mode is not None:
+            self.mode.on = False
+        if self.seen is None:
+            self._leave_mode()
+        leaves, spec = flatten((args, kwargs))
+        for position, tensor in zip(self.passage.wanted, self.received, strict=True):
+            self._arrived[id(leaves[position])] = tensor
+        self.entered = True
+        if self.on_entry is not None:
+            self.on_entry()
+        args, kwargs = pytree.tree_unflatten([self._arrived.get(id(leaf), leaf) for leaf in leaves], spec)
+        return call(*args, **kwargs)
+
+    def _carry(self, block: int, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        if any(id(leaf) in self._arrived for leaf in leaves):
+            if self.passage.carried is None:
+                self.passage.carried = set()
+            self.passage.carried.add(block)
+            args, kwargs = pytree.tree_unflatten([self._arrived.get(id(leaf), leaf) for leaf in leaves], spec)
+        before = self._before[block]
+        return (before or self.stages.blocks[block]._call_impl)(*args, **kwargs)
+
+    def _leave(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = flatten((args, kwargs))
+        raise Left(len(leaves), tuple(self._arrived.get(id(leaf), leaf) for leaf in leaves))
+
+
+class Left(BaseException):
+    """A run has come to its stage's exit; no error, and nothing that a user's ``except Exception`` should stop.
+
+    Args:
+        count: number of the leaves of the block's arguments.
+        leaves: they, or the positions that are wanted.
+    """
+
+    def __init__(self, count: int, leaves: tuple[Any, ...]) -> None:
+        super().__init__("the end of a pipeline stage")
+        self.count, self.leaves = count, leaves
+
+
+class _Mode(TorchFunctionMode):
+    """What a step does before a stage's entry: by shape alone whatever comes of a weight, as written everything else.
+
+    Args:
+        stages: all stages.
+        seen: filled with the ids of the parameters that are used while it is not ``on``.
+        on: before the entry.
+    """
+
+    def __init__(self, stages: Stages, seen: set[int] | None, on: bool) -> None:
+        super().__init__()
+        self.stages, self.seen, self.on = stages, seen, on
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.on and self.seen is None:
+            return func(*args, **kwargs)
+        if not self.on:
+            leaves = pytree.tree_leaves((args, kwargs))
+            self.seen |= {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)}  # type: ignore[operator]
+        elif _has_no_value(args) or _has_no_value(kwargs.values()):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            self._refuse_writing(func, leaves)
+            leaves = [self.stages.without_value(leaf) if is_weight(leaf) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return func(*args, **kwargs)
+
+    def _refuse_writing(self, func: Any, leaves: list[Any]) -> None:
+        name = getattr(func, "__name__", "")
+        written = leaves[0] if leaves else None
+        writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        if writes and isinstance(written, Tensor) and not is_fake(written) and not is_weight(written):
+            raise RuntimeError(
+                f"Before its first block is called, {type(self.stages.module).__name__}'s step writes a result of a "
+                f"weight into another tensor in place ({name}); a later pipeline stage, which does not have the "
+                "weight's value, would go on with a wrong tensor. Use an operation that returns a new one, such as "
+                "torch.cat or torch.where."
+            )
+
+
+def flatten(values: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested tuples, lists and dicts; other objects are leaves, whatever they hold."""
+    return pytree.tree_flatten(values, is_leaf=lambda x: not isinstance(x, _CONTAINERS))
+
+
+def _has_no_value(values: Any) -> bool:
+    """Whether a weight, or what was computed from one, is among an operation's arguments."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if isinstance(value, FakeTensor) or is_weight(value):
+                return True
+        elif isinstance(value, (list, tuple)) and _has_no_value(value):
+            return True
+    return False
+
+
+def is_weight(leaf: Any) -> bool:
+    """Whether a value is a parameter, or was left out because other processes hold it."""
+    return isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and leaf.is_meta)
+
+
+def is_fake(leaf: Any) -> bool:
+    """Whether a value is a tensor without values, which comes from before a stage's entry."""
+    return isinstance(leaf, FakeTensor)
+
+
+# ---- where to cut ----------------------------------------------------------------------------------------------------
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
+            yield name, child
+
+
+def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
+    """Names and sizes of the blocks: the children of the list that divides most of the parameters."""
+    best: tuple[int, list[str], list[int]] = (0, [], [])
+    for name, container in _containers(module):
+        sizes = [_size(child) for child in container._modules.values() if child is not None]
+        score = sum(sizes) - max(sizes)
+        enough = sum(size > 0 for size in sizes) >= count
+        if score > best[0] and (enough or sum(size > 0 for size in best[2]) < count):
+            prefix = f"{name}." if name else ""
+            best = (score, [f"{prefix}{child}" for child in container._modules], sizes)
+    _, names, sizes = best
+    owner = type(module).__name__
+    if not names:
+        raise ValueError(
+            f"{owner} holds no nn.ModuleList or nn.Sequential of several layers with parameters, so there is nothing "
+            f"to cut into {count} pipeline stages. Put its repeated blocks into one, or use pipeline_parallel=1."
+        )
+    if (found := sum(size > 0 for size in sizes)) < count:
+        raise ValueError(
+            f"{owner} has {found} blocks with parameters ({names[0]} ... {names[-1]}), fewer than the {count} pipeline "
+            "stages. Use fewer (pipeline_parallel, virtual_stages), or name smaller pieces in split_points."
+        )
+    return names, sizes
+
+
+def even_split(sizes: Sequence[int], count: int) -> list[int]:
+    """The first block of each stage, so that the largest stage is as small as can be; no stage is empty.
+
+    Blocks without parameters stay with the block before them.
+    """
+    heavy = [index for index, size in enumerate(sizes) if size > 0]
+    total = [0]
+    for index in heavy:
+        total.append(total[-1] + sizes[index])
+    best = [[math.inf] * (len(heavy) + 1) for _ in range(count + 1)]
+    cut = [[0] * (len(heavy) + 1) for _ in range(count + 1)]
+    best[0][0] = 0
+    for stage in range(1, count + 1):
+        for end in range(stage, len(heavy) + 1):
+            for start in range(stage - 1, end):
+                largest = max(best[stage - 1][start], total[end] - total[start])
+                if largest < best[stage][end]:
+                    best[stage][end], cut[stage][end] = largest, start
+    starts, end = [], len(heavy)
+    for stage in range(count, 0, -1):
+        end = cut[stage][end]
+        starts.append(heavy[end] if end else 0)
+    return starts[::-1]
+
+
+def _blocks_at(module: nn.Module, count: int, split_points: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Names of the blocks, siblings of the split points, and the first of each stage."""
+    if isinstance(split_points, str) or len(split_points) != count - 1:
+        raise ValueError(
+            f"split_points={split_points!r}: {count} pipeline stages need a list of {count - 1} names, those of the "
+            "modules that the second and later stages begin with."
+        )
+    known = [name for name, _ in module.named_modules() if name]
+    for name in split_points:
+        if name not in known:
+            raise ValueError(messages.unknown("name in split_points", name, known))
+    parents = {name.rpartition(".")[0] for name in split_points}
+    first = module.get_submodule(split_points[0])
+    if next(iter(module.get_submodule(split_points[0].rpartition(".")[0]).children())) is first:
+        # A stage may begin with the decoder: then the blocks before it are the encoder's.
+        parents |= {name for name, container in _containers(module) if type(next(container.children())) is type(first)}
+    names = [name for name in known if name.rpartition(".")[0] in parents]
+    nested = [name for name in names if any(name.startswith(f"{other}.") for other in names)]
+    if nested:
+        raise ValueError(
+            f"split_points={list(split_points)!r}: {nested[0]} lies inside another of the pieces between which is cut. "
+            "Name modules that are not inside one another's siblings."
+        )
+    starts = [0, *(names.index(name) for name in split_points)]
+    if starts != sorted(set(starts)):
+        raise ValueError(
+            f"split_points={list(split_points)!r} must be in the order in which the modules run, and not begin with "
+            f"the first ({names[0]})."
+        )
+    return names, starts

@@ -1,0 +1,222 @@
+"""What changes in ModelParallelStrategy where ``pipeline_parallel`` is above 1: the module lies in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from .. import sharded_tensors
+from ..base import move_optimizer_state
+from ..distributed import DistributedStrategy
+from ..fsdp.wrapping import bottom_up
+from ..precision.base import Precision, gradients
+
+if TYPE_CHECKING:
+    from .pipeline import ScheduleName
+    from .strategy import ModelParallelStrategy as Base
+else:
+    Base = DistributedStrategy
+
+T = TypeVar("T")
+
+
+class PipelineSteps(Base):
+    """Successive blocks on successive processes; goes before ModelParallelStrategy in a class's bases."""
+
+    splits_batches: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        precision: Precision | None = None,
+        *,
+        pipeline_schedule: ScheduleName | None = None,
+        microbatches: int | None = None,
+        virtual_stages: int | None = None,
+        split_points: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        from .pipeline import Pipeline
+
+        super().__init__(precision, **options)
+        self.pipeline = Pipeline(self, pipeline_schedule or "1f1b", microbatches, virtual_stages, split_points)
+        for name, given in (("wrap", "auto"), ("activation_checkpointing", None)):
+            if options.get(name, given) != given:
+                raise ValueError(
+                    f"ModelParallelStrategy({name}=...) shards or re-computes blocks, which does not go together with "
+                    f"pipeline_parallel. Leave {name} out; checkpoint activations in the blocks' own forward."
+                )
+        if self._needs_sharding or self.asked["dp_shard"] not in ("auto", 1):
+            raise ValueError(
+                f"ModelParallelStrategy(data_parallel_shard={self.asked['dp_shard']!r}, pipeline_parallel="
+                f"{self.asked['pp']}): the weights of a pipeline's stages are not sharded further. Use "
+                "data_parallel_replicate for copies of the pipeline, and more stages for less memory each."
+            )
+        if self.asked["cp"] != 1:
+            raise ValueError(
+                f"ModelParallelStrategy(context_parallel={self.asked['cp']}, pipeline_parallel={self.asked['pp']}): a "
+                "sequence cannot be split between the stages of a pipeline. Use one of the two."
+            )
+        if self.loss_parallel:
+            raise ValueError(
+                "ModelParallelStrategy(loss_parallel=True) with pipeline_parallel: the schedule runs backward by "
+                "itself, where split logits have none. Leave loss_parallel out."
+            )
+        self._fill_replicas = self.asked["dp_shard"] == "auto" and self.asked["dp_replicate"] == 1
+        self.asked["dp_shard"] = 1
+
+    # ---- processes ----------------------------------------------------------------------------------------------
+
+    def _mesh_shape(self) -> tuple[int, ...]:
+        if self._fill_replicas:  # what the other sizes leave are copies of the pipeline
+            self.asked["dp_replicate"] = "auto"
+        return super()._mesh_shape()
+
+    def setup_environment(self) -> None:
+        known = self.mesh is not None
+        super().setup_environment()
+        if not known:
+            self.pipeline.meet(self.mesh)
+
+    # ---- module and optimizers -------------------------------------------------------------------------------------
+
+    def _noting(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # each process has the whole module before it is split
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Leave in each process its stages' blocks and what is outside of the blocks, with rank 0's values."""
+        pipeline = self.pipeline
+        pipeline.syncs = True
+        if not pipeline.knows(module):
+            self.precision.convert_module(module)
+            self.same_model(module)
+            self._give_values(module)
+            self._split_layers(module)
+            pipeline.split(module)
+        return pipeline.to_device(module)
+
+    def _split_layers(self, module: nn.Module) -> None:
+        """Split layers for tensor parallelism, before those of other stages are left out."""
+        splitter = self._make_splitter(module)
+        if splitter is None:
+            return
+        for name, _ in bottom_up(module):
+            if name in splitter.styles:
+                splitter.split(name)
+            elif name:
+                splitter.check(name)
+        splitter.finish()
+
+    def _group_of_overflow(self) -> Any:
+        return None if self.mesh is None else self.mesh["tp"].get_group()  # the stages agree after this
+
+    def _give_values(self, module: nn.Module) -> None:
+        """Rank 0's values for all, one tensor at a time on the device; what has no memory gets initial ones first."""
+        self._materialize(module, torch.device("cpu"))
+        with torch.no_grad(), self._at("giving every rank rank 0's weights"):
+            for tensor in (*module.parameters(), *module.buffers()):
+                value = tensor.detach().to(self.device).contiguous()
+                dist.broadcast(value, 0)
+                tensor.copy_(value)
+
+    def wrap_for_training(self, module: nn.Module) -> nn.Module:
+        self.pipeline.check_training(module)
+        self._agree_on_random_numbers()
+        return module
+
+    def setup_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        self.pipeline.setup_optimizers(optimizers)
+        self.precision.setup_optimizers(optimizers)
+        if self.precision.scaler is not None:
+            self.precision.scaler._unscale_grads_ = self._unscale_parts
+        return optimizers
+
+    def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
+        logs = step if hasattr(step, "take") else None
+        return self.pipeline.bind_step(self.precision.bind_forward(step), logs, training)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def sync_gradients(self, enabled: bool) -> None:
+        self.pipeline.syncs = enabled
+
+    def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self.pipeline.held.reduce_gradients()
+
+    def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
+        self.pipeline.backward(loss, how)
+
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self.precision.unscale_gradients(optimizer)
+        self.pipeline.held.agree_on_overflow(self.precision.scaler, optimizer)
+
+    def scale_gradients(self, optimizer: torch.optim.Optimizer, factor: float | Tensor) -> None:
+        grads = gradients(optimizer)
+        if grads:
+            sharded_tensors.multiply(grads, factor)
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self.pipeline.held.clip_by_norm(parameters, max_norm, norm_type)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        if self.precision.scaler is not None:
+            if closure is not None:
+                closure()
+            self.unscale_gradients(optimizer)
+            closure = None
+        sharded_tensors.settle(parameter for group in optimizer.param_groups for parameter in group["params"])
+        with implicit_replication():  # an optimizer's lists hold whole and split parameters together
+            return DistributedStrategy.optimizer_step(self, optimizer, closure)
+
+    def compute_metric(self, metric: Any) -> Any:
+        return self.pipeline.compute_metric(metric)
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> dict[str, Any]:
+        state = _put_together(module.state_dict())
+        return self.pipeline.held.model_state(state) if self.pipeline.knows(module) else state
+
+    def load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
+        if not self.pipeline.knows(module):  # it is whole, in the process that started the others
+            return module.load_state_dict(state, strict=strict)
+        own = module.state_dict(keep_vars=True)
+        parts = {name: _cut_like(value, own.get(name)) for name, value in state.items()}
+        self.waiting.restored(state)
+        return self.pipeline.held.load_model_state(parts, strict)
+
+    def optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = optimizer.state_dict()
+        whole = {index: _put_together(entry) for index, entry in state["state"].items()}
+        return self.pipeline.held.optimizer_state({**state, "state": whole})
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        super().load_optimizer_state(module, optimizer, self.pipeline.held.own_part(optimizer, state))
+        move_optimizer_state(optimizer, self.device)
+
+    def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
+        """None: each stage has those of its own layers."""
+        return None
+
+    def teardown(self) -> None:
+        self.pipeline.rest()
+        DistributedStrategy.teardown(self)
+
+
+def _put_together(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with the tensors that several processes of a stage have parts of whole; each of them must call."""
+    return {
+        key: value.full_tensor() if isinstance(value, DTensor) and not value.is_meta else value
+        for key, value in state.items()
+    }
+
+
+def _cut_like(value: Any, own: Any) -> Any:
+    fits = isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape
+    return sharded_tensors.cut(value, own) if fits else value

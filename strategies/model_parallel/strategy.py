@@ -1,0 +1,416 @@
+"""One model spread over processes: split layers, pipeline stages, sharded and replicated parameters, one mesh."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
+
+from ... import messages
+from .. import sharded_tensors as parts
+from ..distributed import DistributedStrategy
+from ..fsdp.strategy import FSDPStrategy
+from ..precision.base import Precision
+from .pipeline_strategy import PipelineSteps
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from .pipeline import ScheduleName
+    from .tensor_parallel import Splitter
+
+T = TypeVar("T")
+
+#: The mesh's dimensions, outermost first: ranks of one tensor-parallel group are neighbors, on one machine.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+#: The argument for each of them.
+ARGUMENTS = {
+    "pp": "pipeline_parallel",
+    "dp_replicate": "data_parallel_replicate",
+    "dp_shard": "data_parallel_shard",
+    "cp": "context_parallel",
+    "tp": "tensor_parallel",
+}
+#: Options of FSDPStrategy that mean something only where parameters are sharded.
+_SHARDING_ONLY = ("mixed_precision", "cpu_offload")
+
+
+class ModelParallelStrategy(FSDPStrategy):
+    """``"model_parallel"``: the processes form a mesh, whose dimensions share the work in different ways.
+
+    The product of the sizes is the number of processes. The ranks of one tensor-, context- and pipeline-parallel group
+    see the same data, and draw the same random numbers: dropout drops the same elements of what each of them has whole.
+
+    Args:
+        precision: dtypes and loss scaling; the Trainer's if None.
+        data_parallel_replicate: number of copies of the (sharded) model.
+        data_parallel_shard: over how many processes each parameter is sharded, as by FSDPStrategy; ``"auto"``: over
+            those that the other sizes leave.
+        tensor_parallel: over how many processes each layer is split; ``"auto"``: those of one machine.
+        pipeline_parallel: number of groups that hold successive layers.
+        context_parallel: over how many processes a sequence is split.
+        plan: how layers are split: pattern of layer names (``"net.blocks.*.attn.q"``) -> ``"colwise"``, ``"rowwise"``
+            or a ``ParallelStyle`` of torch.distributed.tensor.parallel. ``"auto"``: attentions with separate q, k, v
+            and pairs of linear layers are found by their names and shapes. An attention then computes some of its heads
+            on each process: an attribute such as ``num_heads`` is divided, and ``forward`` must leave the width to be
+            found, as in ``q.view(batch, length, self.num_heads, -1)``.
+        loss_parallel: split the layer that gives the logits by classes too, so that no process holds all logits. Only
+            ``cross_entropy`` takes such logits (without label smoothing), in training and evaluation.
+        context_parallel_dims: which dimension of a batch's tensors is the sequence that ``context_parallel`` splits:
+            ``1`` for all tensors, or ``{"input_ids": 1, "labels": 1, "position_ids": 1}`` (for a tuple: ``{0: 1}``).
+            The step gets its part of the sequence: positions must come with the batch, and inputs be shifted against
+            labels before; the loss is a mean over the part, or comes with ``num_items``. Attention
+            (``scaled_dot_product_attention``) sees all parts. Evaluation runs on whole sequences.
+        pipeline_schedule: the order of the micro-batches' passes through the stages: ``"gpipe"``, ``"1f1b"`` (default)
+            or ``"interleaved_1f1b"``.
+        microbatches: pieces that a batch is cut into for the pipeline; None: four for each of its processes.
+        virtual_stages: stages on each process, for the interleaved schedule; 2 by default.
+        split_points: names of the modules with which the second and later stages begin; None: the children of the list
+            with most of the parameters are shared out evenly.
+        **options: what FSDPStrategy takes: ``wrap``, ``mixed_precision``, ``activation_checkpointing``, ...
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("model_parallel",)
+
+    def __new__(cls, *args: Any, **options: Any) -> ModelParallelStrategy:
+        """With ``pipeline_parallel`` above 1 it is the class that runs pipelines."""
+        stages = options.get("pipeline_parallel", 1)
+        if cls is ModelParallelStrategy and isinstance(stages, int) and stages > 1:
+            return super().__new__(PipelineParallelStrategy)  # type: ignore[reportArgumentType]
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        precision: Precision | None = None,
+        *,
+        data_parallel_replicate: int = 1,
+        data_parallel_shard: int | Literal["auto"] = "auto",
+        tensor_parallel: int | Literal["auto"] = 1,
+        pipeline_parallel: int = 1,
+        context_parallel: int = 1,
+        plan: Mapping[str, Any] | Literal["auto"] = "auto",
+        loss_parallel: bool = False,
+        context_parallel_dims: int | Mapping[Any, int] | None = None,
+        pipeline_schedule: ScheduleName | None = None,
+        microbatches: int | None = None,
+        virtual_stages: int | None = None,
+        split_points: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(precision, **_known_options(options))
+        given = locals()
+        for name in ("pipeline_schedule", "microbatches", "virtual_stages", "split_points"):
+            if given[name] is not None and pipeline_parallel == 1:
+                raise ValueError(
+                    f"ModelParallelStrategy({name}={given[name]!r}) has no effect without a pipeline. Set "
+                    "pipeline_parallel to the number of processes that hold successive layers, or leave it out."
+                )
+        self.asked: dict[str, int | str] = {
+            "pp": _size("pp", pipeline_parallel, auto=False),
+            "dp_replicate": _size("dp_replicate", data_parallel_replicate, auto=False),
+            "dp_shard": _size("dp_shard", data_parallel_shard),
+            "cp": _size("cp", context_parallel, auto=False),
+            "tp": _size("tp", tensor_parallel),
+        }
+        #: The size of each mesh dimension, once the number of processes is known.
+        self.axis_sizes: dict[str, int] = {}
+        #: All processes, dimensions named as in AXES; exists from ``setup_environment`` on.
+        self.mesh: DeviceMesh | None = None
+        self.plan: Any = plan
+        self.loss_parallel = loss_parallel
+        self._flat: DeviceMesh | None = None
+        self.context_dims = context_parallel_dims
+        if context_parallel > 1 and context_parallel_dims is None:
+            raise ValueError(
+                f"ModelParallelStrategy(context_parallel={context_parallel}) splits sequences, but does not know where "
+                "in a batch they are. Pass context_parallel_dims: 1 if it is dimension 1 of all tensors, or "
+                "{'input_ids': 1, 'labels': 1, 'position_ids': 1}."
+            )
+        self._needs_sharding = any(options.get(name) for name in _SHARDING_ONLY)
+        self._splitter: Splitter | None = None
+        self._data_group: Any = None
+
+    # ---- processes ----------------------------------------------------------------------------------------------
+
+    def _mesh_shape(self) -> tuple[int, ...]:
+        self.axis_sizes = find_sizes(self.asked, self.world_size, self.world_size // self.num_nodes)
+        shape = self.axis_sizes["dp_replicate"], self.axis_sizes["dp_shard"]
+        return shape if shape[0] > 1 else shape[1:]
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.mesh is None:
+            self._mesh_shape()
+            sizes = tuple(self.axis_sizes[axis] for axis in AXES)
+            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=AXES)
+            logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_of_use)
+
+    def _mesh(self) -> DeviceMesh:
+        """Of the processes over which parameters are sharded."""
+        return self._parameters_over(*(["dp_replicate"] if self.axis_sizes["dp_replicate"] > 1 else []), "dp_shard")
+
+    def _parameters_over(self, *axes: str) -> DeviceMesh:
+        """The mesh of the processes over which parameters lie along these dimensions.
+
+        Parts of a sequence are different data, as other samples are, so parameters are sharded over them too.
+        """
+        if self._flat is None and self.axis_sizes["cp"] > 1:
+            flat = [axis for axis in AXES if axis != "cp"]
+            sizes = [self.axis_sizes[axis] * (self.axis_sizes["cp"] if axis == "dp_shard" else 1) for axis in flat]
+            self._flat = init_device_mesh(self.device.type, tuple(sizes), mesh_dim_names=tuple(flat))
+        mesh = self._flat or self.mesh
+        if mesh is None:
+            raise RuntimeError("The mesh of ModelParallelStrategy exists once setup_environment() was called.")
+        return mesh[axes]
+
+    def place_on(self, axis: str) -> int:
+        """This process's coordinate along a mesh dimension, 0-based."""
+        inner = math.prod(self.axis_sizes[a] for a in AXES[AXES.index(axis) + 1 :])
+        return self.global_rank // inner % self.axis_sizes[axis]
+
+    @property
+    def data_rank(self) -> int:
+        return self.place_on("dp_replicate") * self.axis_sizes["dp_shard"] + self.place_on("dp_shard")
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.axis_sizes["dp_replicate"] * self.axis_sizes["dp_shard"]
+
+    @property
+    def data_group(self) -> Any:
+        if self.num_data_ranks == self.world_size or self.mesh is None:
+            return None
+        if self._data_group is None:
+            self._data_group = self.mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+        return self._data_group
+
+    def compute_metric(self, metric: Any) -> Any:
+        """The value over each share of the data once: processes that split layers have seen the same samples."""
+        group = self.data_group
+        if group is None:
+            return super().compute_metric(metric)
+        before, metric.process_group = metric.process_group, group
+        try:
+            return metric.compute()
+        finally:
+            metric.process_group = before
+
+    @property
+    def spreads_data(self) -> bool:
+        """Whether parameters are sharded or replicated over processes that see different data."""
+        return self.num_data_ranks * self.axis_sizes["cp"] > 1 or self._needs_sharding
+
+    # ---- module and optimizers -------------------------------------------------------------------------------------
+
+    def _shard(self, module: nn.Module) -> None:
+        self._splitter = splitter = self._make_splitter(module)
+        super()._shard(module)
+        if splitter is not None:
+            splitter.finish()
+            self._splitter = None
+
+    def _make_splitter(self, module: nn.Module) -> Splitter | None:
+        """What splits layers for tensor parallelism; None if there is none."""
+        if self.axis_sizes["tp"] == 1:
+            return None
+        from .tensor_parallel import Splitter
+
+        plan = None if self.plan == "auto" else self.plan
+        return Splitter(module, self._parameters_over("tp"), plan, self._splits_loss)
+
+    @property
+    def _splits_loss(self) -> bool:
+        return self.loss_parallel and self.axis_sizes["tp"] > 1
+
+    def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
+        return super()._blocks(module) if self.spreads_data or self.activation_checkpointing else {}
+
+    def _prepare(self, name: str, part: nn.Module) -> None:
+        splitter = self._splitter
+        if splitter is not None and name in splitter.styles:
+            self._give_rank_zeros_values(part)
+            splitter.split(name)
+        elif splitter is not None and name:
+            splitter.check(name)
+
+    def _shard_group(self, part: nn.Module, reshard: bool | int | None) -> None:
+        if self.spreads_data:
+            super()._shard_group(part, reshard)
+        else:
+            self._give_rank_zeros_values(part)
+
+    def wrap_for_training(self, module: nn.Module) -> nn.Module:
+        self._agree_on_random_numbers()
+        return super().wrap_for_training(module)
+
+    def _agree_on_random_numbers(self) -> None:
+        """Those of rank 0, where the same data are seen; others where other data are seen."""
+        on_gpu = self.device.type == "cuda"
+        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if on_gpu else [])]
+        states = self.broadcast(states)
+        torch.set_rng_state(states[0])
+        if on_gpu:
+            torch.cuda.set_rng_state(states[1], self.device)
+        part = self.data_rank * self.axis_sizes["cp"] + self.place_on("cp")
+        if part:
+            torch.manual_seed(torch.initial_seed() + part)
+
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        optimizers = super().setup_optimizers(optimizers)
+        if self.precision.scaler is not None:
+            self.precision.scaler._unscale_grads_ = self._unscale_parts
+        return optimizers
+
+    def _unscale_parts(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """What torch's scaler does to an optimizer's gradients, for parts; an overflow is everybody's."""
+        parameters = _parameters(optimizer)
+        parts.settle(parameters)
+        grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
+        found = found_inf.clone()
+        if grads:
+            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group_of_overflow())
+        return {found.device: found}
+
+    def _group_of_overflow(self) -> Any:
+        """The processes that unscale together; None: all."""
+        return None
+
+    def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
+        if self._splits_loss:
+            from .tensor_parallel import SplitLoss
+
+            step = SplitLoss().bind(step, training)
+        if training and self.axis_sizes["cp"] > 1 and self.mesh is not None and self.context_dims is not None:
+            from .context_parallel import SplitSequences
+
+            step = SplitSequences(self.mesh["cp"], self.context_dims).bind(step)
+        if self.spreads_data:
+            return super().bind_step(step, wrapped, training)
+        return DistributedStrategy.bind_step(self, step, wrapped, training)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def complete_gradients(self, optimizer: Optimizer) -> None:
+        if self.spreads_data:
+            super().complete_gradients(optimizer)
+
+    def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
+        backward = super().backward if self.spreads_data else partial(DistributedStrategy.backward, self)
+        if not self._splits_loss:
+            return backward(loss, how)
+        with loss_parallel():
+            return backward(loss, how)
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        parameters = list(parameters)
+        parts.settle(parameters)
+        return super().clip_by_norm(parameters, max_norm, norm_type)
+
+    def clip_by_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        parameters = list(parameters)
+        parts.settle(parameters)
+        super().clip_by_value(parameters, clip_value)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        parts.settle(_parameters(optimizer))
+        with implicit_replication():  # an optimizer's lists hold whole and split parameters together
+            return super().optimizer_step(optimizer, closure)
+
+    def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
+        return super().window_gradients(module) if self.spreads_data and self.axis_sizes["tp"] == 1 else None
+
+    # ---- errors ----------------------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        size, text = self.axis_sizes.get("tp", 1), str(error)
+        if size > 1 and isinstance(error, RuntimeError):
+            if "is invalid for input of size" in text or "must match the size of tensor" in text:
+                return RuntimeError(
+                    f"{text}. With tensor_parallel={size} an attention computes 1/{size} of its heads on each process, "
+                    "so q, k and v are narrower there than the module's input. Leave the width to be found: "
+                    "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
+                    "hold this process's number), y.reshape(batch, length, -1) after it; or leave the layer out "
+                    "with plan={...}."
+                )
+            if "mixed torch.Tensor and DTensor" in text:
+                return RuntimeError(
+                    "A parameter that lies in parts met a plain tensor. Call the layer it belongs to instead of "
+                    "using its weight directly (self.layer(x), not x @ self.layer.weight.T), leave that layer out "
+                    "with plan={...}, and outside of a step use trainer.strategy.model_state(module)."
+                )
+        return super().explain(error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"mesh": None, "_flat": None}
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """False for torch's advice, on every process, that a tensor cut along two dimensions takes two gathers."""
+    return "sequential" not in str(record.msg)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class PipelineParallelStrategy(PipelineSteps, ModelParallelStrategy):
+    """What ``ModelParallelStrategy(pipeline_parallel=...)`` makes."""
+
+
+def _known_options(options: dict[str, Any]) -> dict[str, Any]:
+    own = ("self", "precision", "sharding", "data_parallel_replicate", "data_parallel_shard", "device_mesh")
+    known = [name for name in inspect.signature(FSDPStrategy.__init__).parameters if name not in own]
+    for name in options:
+        if name not in known:
+            mine = [key for key in inspect.signature(ModelParallelStrategy.__init__).parameters if key != "options"]
+            raise TypeError(messages.unknown("argument of ModelParallelStrategy", name, [*mine[2:], *known]))
+    return options
+
+
+def _size(axis: str, value: Any, auto: bool = True) -> int | str:
+    if auto and value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        more = ", or 'auto'" if auto else ""
+        raise ValueError(
+            f"ModelParallelStrategy({ARGUMENTS[axis]}={value!r}) is not a number of processes. Pass 1 or more{more}."
+        )
+    return value
+
+
+def find_sizes(asked: Mapping[str, int | str], world_size: int, per_node: int) -> dict[str, int]:
+    """The size of each mesh dimension.
+
+    Args:
+        asked: what the user wrote, by dimension.
+        world_size: number of processes.
+        per_node: processes of one machine, which ``tensor_parallel="auto"`` takes.
+
+    Raises:
+        ValueError: their product is not the number of processes.
+    """
+    sizes = {axis: per_node if axis == "tp" and size == "auto" else size for axis, size in asked.items()}
+    others = math.prod(size for size in sizes.values() if isinstance(size, int))
+    found = {axis: world_size // others if size == "auto" else int(size) for axis, size in sizes.items()}
+    if math.prod(found.values()) != world_size:
+        factors = " x ".join(f"{ARGUMENTS[axis]}={size}" for axis, size in sizes.items() if size not in (1, "auto"))
+        what = f"is {others}, which does not divide" if "auto" in sizes.values() else f"is {others}, not"
+        raise ValueError(
+            f"ModelParallelStrategy: {factors} {what} the number of processes, {world_size}. Change one of the sizes, "
+            "or start as many processes (devices=, num_nodes=)."
+        )
+    return found

@@ -1,0 +1,189 @@
+"""Handlers: what of them differs, how they are sorted, and what reaches torch."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.accelerator.enums import DDPCommunicationHookType, DistributedType, PrecisionType
+from paceline.accelerator.kwargs_handlers import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    MSAMPRecipeKwargs,
+    ProfileKwargs,
+    TERecipeKwargs,
+    sort_handlers,
+)
+from paceline.accelerator.parallelism_config import ParallelismConfig
+from paceline.accelerator.plugins import TorchDynamoPlugin
+from paceline.strategies import MixedPrecision, SingleDevice
+
+
+def test_kwargs_are_what_differs_from_the_default() -> None:
+    assert GradScalerKwargs().to_kwargs() == {}
+    assert GradScalerKwargs(init_scale=1024.0, growth_interval=7).to_kwargs() == {
+        "init_scale": 1024.0,
+        "growth_interval": 7,
+    }
+    assert GradScalerKwargs(growth_factor=3.0).to_dict()["backoff_factor"] == 0.5
+
+
+def test_words_equal_plain_strings_and_are_found_in_upper_and_lower_case() -> None:
+    assert DistributedType.MULTI_CPU == "MULTI_CPU"
+    assert f"{PrecisionType('BF16')} {PrecisionType.NO!s}" == "bf16 no"
+    assert DDPCommunicationHookType("POWER_SGD") is DDPCommunicationHookType.POWER_SGD
+    with pytest.raises(ValueError, match=r"Unknown PrecisionType 'bf61'. Did you mean 'BF16'\? Choose 'no', 'fp8'"):
+        PrecisionType("bf61")
+
+
+def test_handlers_are_sorted_by_what_they_are_for() -> None:
+    handlers: list[KwargsHandler] = [
+        ProfileKwargs(),
+        AutocastKwargs(),
+        DistributedDataParallelKwargs(),
+        GradScalerKwargs(),
+        InitProcessGroupKwargs(),
+    ]
+    found = sort_handlers(handlers)
+    assert [found.profile, found.autocast, found.ddp, found.grad_scaler, found.process_group] == handlers
+    assert sort_handlers(None) == sort_handlers([])
+
+
+def test_e8_two_handlers_of_one_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"has two GradScalerKwargs: .*init_scale=1.0.*init_scale=2.0"):
+        sort_handlers([GradScalerKwargs(init_scale=1.0), AutocastKwargs(), GradScalerKwargs(init_scale=2.0)])
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (3, "holds 3, which is no handler. Pass AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, "),
+        (None, "holds None"),
+        (AutocastKwargs, r"Did you mean AutocastKwargs\(\)\?"),
+        (TorchDynamoPlugin(), r"belongs to Accelerator\(dynamo_plugin=...\)"),
+        (ParallelismConfig(), r"belongs to Accelerator\(parallelism_config=...\)"),
+    ],
+)
+def test_e8_what_is_no_handler_is_refused_and_the_handlers_are_named(given: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        sort_handlers([given])
+
+
+def test_a_handler_outside_of_a_list_is_refused() -> None:
+    with pytest.raises(TypeError, match="Pass a list of handlers"):
+        sort_handlers(AutocastKwargs())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs])
+def test_recipes_for_8_bits_can_be_made_but_not_used(kind: Any) -> None:
+    with pytest.raises(NotImplementedError, match=f"{kind.__name__}.*no 8-bit training.*mixed_precision='bf16'"):
+        sort_handlers([kind()])
+
+
+def test_ddp_options_are_those_of_the_strategy() -> None:
+    given = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True,
+        static_graph=True,
+        comm_hook="power_sgd",
+        comm_wrapper=DDPCommunicationHookType.FP16,
+        comm_state_option={"matrix_approximation_rank": 2},
+    )
+    assert given.options() == {
+        "gradient_as_bucket_view": True,
+        "static_graph": True,
+        "ddp_comm_hook": "powersgd",
+        "ddp_comm_state": {"matrix_approximation_rank": 2},
+        "ddp_comm_wrapper": "fp16",
+    }
+    assert given.to_kwargs() == {"gradient_as_bucket_view": True, "static_graph": True}
+    assert DistributedDataParallelKwargs().options() == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"comm_hook": "fp61"}, "Unknown DDPCommunicationHookType 'fp61'. Did you mean 'FP16'"),
+        ({"comm_hook": "fp16", "comm_wrapper": "power_sgd"}, "is no wrapper. Choose 'no', 'fp16' or 'bf16'"),
+        ({"comm_wrapper": "fp16"}, "has no effect without comm_hook"),
+        ({"comm_state_option": {"a": 1}}, "has no effect without comm_hook"),
+        ({"comm_hook": "fp16", "comm_state_option": {"a": 1}}, "is for PowerSGD, but comm_hook is 'fp16'"),
+    ],
+)
+def test_communication_hooks_that_cannot_work_are_refused(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        DistributedDataParallelKwargs(**given)
+
+
+def test_a_hook_that_torch_has_broken_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="Write comm_hook='power_sgd'"):
+        DistributedDataParallelKwargs(comm_hook="batched_power_sgd")
+
+
+def test_e1_process_group_options_hold_what_is_given() -> None:
+    given = InitProcessGroupKwargs(backend="gloo", init_method="env://?use_libuv=False", timeout=timedelta(seconds=9))
+    assert given.options() == {
+        "process_group_backend": "gloo",
+        "init_method": "env://?use_libuv=False",
+        "timeout": timedelta(seconds=9),
+    }
+    assert InitProcessGroupKwargs().options() == {}
+    with pytest.raises(
+        TypeError, match=r"timeout=600\) is an int. Pass a datetime.timedelta.*timedelta\(seconds=600\)"
+    ):
+        InitProcessGroupKwargs(timeout=600)  # type: ignore[arg-type]
+
+
+def test_an_autocast_handler_changes_one_block() -> None:
+    strategy = SingleDevice("cpu", MixedPrecision("bf16-mixed"))
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    with strategy.precision.forward_context():
+        assert layer(x).dtype is torch.bfloat16
+    with AutocastKwargs(enabled=False).context(strategy):
+        assert layer(x).dtype is torch.float32
+    with AutocastKwargs(cache_enabled=False).context(strategy):
+        assert layer(x).dtype is torch.bfloat16
+        assert not torch.is_autocast_cache_enabled()
+    with AutocastKwargs().context(SingleDevice("cpu")):
+        assert layer(x).dtype is torch.float32
+
+
+def test_a_profiler_is_built_with_what_is_given() -> None:
+    traces: list[Any] = []
+    given = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 0, "warmup": 1, "active": 2, "repeat": 1},
+        on_trace_ready=lambda profiler: traces.append(profiler.step_num),
+        record_shapes=True,
+        profile_memory=True,
+    )
+    with given.build() as profiler:
+        for _ in range(4):
+            torch.ones(3, 5) @ torch.ones(5, 2)
+            profiler.step()
+    assert traces == [3]
+    assert (profiler.record_shapes, profiler.profile_memory, profiler.with_stack) == (True, True, False)
+    assert profiler.activities == {torch.profiler.ProfilerActivity.CPU}
+    with ProfileKwargs().build() as profiler:
+        torch.ones(3, 5) @ torch.ones(5, 2)
+    assert any("mm" in event.key for event in profiler.key_averages())
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"activities": ["cpu", "gpu"]}, "Unknown activity in ProfileKwargs 'gpu'"),
+        ({"schedule_option": {"wait": 1}}, "does not say how many steps to record. Add 'active'"),
+        ({"schedule_option": {"activ": 1}}, "Did you mean 'active'"),
+    ],
+)
+def test_a_profiler_that_cannot_be_built_is_refused(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ProfileKwargs(**given).build()

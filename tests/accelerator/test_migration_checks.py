@@ -1,0 +1,244 @@
+"""Scripts that are moved over step by step: what is left over is harmless, or is named."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from own_loop import data, loss_of, network, weights
+from rank_processes import RanksError, ranks
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import DataLoader
+
+from paceline.accelerator.accelerator import Accelerator
+from paceline.messages import PacelineWarning
+
+
+def test_k2_an_optimizer_that_was_not_prepared_is_named_where_it_would_step_too_early() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    with pytest.raises(RuntimeError, match=r"SGD has parameters of the prepared Sequential .* every micro-batch of 4"):
+        accelerator.backward(loss_of(model, data(4)[:]))
+    assert optimizer.param_groups
+
+
+def test_looking_for_optimizers_passes_over_weak_proxies_of_what_has_gone() -> None:
+    class Gone: ...
+
+    proxy = weakref.proxy(Gone())
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(network())
+    accelerator.backward(loss_of(model, data(4)[:]))
+    assert type(proxy) is weakref.ProxyType
+
+
+def test_an_optimizer_that_was_not_prepared_is_harmless_where_every_batch_steps() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    before = weights(model)
+    accelerator.backward(loss_of(model, data(4)[:]))
+    optimizer.step()
+    assert not torch.equal(weights(model), before)
+
+
+def _optimizer_of_unsharded_parameters() -> None:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    accelerator.backward(loss_of(model, data(4)[:]))
+    optimizer.step()
+
+
+def test_an_optimizer_of_a_sharded_models_old_parameters_is_named() -> None:
+    with pytest.raises(RanksError, match="would train tensors that nobody uses"):
+        ranks(2, _optimizer_of_unsharded_parameters)
+
+
+def _prepared_one_after_the_other() -> Any:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer)
+    before = accelerator._placements[id(model)].strategy.model_state(model)
+    accelerator.backward(loss_of(model, data(4)[:]))
+    optimizer.step()
+    after = accelerator._placements[id(model)].strategy.model_state(model)
+    return not accelerator.is_main_process or any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_sharded_model_and_its_optimizer_may_be_prepared_one_after_the_other() -> None:
+    assert ranks(2, _prepared_one_after_the_other) == [True, True]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_b15_a_scaler_of_the_scripts_own_changes_nothing_where_none_is_needed(precision: str) -> None:
+    def loop(scaled: bool) -> torch.Tensor:
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        model = network(torch.float32)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler = GradScaler("cpu", init_scale=4.0)
+        for _ in range(3):
+            loss = loss_of(model, [t.float() for t in data(4)[:]])
+            if scaled:
+                accelerator.backward(scaler.scale(loss))
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                accelerator.backward(loss)
+                optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    assert torch.equal(loop(True), loop(False))
+
+
+@pytest.mark.parametrize("settings", [{"mixed_precision": "fp16"}, {"gradient_accumulation_steps": 2}])
+def test_b15_a_scaler_of_the_scripts_own_is_named_where_it_would_spoil_gradients(settings: dict[str, Any]) -> None:
+    accelerator = Accelerator(cpu=True, **settings)
+    model = network(torch.float32)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = GradScaler("cpu")
+    accelerator.backward(scaler.scale(loss_of(model, [t.float() for t in data(4)[:]])))
+    with pytest.raises(RuntimeError, match="delete the scaler and its lines"):
+        scaler.step(optimizer)
+
+
+def test_a_scaler_in_prepare_is_refused() -> None:
+    with pytest.raises(ValueError, match="delete the scaler and its lines"):
+        Accelerator(cpu=True).prepare(GradScaler("cpu"))
+
+
+def test_a_model_that_was_not_prepared_is_named_by_accumulate() -> None:
+    with pytest.raises(ValueError, match="got a Sequential that was not prepared"):
+        Accelerator(cpu=True).accumulate(network())
+
+
+def test_b15_moving_by_hand_is_harmless() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = network().to(accelerator.device)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.to(accelerator.device)
+    accelerator.backward(loss_of(model, [t.to(accelerator.device) for t in data(4)[:]]))
+    optimizer.step()
+
+
+def _unused_parameters() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.ModuleDict({"used": network(), "idle": network()})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(loss_of(model, data(4)[:]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_k2_parameters_without_gradients_are_named_on_several_processes() -> None:
+    with pytest.raises(RanksError, match=r"idle.*DistributedDataParallelKwargs\(find_unused_parameters=True\)"):
+        ranks(2, _unused_parameters)
+
+
+def test_an_optimizer_that_was_not_prepared_is_named_where_losses_are_weighed_by_items() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    with pytest.raises(RuntimeError, match="has not divided by the number of items"):
+        accelerator.backward(loss_of(model, data(4)[:]), num_items=4)
+    del optimizer
+
+
+def _messages_of_the_first_step(prepared: str, **settings: Any) -> list[str]:
+    accelerator = Accelerator(cpu=True, **settings)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"model": model, "optimizer": optimizer, "loader": DataLoader(data(8), batch_size=2)}
+    given.update({name: accelerator.prepare(given[name]) for name in prepared.split()})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in given["loader"]:
+            accelerator.backward(loss_of(given["model"], batch))
+            given["optimizer"].step()
+            given["optimizer"].zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("prepared", "said"),
+    [
+        ("optimizer loader", "SGD has no parameter of a prepared model"),
+        ("loader", "no model was prepared"),
+        ("model optimizer", "no prepared loader"),
+    ],
+)
+def test_what_was_not_prepared_is_named_on_several_processes(prepared: str, said: str) -> None:
+    own, other = ranks(2, _messages_of_the_first_step, prepared)
+    assert [said in message for message in own] == [True]
+    assert other == []
+
+
+def test_complete_scripts_hear_nothing() -> None:
+    assert ranks(2, _messages_of_the_first_step, "model optimizer loader") == [[], []]
+    assert _messages_of_the_first_step("") == []
+
+
+def test_steps_outside_of_accumulate_are_named_where_gradients_are_to_be_accumulated() -> None:
+    (said,) = _messages_of_the_first_step("model optimizer loader", gradient_accumulation_steps=2)
+    assert "SGD stepped after 1 micro-batch outside of `with accelerator.accumulate(model):`" in said
+
+
+def _one_optimizer_for_two_sharded_models() -> None:
+    first, second = network(), network()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    Accelerator(cpu=True, strategy="fsdp").prepare(first, second, optimizer)
+
+
+def test_one_optimizer_for_two_sharded_models_is_refused() -> None:
+    with pytest.raises(RanksError, match=r"SGD has parameters of 2 prepared models .* an optimizer for each"):
+        ranks(2, _one_optimizer_for_two_sharded_models)
+
+
+def _zipped() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, short, long = accelerator.prepare(
+        model, optimizer, DataLoader(data(5), 2), DataLoader(data(8), 2)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for one, _ in zip(short, long, strict=False):
+            accelerator.backward(loss_of(model, one))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+def test_loaders_that_are_read_at_once_and_end_unevenly_are_named() -> None:
+    own, _ = ranks(2, _zipped)
+    assert ["Several prepared loaders are read at once" in message for message in own] == [True]
+
+
+def test_a_plain_loop_after_a_window_that_was_left_is_told_that_nothing_steps() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, data(4)[:]))
+    with pytest.warns(PacelineWarning, match="1 of 3 micro-batches waits for more"):
+        accelerator.backward(loss_of(model, data(4)[:]))
+    optimizer.step()
+
+
+def test_a_misspelled_argument_is_corrected() -> None:
+    with pytest.raises(TypeError, match="Did you mean 'mixed_precision'"):
+        Accelerator(mixed_precison="bf16")  # type: ignore[call-arg]

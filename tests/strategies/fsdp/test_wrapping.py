@@ -1,0 +1,131 @@
+"""Which modules a wrap policy names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.strategies.fsdp.wrapping import bottom_up, checkpoint_activations, choose_blocks
+
+
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline")
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        self.gate = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) * self.gate(x)
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Embedding(5, 4), nn.Dropout())
+        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
+        self.head = nn.Linear(4, 5)
+
+
+def names(policy: Any, root: nn.Module | None = None) -> list[str]:
+    return list(choose_blocks(root or Net(), policy))
+
+
+def test_auto_takes_the_repeated_block_and_not_the_layers_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    assert names("auto") == ["layers.0", "layers.1", "layers.2"]
+    assert "3 Layer modules of Net" in caplog.text
+
+
+def test_auto_finds_blocks_in_nested_containers() -> None:
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Sequential(Layer(), Layer()), nn.Linear(4, 5))
+    assert names("auto", net) == ["1.0", "1.1"]
+    assert names("auto", nn.ModuleDict({"a": nn.ModuleList([Layer()]), "b": nn.ModuleList([Layer()])})) == [
+        "a.0",
+        "b.0",
+    ]
+
+
+def test_auto_without_a_repeated_block_takes_the_root_alone_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert names("auto", nn.Linear(2, 2)) == []
+    assert "FSDPStrategy(wrap=[...])" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [
+        (None, []),
+        ("root", []),
+        (Layer, ["layers.0", "layers.1", "layers.2"]),
+        ("Layer", ["layers.0", "layers.1", "layers.2"]),
+        ([Layer, "Embedding"], ["stem.0", "layers.0", "layers.1", "layers.2"]),
+        (lambda name, module: name.endswith("0.mlp"), ["layers.0.mlp"]),
+        (40, ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]),
+        (25, ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp", "head"]),
+        (45, ["layers.0", "layers.1", "layers.2"]),
+    ],
+)
+def test_policies_name_modules(policy: Any, found: list[str]) -> None:
+    assert names(policy) == found
+
+
+def test_a_policy_that_matches_nothing_names_the_classes_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"wrap=Conv2d\) matches no module.*Linear \(10\), Sequential \(4\), Layer \(3\)"
+    ):
+        names(nn.Conv2d)
+    with pytest.raises(ValueError, match=r"wrap=100000\) matches no module"):
+        names(100_000)
+    with pytest.raises(ValueError, match=r"activation_checkpointing=.*matches no module"):
+        checkpoint_activations(Net(), "Blok", {})
+
+
+def test_what_is_no_policy_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"wrap=1\.5\) is a float"):
+        names(1.5)
+    with pytest.raises(ValueError, match=r"no number of parameters"):
+        names(0)
+    with pytest.raises(ValueError, match=r"Linear has none"):
+        checkpoint_activations(nn.Linear(1, 1), True, {})
+
+
+def test_a_block_with_a_tied_parameter_stays_with_the_root(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    net.head.weight = net.stem[0].weight
+    assert names([nn.Embedding, nn.Linear, Layer], net)[:2] == ["layers.0", "layers.0.mlp.0"]
+    assert not {"head", "stem.0"} & set(names([nn.Embedding, nn.Linear], net))
+    assert "'head' and 'stem.0'" in caplog.text
+    inside = Net()
+    inside.layers[1].mlp[0].weight = inside.layers[1].mlp[2].weight
+    assert names([Layer, nn.Linear], inside).count("layers.1") == 1, "all of its places are inside"
+    assert "layers.1.mlp.0" not in names([Layer, nn.Linear], inside)
+
+
+def test_a_module_at_two_places_is_no_tied_parameter() -> None:
+    layer = Layer()
+    assert names("auto", nn.Sequential(layer, Layer(), layer)) == ["0", "1"]
+
+
+def test_bottom_up_visits_children_first_and_each_module_once() -> None:
+    layer = Layer()
+    visited = [name for name, _ in bottom_up(nn.ModuleDict({"a": layer, "b": layer}))]
+    assert visited == ["a.mlp.0", "a.mlp.1", "a.mlp.2", "a.mlp", "a.gate", "a", ""]
+
+
+def test_checkpointed_activations_change_neither_names_nor_gradients() -> None:
+    torch.manual_seed(0)
+    net, x = Layer(), torch.randn(2, 4)
+    before = list(net.state_dict())
+    net(x).sum().backward()
+    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    checkpoint_activations(net, nn.Sequential, {})
+    net(x).sum().backward()
+    assert list(net.state_dict()) == before
+    torch.testing.assert_close([p.grad for p in net.parameters()], expected)

@@ -1,0 +1,137 @@
+"""The user's steps and transfer hooks as plain callables with one form, chosen when a run starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks.loss_guard import LossGuard
+from ..strategies.compile_networks import scope_of
+from . import phases
+from .hooks import method_of, overridden
+from .loss import LossReader
+from .microbatch_metrics import JoiningStep
+from .module import TrainingModule
+from .profiling import wrap_bound
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+def takes_iterator(step: Callable[..., Any]) -> bool:
+    """Whether a step has the form ``training_step(dataloader_iter)``."""
+    return next(iter(inspect.signature(step).parameters), "") == "dataloader_iter"
+
+
+def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Callable[..., Any]:
+    """The module's step as the loop calls it: ``(batch, batch_idx)`` or, with several loaders, also ``dataloader_idx``.
+
+    Raises:
+        NotImplementedError: the module does not define it.
+        TypeError: it takes other arguments.
+    """
+    module = trainer.training_module
+    step = method_of(module, name, TrainingModule)
+    if name != "predict_step" and overridden(module, name, TrainingModule) is None:
+        raise NotImplementedError(f"{type(module).__name__} has no {name}. Define {name}(self, batch, batch_idx).")
+    called = _with_arguments(step, name, type(module).__name__, several_loaders)  # type: ignore[arg-type]
+    if trainer.strategy.splits_batches:
+        called = JoiningStep(called, name, module, trainer._metrics)
+    bound = trainer.strategy.bind_step(called, trainer.model, training=name == "training_step")
+    bound = around_training_step(trainer, bound) if name == "training_step" else bound
+    if name == "training_step" and scope_of(trainer.compile) in ("step", "graphs"):
+        return bound  # it is traced, not called
+    return wrap_bound(trainer, name, bound)
+
+
+def around_training_step(trainer: Trainer, bound: Callable[..., Any]) -> Callable[..., Any]:
+    """The training step inside what looks at each loss before its backward."""
+    module = trainer.training_module
+    if trainer.detect_anomaly:
+        finite, step = LossReader(module, trainer.strategy).finite, bound
+        bound = lambda batch, batch_idx: finite(step(batch, batch_idx))  # noqa: E731
+    for callback in trainer.callbacks:
+        if isinstance(callback, LossGuard):
+            bound = callback.around_training_step(trainer, module, bound)
+    return bound
+
+
+def check_step(module: TrainingModule, name: str) -> None:
+    """Raise if a step cannot be called, whatever the number of loaders turns out to be."""
+    step, owner = getattr(module, name), type(module).__name__
+    if not callable(step):
+        raise TypeError(f"{owner}.{name} is {step!r}, which cannot be called. Define {name}(self, batch, batch_idx).")
+    if inspect.iscoroutinefunction(step):
+        raise TypeError(
+            f"{owner}.{name} is a coroutine (async def), whose body would never run. Define it with def alone."
+        )
+    if name == "training_step" or _required(step) < 3:
+        _with_arguments(step, name, owner, several_loaders=False)
+    else:
+        _with_arguments(step, name, owner, several_loaders=True)
+
+
+def _positional(step: Callable[..., Any]) -> list[inspect.Parameter]:
+    parameters = inspect.signature(step).parameters.values()
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _required(step: Callable[..., Any]) -> int:
+    return sum(p.default is p.empty for p in _positional(step))
+
+
+def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loaders: bool) -> Callable[..., Any]:
+    passed = 3 if several_loaders else 2
+    parameters = inspect.signature(step).parameters.values()
+    positional, takes = _positional(step), len(_positional(step))
+    shown = f"{owner}.{name} takes {inspect.signature(step)}"
+    more = ", dataloader_idx" if several_loaders else ""
+    open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if keywords or _required(step) > passed or (takes == 0 and not open_ended):
+        raise TypeError(
+            f"{shown}; it is called with (batch, batch_idx{more}). Write it as {name}(self, batch, batch_idx{more})."
+        )
+    if open_ended:
+        return step
+    if several_loaders and takes < 3 and not (takes == 2 and positional[1].name == "dataloader_idx"):
+        raise TypeError(
+            f"{shown}, but there are several loaders. Write it as {name}(self, batch, batch_idx, dataloader_idx)."
+        )
+    if takes == 2 and positional[1].name == "dataloader_idx":
+        return lambda batch, batch_idx, dataloader_idx=0: step(batch, dataloader_idx)
+    return step if takes >= passed else lambda batch, batch_idx: step(batch)
+
+
+def bind_mover(trainer: Trainer, dataloader_idx: int) -> Callable[[Any], Any] | None:
+    """What happens to a batch between the loader and the step; None when nothing does."""
+    from ..data.datamodule import DataModule
+
+    hooks: dict[str, Callable[..., Any] | None] = {}
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        data = overridden(trainer.datamodule, name, DataModule) if trainer.datamodule is not None else None
+        hooks[name] = data or overridden(trainer.training_module, name, TrainingModule)
+    strategy = trainer.strategy
+    move = strategy.batch_mover()
+    if move is not None:
+        move = wrap_bound(trainer, "batch_to_device", move)
+    if not any(hooks.values()):
+        return move
+    before, transfer, after = hooks.values()
+
+    def through_hooks(batch: Any) -> Any:
+        place = metrics.enter(phases.BATCH_TRANSFER)
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        if transfer is not None:
+            batch = transfer(batch, strategy.device, dataloader_idx)
+        if move is not None:
+            batch = move(batch)
+        if after is not None:
+            batch = after(batch, dataloader_idx)
+        metrics.back(place)
+        return batch
+
+    metrics = trainer._metrics
+    return through_hooks

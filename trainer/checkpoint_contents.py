@@ -1,0 +1,266 @@
+"""What a checkpoint holds: gathered from a run, and given back to one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import messages
+from ..checkpoint import lightning_format, logger_positions
+from ..checkpoint.manifest import FORMAT
+from ..checkpoint.plain_data import plain
+from ..checkpoint.restore import call, is_strict, load_weights, optimizer_problem, restore_precision, versions
+from ..checkpoint.restore_parts import PARTS
+from ..data.loaders import samples_in_batch
+from .resume import Resumed, gather_ranks, progress
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class Left(NamedTuple):
+    """What the ranks of a run in other processes left for the checkpoints of the one that asked for it.
+
+    Attributes:
+        ranks: what each rank keeps (see :mod:`.place`).
+        batch_samples: samples in a full batch of all ranks.
+        data_ranks: into how many shares the data were split.
+        lacks: why the optimizers could not be brought here; empty if they were.
+    """
+
+    ranks: list[dict[str, Any]]
+    batch_samples: int | None
+    data_ranks: int
+    lacks: str = ""
+
+
+def left_for_checkpoints(trainer: Trainer) -> Left:
+    """What this run leaves, for another process; every rank must call."""
+    return Left(gather_ranks(trainer), _batch_samples(trainer), trainer.strategy.num_data_ranks)
+
+
+# ---- gather ----------------------------------------------------------------------------------------------------------
+
+
+def gather(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
+    """Collect everything a run needs to go on from here; every rank must call it.
+
+    Args:
+        trainer: a trainer that has a module.
+        weights_only: only the weights, hyperparameters and counters: enough to use the model, not to train on. The
+            hooks ``on_save_checkpoint`` run all the same, so that averaged weights, for one, are what is saved.
+    """
+    module = trainer.training_module
+    left, holder = trainer._left, trainer._holder
+    if not weights_only and left is not None and left.lacks:
+        raise RuntimeError(
+            "The optimizers and schedulers are in the processes that trained, since they cannot be pickled "
+            f"({left.lacks}), so no checkpoint to resume from can be saved here. Save in the run, with a "
+            "ModelCheckpoint, or save the weights: save_checkpoint(path, weights_only=True)."
+        )
+    ranks = [] if weights_only else gather_ranks(trainer) if left is None else left.ranks
+    counters = progress(trainer, ranks)
+    checkpoint: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": lightning_format.LAYOUT_VERSION,
+        "state_dict": holder.model_state(module),
+        "loops": lightning_format.loops(counters),
+        "paceline": _section(trainer, counters),
+    }
+    if not weights_only:
+        _add_training(trainer, checkpoint)
+        checkpoint["paceline"]["ranks"] = ranks
+    _add_hyperparameters(module, "hparams_name", "hyper_parameters", checkpoint)
+    if trainer.datamodule is not None:
+        _add_datamodule(trainer.datamodule, checkpoint)
+    for hook in trainer._hooks.on_save_checkpoint:
+        hook(checkpoint)
+    return checkpoint
+
+
+def _section(trainer: Trainer, counters: dict[str, Any]) -> dict[str, Any]:
+    left = trainer._left
+    return {
+        "format": FORMAT,
+        "versions": versions(),
+        "fn": trainer.state.fn,
+        "stage": trainer.state.stage,
+        "world_size": trainer.world_size,
+        "data_ranks": trainer.strategy.num_data_ranks if left is None else left.data_ranks,
+        "batch_samples": _batch_samples(trainer) if left is None else left.batch_samples,
+        "progress": counters,
+        "manifest": {"sequence": trainer._count_save()},
+    }
+
+
+def _batch_samples(trainer: Trainer) -> int | None:
+    """Samples in a full batch of all ranks; before the loader of a resumed fit is there, those of its checkpoint."""
+    resumed = trainer._fit.resumed if trainer._fit is not None else None
+    if trainer.train_dataloader is None and resumed is not None:
+        return resumed.batch_samples
+    return samples_in_batch(trainer.train_dataloader, trainer.strategy.num_data_ranks)
+
+
+def _add_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    strategy, holder = trainer.strategy, trainer._holder
+    states = ((callback.state_key, callback.state_dict()) for callback in trainer.callbacks)
+    checkpoint["callbacks"] = {key: state for key, state in states if state}
+    checkpoint["optimizer_states"] = [holder.optimizer_state(trainer.model, o) for o in trainer.optimizers]
+    checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    checkpoint["paceline"] |= {
+        "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+        "precision": strategy.precision.state_dict(),
+        "metrics": trainer._metrics.state_dict(),
+        "loggers": logger_positions.gather(trainer),
+    }
+
+
+def _add_datamodule(datamodule: Any, checkpoint: dict[str, Any]) -> None:
+    _add_hyperparameters(datamodule, "datamodule_hparams_name", "datamodule_hyper_parameters", checkpoint)
+    state = datamodule.state_dict()
+    if state:
+        checkpoint[type(datamodule).__qualname__] = state
+
+
+def _add_hyperparameters(owner: Any, name_key: str, key: str, checkpoint: dict[str, Any]) -> None:
+    hparams = owner.hparams
+    if not hparams:
+        return
+    kept, left_out = {}, {}
+    for name, value in dict(hparams).items():
+        try:
+            kept[name] = plain(value, name)
+        except TypeError:
+            left_out[name] = type(value).__qualname__
+    checkpoint[name_key] = getattr(owner, "_hparams_name", None) or "kwargs"
+    checkpoint[key] = kept
+    if left_out:
+        _say_left_out(type(owner).__name__, left_out)
+
+
+def _say_left_out(owner: str, left_out: dict[str, str]) -> None:
+    listed = ", ".join(f"{name} ({kind})" for name, kind in left_out.items())
+    again = ", ".join(f"{name}=..." for name in left_out)
+    messages.warn_once(
+        f"Hyperparameters of {owner} that are not plain data stay out of its checkpoints: {listed}. "
+        f"Say so with self.save_hyperparameters(ignore={list(left_out)}), and pass them when loading: "
+        f"{owner}.load_from_checkpoint(path, {again})."
+    )
+
+
+# ---- restore ---------------------------------------------------------------------------------------------------------
+
+
+def restore_model(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> None:
+    """Give a checkpoint's weights to the module, and its state to the data module and the callbacks.
+
+    Args:
+        trainer: a trainer whose module is set up.
+        checkpoint: what ``file.read`` returned; hooks may change it.
+        parts: without ``"callbacks"`` these stay as they are, as for validate, test and predict.
+
+    Raises:
+        RuntimeError: the weights do not fit the module.
+    """
+    module = trainer.training_module
+    call(module, "on_load_checkpoint", checkpoint)
+    datamodule = trainer.datamodule
+    if "model" in parts:
+        load_weights(module, checkpoint["state_dict"], is_strict(module), trainer.strategy.load_model_state)
+        state = checkpoint.get(type(datamodule).__qualname__)
+        if datamodule is not None and state is not None:
+            datamodule.load_state_dict(state)
+    if "callbacks" in parts:
+        _restore_callbacks(trainer, checkpoint)
+
+
+def _restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    for callback in trainer.callbacks:
+        call(callback, "on_load_checkpoint", trainer, trainer.training_module, checkpoint)
+    states = dict(checkpoint.get("callbacks", {}))
+    for callback in trainer.callbacks:
+        state = states.pop(callback.state_key, None)
+        if state is not None:
+            callback.load_state_dict(state)
+    if states:
+        messages.warn(
+            f"The checkpoint holds the state of callbacks that this Trainer does not have: "
+            f"{messages.names(states, last='and')}. Their state is dropped. To restore it, pass these "
+            "callbacks to Trainer(callbacks=[...]) with the arguments they had."
+        )
+
+
+def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> Resumed:
+    """Give a checkpoint's optimizers, schedulers, loss scale and counters to a run whose optimizers exist.
+
+    Returns:
+        The rest, which the loop puts in force when it comes to where the checkpoint was written.
+
+    Raises:
+        ValueError: the file holds only weights, or other optimizers or schedulers than this run has.
+    """
+    section = checkpoint.get("paceline", {})
+    if parts != ("model",) and "optimizer_states" not in checkpoint:
+        raise ValueError(
+            "The checkpoint holds weights only (it was saved with weights_only=True or save_weights_only=True), so a "
+            f"fit cannot continue from it. Use its weights in a new fit: {type(trainer.training_module).__name__}."
+            "load_from_checkpoint(path), then trainer.fit without ckpt_path; or trainer.fit(..., restore=['model'])."
+        )
+    if parts != ("model",) and "accelerator" in section:
+        raise ValueError(
+            "The checkpoint was written by Accelerator.save_state: it belongs to a loop of your own, which fit cannot "
+            "continue. Continue with Accelerator.load_state, or use its weights in a new fit: "
+            "trainer.fit(..., restore=['model'])."
+        )
+    if "optimizer" in parts:
+        _restore_optimizers(trainer, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
+        restore_precision(trainer.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
+    if "schedulers" in parts:
+        _restore_schedulers(trainer, checkpoint.get("lr_schedulers", []))
+    resumed = Resumed(trainer, checkpoint, parts)
+    if "loops" in parts:
+        counters = trainer.state.state_dict() | (section.get("progress") or lightning_format.progress(checkpoint))
+        trainer.state.load_state_dict(resumed.position(counters, trainer.accumulate_grad_batches))
+        if "metrics" in section:
+            trainer._metrics.load_state_dict(section["metrics"])
+        logger_positions.restore(trainer, section)
+    if not section:
+        messages.info(
+            "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "
+            "no random states, so random numbers differ from those of the saved run from here on."
+        )
+    return resumed
+
+
+def _restore_schedulers(trainer: Trainer, states: list[dict[str, Any]]) -> None:
+    configs = trainer.lr_scheduler_configs
+    _same_count("learning rate schedulers", len(states), len(configs))
+    for config, state in zip(configs, states, strict=True):
+        config.scheduler.load_state_dict(state)
+
+
+def _same_count(what: str, saved: int, given: int) -> None:
+    if saved != given:
+        raise ValueError(
+            f"The checkpoint holds {saved} {what}, but configure_optimizers returned {given}. Return the same ones as "
+            "when it was saved, or load only the weights (load_from_checkpoint) and start a new fit."
+        )
+
+
+def _restore_optimizers(
+    trainer: Trainer, states: list[dict[str, Any]], names: list[str] | None, settings: bool
+) -> None:
+    _same_count("optimizers", len(states), len(trainer.optimizers))
+    for index, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
+        problem = optimizer_problem(optimizer, state, names[index] if names else "another optimizer")
+        if problem:
+            raise ValueError(
+                f"The checkpoint does not fit optimizer {index} ({type(optimizer).__name__}): {problem}. Make the "
+                "optimizer in configure_optimizers as it was when the file was saved, or load only the weights "
+                "(load_from_checkpoint) and start a new fit."
+            )
+        own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        trainer.strategy.load_optimizer_state(trainer.model, optimizer, state)
+        if not settings:
+            for group, before in zip(optimizer.param_groups, own, strict=True):
+                group.update(before)

@@ -1,0 +1,407 @@
+"""``Trainer(compile="step")``: forward, loss, backward, clipping and the optimizer's step as one compiled graph.
+
+Torch traces ``training_step``, ``torch.autograd.grad`` and the optimizer's own code into one graph, or says why it
+cannot: nothing falls apart into several graphs unnoticed. What stays outside are counters and ``self.log``, whose
+values come out of the graph and are logged when it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from inspect import unwrap
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..strategies.compile_networks import arguments_of, scope_of
+from ..strategies.recompile_watch import advice_for, watch_compiling
+from .compiled_optimizer import TracedOptimizer
+from .compiled_step_checks import check_optimizers, check_trainer, cycles_momentum
+from .microbatch_metrics import Heard, listened
+from .profiling import wrap_bound
+from .step import Outputs, TrainStep
+
+if TYPE_CHECKING:
+    from .loss import LossReader
+    from .trainer import Trainer
+
+
+#: So many shapes of batches have a graph of their own; further ones share one for shapes that change.
+MOST_SHAPES = 4
+
+
+class Switches:
+    """Switches of torch's that a whole step is traced with, on while one is compiled and as they were at other times.
+
+    Setting them costs too much for every step, and which step compiles is known when it begins to.
+
+    Attributes:
+        wanted: a whole step is under way.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._on: ExitStack | None = None
+
+    def install(self) -> Switches:
+        """Be told when torch compiles; returns itself."""
+        from torch._dynamo.callback import callback_handler
+
+        if self._begin not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
+        return self
+
+    def _begin(self, *_: Any) -> None:
+        if not self.wanted:
+            return
+        import torch._dynamo.config as dynamo
+        import torch.compiler.config as compiler
+
+        # What a step reads of counters (``batch_idx``, ``self.global_step``) is no constant to compile anew for.
+        sources = ",".join(filter(None, (compiler.dynamic_sources, "L['args'][1]")))
+        self._on = ExitStack()
+        self._on.enter_context(dynamo.patch(trace_autograd_ops=True, allow_unspec_int_on_nn_module=True))
+        self._on.enter_context(compiler.patch(dynamic_sources=sources))  # type: ignore[attr-defined]
+
+    def _end(self, *_: Any) -> None:
+        if self._on is not None:
+            self._on.close()
+            self._on = None
+
+
+_switches = Switches()
+_fits = count(1)
+
+
+class WholeStep:
+    """The compiled functions of a fit, and what they read.
+
+    Args:
+        trainer: with its module and optimizer set up.
+        forward: the training step, bound.
+
+    Attributes:
+        accumulate: micro-batches a window.
+        primed: the optimizer has made its state, so the graph can be compiled once for all steps.
+    """
+
+    def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        self.trainer, self.forward, self.strategy = trainer, forward, trainer.strategy
+        self.owner = type(trainer.training_module).__name__
+        self.module, self.store = trainer.training_module, trainer._metrics
+        self.accumulate = trainer.accumulate_grad_batches
+        self.clip_value, self.clips_value = trainer.gradient_clip_val, trainer.gradient_clip_algorithm == "value"
+        self.optimizer = TracedOptimizer(trainer.optimizers[0], cycles_momentum(trainer))
+        self.primed = False
+        self.number = next(_fits)
+        self.unit: float | None = None
+        self.heard: list[Heard] = []
+        self.replays = scope_of(trainer.compile) == "graphs"
+        self.failures, self.limit = (TorchDynamoException, FailOnRecompileLimitHit), FailOnRecompileLimitHit
+        self.switches = _switches.install()
+        self.watch = watch_compiling()
+        self.arguments = {**arguments_of(trainer.compile), "fullgraph": True}
+        self.by_shape = "dynamic" not in self.arguments
+        self.batch_steps: dict[Any, Callable[..., Any]] = {}
+        self.window_end = self.compiled("window_end", lambda *args: self.trace_update(*args))
+
+    def compiled(self, name: str, function: Any, **more: Any) -> Callable[..., Any]:
+        """A function compiled by itself: what torch compiles, and learns of shapes, it keeps by name of the code.
+
+        Args:
+            name: shows in what torch says about it.
+            function: takes ``*args``.
+            more: arguments for ``torch.compile``.
+        """
+        function.__code__ = function.__code__.replace(co_name=f"{self.owner}_{name}_of_fit_{self.number}")
+        return wrap_bound(self.trainer, "training_step", torch.compile(function, **{**self.arguments, **more}))
+
+    def batch_step(self, batch: Any) -> Callable[..., Any]:
+        """What runs a batch: for each shape a graph of its own, so that it does not matter which came first.
+
+        Torch would make one graph for all shapes as soon as it sees a second one, and a run that goes on from a
+        checkpoint, which may see them in another order, would round differently.
+        """
+        key = shapes_of(batch) if self.by_shape else None
+        found = self.batch_steps.get(key)
+        if found is None:
+            number = len(self.batch_steps)
+            if number < MOST_SHAPES:
+                found = self.compiled(f"batch_step_{number}", lambda *args: self.trace_batch(*args))
+            elif None in self.batch_steps:
+                found = self.batch_steps[None]
+            else:
+                found = self.compiled("batch_step_any", lambda *args: self.trace_batch(*args), dynamic=True)
+                self.batch_steps[None] = found
+            self.batch_steps[key] = found
+        return found
+
+    # ---- what torch traces -----------------------------------------------------------------------------------------
+
+    def trace_batch(
+        self, batch: Any, batch_idx: int, by_items: bool, before: Any, complete: bool, factor: float | None
+    ) -> tuple[Any, bool, Any]:
+        """One micro-batch and, where it completes its window, the update.
+
+        Args:
+            batch: on its device.
+            batch_idx: its place in the epoch.
+            by_items: whether ``num_items`` is expected.
+            before: items of the window's earlier micro-batches, float64 of shape (); None: there are none.
+            complete: it is the window's last.
+            factor: what completes the window's gradients, unless they are weighed by items.
+
+        Returns:
+            The output without its graph, whether there was a loss to learn from, and the window's items with these.
+        """
+        output = self.forward(batch, batch_idx)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        items = output.get("num_items") if isinstance(output, Mapping) else None
+        usable = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
+        if loss is None or not usable or (items is not None) != by_items:
+            return with_tensors(output, Tensor.detach), False, before
+        total: Any = None
+        if items is not None:
+            loss = loss * (items / (self.unit or 1.0))
+            total = torch.as_tensor(items, dtype=torch.float64, device=loss.device).detach()
+            total = total if before is None else before + total
+        elif self.accumulate > 1:
+            loss = loss / self.accumulate
+        self.trace_gradients(loss, complete)
+        if complete:
+            if total is not None:
+                factor = (self.unit or 1.0) / total.clamp(min=torch.finfo(torch.float32).tiny)
+            self.trace_update(factor)
+        return with_tensors(output, Tensor.detach), True, total  # backward has used up the graph
+
+    def trace_gradients(self, loss: Any, complete: bool) -> None:
+        """Backward; what the window had already is added up in place while it goes on."""
+        parameters = [p for group in self.optimizer.groups for p in group["params"] if p.requires_grad]
+        with torch.no_grad():
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
+            ):
+                if gradient is None:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                elif complete:
+                    parameter.grad = parameter.grad + gradient
+                else:
+                    parameter.grad.add_(gradient)
+
+    def trace_update(self, factor: Any) -> None:
+        """Complete the gradients, clip, step, clear."""
+        parameters = [p for group in self.optimizer.groups for p in group["params"]]
+        if factor is not None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * factor
+        if self.clip_value is not None:
+            clip = self.strategy.clip_by_value if self.clips_value else self.strategy.clip_by_norm
+            clip(parameters, float(self.clip_value))
+        self.optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+    def hear(self, name: str, value: Any, options: Any) -> Heard:
+        """Take one call of ``self.log``."""
+        return _Detached(self.heard, name, options)
+
+    # ---- what the step calls ---------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call one of the compiled functions, then log what was logged in it.
+
+        Raises:
+            RuntimeError: torch cannot make one graph of it.
+        """
+        self.optimizer.refresh()
+        self.heard.clear()
+        self.switches.wanted = True
+        try:
+            found = listened(self.store, self.hear, function, *args)
+        except self.failures as error:
+            raise self.problem(error) from error
+        finally:
+            self.switches.wanted = False
+        for call in self.heard:
+            if call.options.enable_graph:
+                raise ValueError(
+                    f"self.log({call.name!r}, enable_graph=True) under Trainer(compile={self.trainer.compile!r}): "
+                    "backward has used up the graph behind the value inside of the compiled step. Leave enable_graph "
+                    "out, or use compile=True."
+                )
+            self.module.log(call.name, call.value, **call.options._asdict(), batch_size=call.batch_size)
+        return found
+
+    def problem(self, error: Exception) -> RuntimeError:
+        """The error for a step that torch does not trace into one graph."""
+        why, advice = self.changing() if isinstance(error, self.limit) else self.untraceable(error)
+        return RuntimeError(
+            f"Trainer(compile='step') makes one graph of {self.owner}.training_step and the optimizer's step, and "
+            f"torch cannot: {why} {advice} Or use compile=True, which compiles the networks and leaves the step Python."
+        )
+
+    def changing(self) -> tuple[str, str]:
+        """Why torch has compiled the step so often that it gave up, and what to do."""
+        reason = self.watch.last_reason
+        why = (
+            f"what was true when it was last compiled is no longer true: {reason}" if reason else "it does not say why"
+        )
+        return f"it had to compile it again and again, and gave up; {why}.", advice_for(reason)
+
+    def untraceable(self, error: Exception) -> tuple[str, str]:
+        """What of the step torch does not know how to trace, and what to do."""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = lines[0] if lines else type(error).__name__
+        why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
+        places = [line for line in lines if line.startswith('File "')]
+        where = f" At {places[-1]}." if places else ""
+        advice = "Take that out of training_step."
+        codes = (getattr(unwrap(one), "__code__", None) for one in (self.optimizer.raw_step, self.module.training_step))
+        own, users = (code and code.co_filename for code in codes)
+        if own and own in where and own != users:
+            advice = f"That is the step of {type(self.optimizer.optimizer).__name__}: use another optimizer."
+        return f"{said}{': ' + why if why else ''}.{where}", advice
+
+    def step(self, losses: LossReader) -> CompiledStep:
+        """The step of an epoch, bound to what callbacks left of accumulation.
+
+        Args:
+            losses: knows the form of the losses.
+        """
+        check_trainer(self.trainer)
+        return CompiledStep(self.trainer, self.forward, losses, self)
+
+    def prime(self) -> None:
+        """The optimizer has its state: from here on steps are compiled."""
+        self.optimizer.settle(static=self.replays)
+        self.primed = True
+
+
+def compiled_whole(trainer: Trainer, forward: Callable[..., Any]) -> WholeStep | None:
+    """What compiles the whole training step of a fit; None if that was not asked for.
+
+    Args:
+        trainer: with its module and optimizers set up.
+        forward: the training step, bound.
+
+    Raises:
+        ValueError: an optimizer that does not go with it.
+    """
+    if scope_of(trainer.compile) not in ("step", "graphs"):
+        return None
+    check_optimizers(trainer)
+    return WholeStep(trainer, forward)
+
+
+class CompiledStep(TrainStep):
+    """A step that calls one compiled function a batch.
+
+    The first update of a training runs as usual: in it the optimizer makes its state, and mistakes in
+    ``training_step`` show as what they are.
+    """
+
+    def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader, whole: WholeStep) -> None:
+        super().__init__(trainer, forward, losses)
+        self.whole = whole
+        whole.accumulate = self.accumulate
+        if trainer._resumes and self.state.updates and not whole.primed:
+            whole.prime()
+
+    def __call__(self, batch: Any, batch_idx: int) -> Outputs:
+        state, whole, losses = self.state, self.whole, self.losses
+        if not whole.primed:
+            return super().__call__(batch, batch_idx)
+        filled = state.window + 1
+        complete = filled >= self.accumulate or state.is_last_batch
+        factor = None if not complete or filled == self.accumulate else self.accumulate / filled
+        whole.unit = losses.window.unit
+        by_items = losses.by_items if losses.form_known else whole.unit is not None
+        output, learned, items = whole.run(
+            whole.batch_step(batch), batch, batch_idx, by_items, self.items(), complete, factor
+        )
+        if whole.replays:
+            output = with_tensors(output, Tensor.clone)  # the next replay writes to the memory of this one
+        if not learned:
+            return self.left_out(output)
+        losses.form_known, losses.by_items = True, items is not None
+        losses.window.items = 0 if complete or items is None else items
+        state.window = filled
+        if complete:
+            self.count_update()
+        return output
+
+    def items(self) -> Tensor | None:
+        """What the window has so far, if losses are weighed by items."""
+        items = self.losses.window.items
+        if not self.state.window or not self.losses.by_items:
+            return None
+        return torch.as_tensor(items, dtype=torch.float64, device=self.trainer.strategy.device)
+
+    def left_out(self, output: Any) -> Outputs:
+        """A batch without a loss to learn from: to be skipped, or the error that says what is wrong with it."""
+        losses = self.losses
+        losses.form_known, losses.by_items = True, losses.window.unit is not None
+        loss = losses.read(output)
+        if loss is not None:
+            raise losses.problem(loss) or RuntimeError(f"{self.whole.owner}.training_step gave no usable loss.")
+        return self.skip()
+
+    def update(self) -> None:
+        super().update()
+        self.whole.prime()
+
+    def finish_window(self) -> None:
+        if not self.state.window or not self.whole.primed:
+            super().finish_window()
+            return
+        factor: Any = self.accumulate / self.state.window
+        if self.losses.by_items:
+            factor = self.losses.finish_window()
+        self.whole.run(self.whole.window_end, factor)
+        self.count_update()
+
+    def count_update(self) -> None:
+        """The update that the graph has made."""
+        state = self.state
+        state.window = 0
+        state.stepped = True
+        state.global_step += 1
+        state.updates += 1
+
+
+class _Detached(Heard):
+    """One call of ``self.log`` inside the graph, in which backward uses up the graph behind the value."""
+
+    def update(self, value: Any, batch_size: int | None) -> None:
+        super().update(value.detach() if isinstance(value, Tensor) else value, batch_size)
+
+
+def shapes_of(batch: Any) -> Any:
+    """The shapes of a batch's tensors, to tell batches apart; what is no collection of tensors is like any other."""
+    if isinstance(batch, Tensor):
+        return batch.shape
+    if isinstance(batch, Mapping):
+        return tuple([(name, shapes_of(value)) for name, value in batch.items()])
+    if isinstance(batch, (list, tuple)):
+        return tuple([shapes_of(value) for value in batch])
+    return None
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with its tensors changed; what is no plain collection stays as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: with_tensors(one, change) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([with_tensors(one, change) for one in value])
+    return value

@@ -1,0 +1,123 @@
+"""What does not go with a training step that is compiled as a whole, said before anything runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import LBFGS, Optimizer
+
+from ..callbacks.loss_guard import LossGuard
+from ..strategies.compile_networks import scope_of
+from ..strategies.single_device import SingleDevice
+from .bind_steps import takes_iterator
+from .hooks import overridden
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+#: Hooks that run in the middle of a step.
+HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+#: Methods of a module that change what a step is.
+METHODS = ("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
+_INSTEAD = "or use compile=True, which compiles the networks and leaves the step Python"
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raise for a trainer that cannot run its step as one graph.
+
+    Raises:
+        ValueError: what it was given contradicts ``compile``.
+    """
+    scope, strategy = scope_of(trainer.compile), trainer.strategy
+    if scope not in ("step", "graphs"):
+        return
+    asked = f"Trainer(compile={trainer.compile!r}"
+    if scope == "graphs" and strategy.device.type != "cuda":
+        raise ValueError(
+            f"{asked}) on {strategy.device}: CUDA graphs need a CUDA device. Use compile='step', which compiles the "
+            "whole step on any device."
+        )
+    if type(strategy) is not SingleDevice:
+        raise ValueError(
+            f"{asked}, strategy={strategy.names[0] if strategy.names else type(strategy).__name__!r}): gradients that "
+            "processes share are communicated while backward runs, which is no part of the graph. Train on one device, "
+            f"{_INSTEAD}."
+        )
+    if strategy.precision.scaler is not None:
+        raise ValueError(
+            f"{asked}, precision={strategy.precision.name!r}): whether a step is taken depends on gradients that the "
+            f"host has to read. Use precision='bf16-mixed', {_INSTEAD}."
+        )
+    if trainer.detect_anomaly:
+        raise ValueError(
+            f"{asked}, detect_anomaly=True): there is no operation to name in a compiled step, and the loss is known "
+            "when the weights have changed. Look for the anomaly without compile."
+        )
+    if scope == "graphs" and trainer.accumulate_grad_batches > 1:
+        raise ValueError(
+            f"{asked}, accumulate_grad_batches={trainer.accumulate_grad_batches}): a CUDA graph keeps no gradients "
+            "from one batch to the next. Use compile='step', or a larger batch."
+        )
+
+
+def check_module(trainer: Trainer) -> None:
+    """Raise for what a module and callbacks do in the middle of a step, where a graph has no place for it.
+
+    Raises:
+        ValueError: the name of what hinders, and what to do.
+    """
+    check_trainer(trainer)  # a callback may have changed it since
+    module, owner = trainer.training_module, type(trainer.training_module).__name__
+    from .module import TrainingModule
+
+    if not module.automatic_optimization:
+        _refuse(trainer, f"{owner} optimizes by hand (automatic_optimization=False)", "Let the trainer do it")
+    if takes_iterator(module.training_step):
+        _refuse(trainer, f"{owner}.training_step takes dataloader_iter", "Use training_step(batch, batch_idx)")
+    for name in METHODS:
+        if overridden(module, name, TrainingModule) is not None:
+            _refuse(trainer, f"{owner}.{name} is not part of the graph", "Leave it out")
+    for callback in trainer.callbacks:
+        if isinstance(callback, LossGuard):
+            _refuse(trainer, f"{type(callback).__name__} looks at the loss before its backward", "Leave it out")
+    for name in HOOKS:
+        for hook in getattr(trainer._hooks, name):
+            who = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
+            what = f"{owner if who is None else type(who).__name__}.{name}"
+            _refuse(trainer, f"{what} would have to run in the middle of the graph", "Leave it out")
+
+
+def check_optimizers(trainer: Trainer) -> None:
+    """Raise for optimizers whose step is more than one pass of their own code.
+
+    Raises:
+        ValueError: the name of what hinders, and what to do.
+    """
+    found = trainer.optimizers
+    if len(found) != 1:
+        _refuse(trainer, f"there are {len(found)} optimizers", "Return one from configure_optimizers")
+    optimizer, name = found[0], type(found[0]).__name__
+    if isinstance(optimizer, LBFGS):
+        _refuse(trainer, f"{name} evaluates the loss several times a step", "Use another optimizer")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        _refuse(trainer, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
+    if cycles_momentum(trainer) and scope_of(trainer.compile) == "graphs":
+        _refuse(trainer, "a scheduler changes momentum, which a CUDA graph holds fixed", "Pass cycle_momentum=False")
+    hooks: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    if any(hooks):
+        _refuse(trainer, f"{name} has hooks of its step", "Do what they do in on_train_batch_end")
+    own = vars(optimizer).get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+        _refuse(trainer, f"step of this {name} was replaced", "Define step in a class")
+    if overridden(optimizer, "zero_grad", Optimizer) is not None:
+        _refuse(trainer, f"{name}.zero_grad is not part of the graph", "Leave it out")
+
+
+def cycles_momentum(trainer: Trainer) -> bool:
+    """Whether a scheduler changes more than the learning rate."""
+    return any(getattr(config.scheduler, "cycle_momentum", False) for config in trainer.lr_scheduler_configs)
+
+
+def _refuse(trainer: Trainer, why: str, fix: str) -> None:
+    raise ValueError(f"Trainer(compile={trainer.compile!r}): {why}. {fix}, {_INSTEAD}.")

@@ -1,0 +1,278 @@
+"""Where a run's loaders come from, how many batches each gives, and what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .. import messages
+from ..data.combined_loader import length_of
+from ..data.datamodule import DataModule
+from ..data.loaders import (
+    advise,
+    count_batches,
+    eval_loaders,
+    leaves_of,
+    release_shuffling,
+    seed_shuffling,
+    train_loader,
+    users_generators,
+    without_shuffling,
+)
+from ..data.sharding import batch_indices, last_share, shard_evaluation, shard_training
+from .hooks import overridden
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+INF = float("inf")
+
+#: The hook that gives a stage's loaders.
+HOOK = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+STEP = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+class DataSource:
+    """The loaders of one run: given to the entry point, or made by the hooks of the DataModule or the module.
+
+    Args:
+        trainer: whose limits apply.
+        given: loaders by stage (``"train"``, ``"validate"``, ``"test"``, ``"predict"``); None where there are none.
+    """
+
+    def __init__(self, trainer: Trainer, given: dict[str, Any]) -> None:
+        self.trainer = trainer
+        self.given = given
+        self.train_loader: Any = None
+        self.num_training_batches: int | float = INF
+        self.eval: dict[str, tuple[list[Any], list[int | float]]] = {}
+        self._loaded_at = 0
+        self._agreed_on: Any = None
+        self._is_elsewhere = False  # the run that this is of was made by other processes
+        self._is_mine = False  # the training loader was split here, so that all ranks have to draw one order
+        #: What the last training batch's loss counts for on this rank, where ranks have different numbers of samples.
+        self.last_share = 1.0
+
+    # ---- finding ---------------------------------------------------------------------------------------------------
+
+    def defined(self, stage: str) -> bool:
+        """Whether there are loaders for a stage."""
+        return self.given.get(stage) is not None or self._hook(stage) is not None
+
+    def require(self, stage: str) -> None:
+        """Raise if there are no loaders for a stage."""
+        if not self.defined(stage):
+            owner = type(self.trainer.training_module).__name__
+            raise ValueError(
+                f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule "
+                f"defines {HOOK[stage]}(). Pass a loader, or define the hook."
+            )
+
+    def _hook(self, stage: str) -> Callable[[], Any] | None:
+        from .module import TrainingModule
+
+        trainer, name = self.trainer, HOOK[stage]
+        found = overridden(trainer.datamodule, name, DataModule) if trainer.datamodule is not None else None
+        return found or overridden(trainer.training_module, name, TrainingModule)
+
+    def _load(self, stage: str) -> Any:
+        if self.given.get(stage) is not None:
+            return self.given[stage]
+        hook = self._hook(stage)
+        loaders = self.require(stage) if hook is None else hook()
+        if loaders is None:
+            raise TypeError(f"{HOOK[stage]}() returned None. Return a DataLoader or another iterable over batches.")
+        return loaders
+
+    def limit(self, stage: str) -> int | float | None:
+        """``limit_*_batches`` of a stage with ``overfit_batches`` and ``fast_dev_run`` applied."""
+        trainer = self.trainer
+        if trainer.fast_dev_run:
+            return int(trainer.fast_dev_run)
+        name = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}[stage]
+        limit = getattr(trainer, f"limit_{name}_batches")
+        return trainer.overfit_batches if trainer.overfit_batches and name in ("train", "val") and limit else limit
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def train(self) -> Any:
+        """Make the training loader, once."""
+        if self.train_loader is None and not self._is_elsewhere:
+            loader = train_loader(self._load("train"))
+            if self.trainer.overfit_batches:
+                loader = without_shuffling(loader)
+            whole, loader = loader, self._mine(loader, shard_training)
+            self._is_mine = loader is not whole
+            self.num_training_batches = count_batches(loader, self.limit("train"), "train_dataloader")
+            self.train_loader = loader
+            self.last_share = last_share(loader) if self.num_training_batches == length_of(loader) else 1.0
+            self._loaded_at = self.trainer.state.epoch
+        return self.train_loader
+
+    def _mine(self, loader: Any, shard: Callable[[Any, int, int], Any]) -> Any:
+        """This rank's part of a loader."""
+        strategy = self.trainer.strategy
+        if strategy.num_data_ranks == 1 or not self.trainer.use_distributed_sampler:
+            return loader
+        return shard(loader, strategy.data_rank, strategy.num_data_ranks)
+
+    def agree_on_length(self) -> None:
+        """Let all ranks make as many training batches as the one with the fewest; said once, with the numbers."""
+        strategy = self.trainer.strategy
+        if strategy.world_size == 1 or self._agreed_on is self.train_loader:
+            return
+        self._agreed_on = self.train_loader
+        if self._is_mine:
+            for generator in users_generators(self.train_loader):
+                generator.set_state(strategy.broadcast(generator.get_state()))
+        found = strategy.gather_objects(self.num_training_batches)
+        if INF in found:
+            self.num_training_batches = INF
+        elif len(set(found)) > 1:
+            self.num_training_batches = min(found)
+            messages.warn(
+                f"The ranks' train_dataloaders have {', '.join(map(str, found))} batches; an epoch has "
+                f"{min(found)} on each, the rest is left out. Give every rank as many, or leave the sharding to "
+                "Trainer(use_distributed_sampler=True)."
+            )
+
+    def keeps_step(self) -> Callable[[bool], bool] | None:
+        """What asks, batch by batch, whether every rank has one; None where the number is known beforehand."""
+        strategy = self.trainer.strategy
+        if strategy.world_size == 1 or self.num_training_batches != INF:
+            return None
+        return partial(strategy.agree, all=True)
+
+    def reload_if_due(self) -> None:
+        """Call the loader hooks again, every ``reload_dataloaders_every_n_epochs``."""
+        every, epoch = self.trainer.reload_dataloaders_every_n_epochs, self.trainer.state.epoch
+        if every and epoch - self._loaded_at >= every:
+            self.train_loader = None
+            self.eval.pop("validate", None)
+        self.train()
+        self.agree_on_length()
+
+    def val_check_batch(self) -> int | float:
+        """After how many batches to validate; inf: after the epoch's last."""
+        interval, batches = self.trainer.val_check_interval, self.num_training_batches
+        if isinstance(interval, int) and not isinstance(interval, bool):
+            if interval > batches and self.trainer.check_val_every_n_epoch is not None:
+                raise ValueError(
+                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an "
+                    "epoch, so "
+                    "validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
+                )
+            return interval
+        if interval == 1.0 or not isinstance(interval, float):
+            return INF
+        if batches == INF:
+            raise ValueError(
+                f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no "
+                "length. "
+                "Pass a number of batches (an int), or give the loader a __len__."
+            )
+        return max(1, int(batches * interval))
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    def validates(self) -> bool:
+        """Whether this fit can validate: it has a loader, a step, and is not limited to 0 batches."""
+        from .module import TrainingModule
+
+        trainer = self.trainer
+        loader = self.defined("validate")
+        step = overridden(trainer.training_module, "validation_step", TrainingModule) is not None
+        if self.limit("validate") == 0:
+            return False
+        owner = type(trainer.training_module).__name__
+        if loader and not step:
+            messages.warn_once(
+                f"A val_dataloader was given but {owner} has no validation_step: there is no validation."
+            )
+        if step and not loader and trainer.state.fn == "fit":
+            messages.warn_once(
+                f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation."
+            )
+        return loader and step
+
+    def evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
+        """The loaders of a stage, shuffled for this epoch, and how many batches of each to take."""
+        trainer = self.trainer
+        loaders, limits = self.load_evaluation(kind)
+        for loader in loaders:
+            seed_shuffling(loader, trainer.state.shuffle_seed, trainer.state.epoch)
+        if trainer.state.stage == "sanity_check" and trainer.num_sanity_val_steps != -1:
+            limits = [min(limit, trainer.num_sanity_val_steps) for limit in limits]
+        return loaders, limits
+
+    def load_evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
+        """Make the loaders of a stage, once; with them the number of batches each gives."""
+        trainer = self.trainer
+        if kind not in self.eval:
+            loaders = eval_loaders(self._load(kind))
+            if trainer.overfit_batches and kind == "validate":
+                loaders = [without_shuffling(loader) for loader in loaders]
+            loaders = [self._mine(loader, shard_evaluation) for loader in loaders]
+            limits = [count_batches(one, self.limit(kind), HOOK[kind]) for one in loaders]
+            for loader in loaders:
+                advise(loader, HOOK[kind])
+            self.eval[kind] = (loaders, limits)
+        return self.eval[kind]
+
+    def track_indices(self, loader: Any) -> Callable[[], list[int]] | None:
+        """A function that gives the sample indices of each next batch; None where the order is not known beforehand."""
+        indices = batch_indices(loader)
+        return None if indices is None else lambda: next(indices)
+
+    def release(self) -> None:
+        """Leave the loaders as they were given; once a run has ended."""
+        for loader in (self.train_loader, *(one for loaders, _ in self.eval.values() for one in loaders)):
+            release_shuffling(loader)
+
+    def counts(self) -> dict[str, Any]:
+        """How many batches there are, for :meth:`take_over` in another process."""
+        evaluated = {kind: limits for kind, (_, limits) in self.eval.items()}
+        return {"train": self.num_training_batches, "made": self.train_loader is not None, "eval": evaluated}
+
+    def take_over(self, counts: dict[str, Any]) -> None:
+        """Tell what a run in other processes had: the loaders, if they were given, and each process's batches."""
+        self._is_elsewhere = True
+        self.num_training_batches = counts["train"]
+        if counts["made"] and self.given.get("train") is not None:
+            self.train_loader = train_loader(self.given["train"])
+        self.eval = {kind: (eval_loaders(self.given.get(kind)), limits) for kind, limits in counts["eval"].items()}
+
+    def name_of(self, leaf: Any) -> str | None:
+        """What the person calls a loader of this run, which may be one of several; None if it is another's."""
+        if any(one is leaf for one in leaves_of(self.train_loader)):
+            return HOOK["train"]
+        for kind, (loaders, _) in self.eval.items():
+            for idx, loader in enumerate(loaders):
+                if any(one is leaf for one in leaves_of(loader)):
+                    return f"{HOOK[kind]}{f' {idx}' if len(loaders) > 1 else ''}"
+        return None
+
+    # ---- lengths ---------------------------------------------------------------------------------------------------
+
+    def length(self, loader: Any) -> int | float:
+        """Batches a loader says it has, or inf."""
+        return count_batches(loader, None, "dataloader")
+
+    def length_known(self) -> bool:
+        """Whether the training loader says how many batches it has."""
+        return self.length(self.train_loader) != INF
+
+    def cut(self) -> int | float:
+        """After how many training batches to stop fetching; inf where the loader ends there by itself."""
+        return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
+
+    def looks_ahead(self, loader: Any) -> bool:
+        """Whether batches are fetched one ahead: to overlap copies to a device, or to know the last one."""
+        unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
+        return self.trainer.strategy.device.type == "cuda" or unknown

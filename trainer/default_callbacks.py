@@ -1,0 +1,168 @@
+"""The loggers and callbacks of a run: the user's, and those that come by default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .. import messages
+from ..callbacks.base import Callback, overridden
+from ..checkpoint import storage
+from ..loggers.base import DummyLogger, Logger
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+#: Switches of the Trainer and the kind of callback they are about.
+SWITCHED = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+
+
+def choose_loggers(logger: Any, trainer: Trainer) -> list[Logger]:
+    """The loggers for ``Trainer(logger=...)``."""
+    if logger is False:
+        return []
+    found = _given_loggers(logger)
+    if trainer.barebones:
+        return []
+    if trainer.fast_dev_run:
+        return [DummyLogger()]
+    if found is None:
+        from ..loggers.tensorboard import TensorBoardLogger
+
+        return [TensorBoardLogger(_folder_of_logs(trainer.default_root_dir))]
+    return found
+
+
+def _folder_of_logs(root: str) -> str:
+    if not storage.is_remote(root):
+        return root
+    messages.info_once(
+        f"Checkpoints go to {root}. Logs are local: they go to the working directory, {os.getcwd()}. Pass a logger to "
+        "choose another place, or logger=False."
+    )
+    return os.getcwd()
+
+
+def _given_loggers(logger: Any) -> list[Logger] | None:
+    if logger is None or logger is True:
+        return None
+    several = isinstance(logger, Iterable) and not isinstance(logger, (str, Mapping))
+    found: list[Any] = list(logger) if several else [logger]
+    for one in found:
+        if not isinstance(one, Logger):
+            hint = f" Did you mean {one.__name__}(...)?" if isinstance(one, type) and issubclass(one, Logger) else ""
+            raise TypeError(
+                f"Trainer(logger={logger!r}) got {messages.a(one)} as a logger.{hint} Pass True for TensorBoard, "
+                "False for none, a Logger or a list of Loggers."
+            )
+    return found
+
+
+def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, trainer: Trainer) -> list[Callback]:
+    """The user's callbacks in their order, the defaults that are not there yet, those that save last."""
+    from ..callbacks.timer import Timer, to_timedelta
+
+    found = _given_callbacks(callbacks)
+    refuse_switched_off(found, trainer)
+    for name in SWITCHED:
+        kind = _kind(name)
+        if (
+            getattr(trainer, name) is not False
+            and not trainer.barebones
+            and not any(isinstance(c, kind) for c in found)
+        ):
+            found.append(_default(kind))
+    if max_time is not None:
+        if any(isinstance(c, Timer) for c in found):
+            raise ValueError(
+                f"Trainer(max_time={max_time!r}) contradicts the Timer among its callbacks. Leave one of them out."
+            )
+        found.append(Timer(to_timedelta(max_time, "Trainer(max_time=)"), grace_seconds=grace_seconds))
+    elif grace_seconds:
+        raise ValueError(
+            f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no end to stop before. Pass "
+            "max_time, or leave it out."
+        )
+    check_state_keys(found)
+    return order(found)
+
+
+def _given_callbacks(callbacks: Any) -> list[Callback]:
+    several = isinstance(callbacks, Iterable) and not isinstance(callbacks, (str, Mapping, Callback))
+    found: list[Any] = [] if callbacks is None else list(callbacks) if several else [callbacks]
+    for one in found:
+        if not isinstance(one, Callback):
+            hint = f" Did you mean {one.__name__}()?" if isinstance(one, type) and issubclass(one, Callback) else ""
+            raise TypeError(
+                f"Trainer(callbacks=...) got {one!r}, which is not a Callback.{hint} Pass Callback objects."
+            )
+    return found
+
+
+def refuse_switched_off(callbacks: list[Callback], trainer: Trainer) -> None:
+    """Raise if one of the callbacks is of a kind that the Trainer was told to leave out."""
+    for name in SWITCHED:
+        off = getattr(trainer, name) is False
+        asked = next((c for c in callbacks if isinstance(c, _kind(name))), None)
+        if asked is not None and (off or trainer.barebones):
+            flag = f"{name}=False" if off else "barebones=True"
+            raise ValueError(
+                f"Trainer({flag}) contradicts the {type(asked).__name__} among its callbacks. Leave one of them out."
+            )
+
+
+def _kind(switch: str) -> type[Callback]:
+    from ..callbacks.model_checkpoint import ModelCheckpoint
+    from ..callbacks.model_summary import ModelSummary
+    from ..callbacks.progress import ProgressBar
+
+    kinds: tuple[type[Callback], ...] = (ProgressBar, ModelSummary, ModelCheckpoint)
+    return kinds[SWITCHED.index(switch)]
+
+
+def _default(kind: type[Callback]) -> Callback:
+    from ..callbacks.progress import ProgressBar
+
+    if kind is ProgressBar:
+        from ..callbacks.rich_progress import RichProgressBar
+
+        return RichProgressBar()
+    return kind()
+
+
+def order(callbacks: list[Callback]) -> list[Callback]:
+    """Callbacks that tune come first, so that the others see what was found; those that save last."""
+    from ..callbacks.batch_size_finder import BatchSizeFinder
+    from ..callbacks.lr_finder import LearningRateFinder
+    from ..callbacks.model_checkpoint import ModelCheckpoint
+    from ..callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+
+    first, last = (BatchSizeFinder, LearningRateFinder), (ModelCheckpoint, OnExceptionCheckpoint)
+    tuning = [c for c in callbacks if isinstance(c, first)]
+    saving = [c for c in callbacks if isinstance(c, last)]
+    return [*tuning, *(c for c in callbacks if not isinstance(c, (*first, *last))), *saving]
+
+
+def check_state_keys(callbacks: list[Callback]) -> None:
+    """Raise if one callback is there twice, or two would save their state under one key."""
+    seen: dict[str, Callback] = {}
+    for place, callback in enumerate(callbacks):
+        name = type(callback).__name__
+        if any(callback is other for other in callbacks[:place]):
+            raise ValueError(
+                f"The callbacks hold the same {name} twice, so all it does would be done twice. Leave one out."
+            )
+        key = callback.state_key
+        if key in seen and (_keeps_state(callback) or _keeps_state(seen[key])):
+            raise ValueError(
+                f"Two callbacks save their state under one key {key!r} ({type(seen[key]).__name__} and {name}), so one "
+                "would overwrite the other. Remove one, or make one of a class with a key of its own: "
+                f"class Second{name}({name}): state_key = 'Second{name}'"
+            )
+        seen[key] = callback
+
+
+def _keeps_state(callback: Callback) -> bool:
+    return overridden(callback, "state_dict", Callback) is not None

@@ -1,0 +1,73 @@
+"""Learning-rate schedulers: which advance after a batch, an epoch or a validation, and what they look at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import messages
+from . import phases
+from .hooks import method_of, overridden
+from .module import TrainingModule
+from .optimizers import SchedulerConfig
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class Schedules:
+    """A run's schedulers, sorted once an epoch (callbacks may replace them).
+
+    Attributes:
+        per_batch: some scheduler may advance after a batch.
+        step_plateaus: plateau schedulers with interval ``"step"``.
+        epoch_plateaus: plateau schedulers with interval ``"epoch"``.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.own = overridden(trainer.training_module, "lr_scheduler_step", TrainingModule) is not None
+        self.step_one = method_of(trainer.training_module, "lr_scheduler_step", TrainingModule)
+        found = trainer.lr_scheduler_configs if trainer.training_module.automatic_optimization else []
+        self.step = [c for c in found if c.interval == "step" and not c.reduce_on_plateau]
+        self.epoch = [c for c in found if c.interval == "epoch" and not c.reduce_on_plateau]
+        self.step_plateaus = [c for c in found if c.interval == "step" and c.reduce_on_plateau]
+        self.epoch_plateaus = [c for c in found if c.interval == "epoch" and c.reduce_on_plateau]
+        self.per_batch = bool(self.step or self.epoch)
+
+    def after_batch(self) -> None:
+        """Advance what follows this batch: "step" schedulers if it stepped, "epoch" ones if it was the last."""
+        state = self.trainer.state
+        if state.stepped and self.step:
+            self.advance(self.step, state.updates)
+        if state.is_last_batch and self.epoch:
+            self.advance(self.epoch, state.epoch + 1)
+
+    def advance(self, configs: list[SchedulerConfig], count: int) -> None:
+        """Step each scheduler whose frequency divides ``count``, with the value it monitors."""
+        trainer, metrics = self.trainer, self.trainer._metrics
+        if self.own:
+            metrics.enter(phases.LR_SCHEDULER_STEP)
+        for config in configs:
+            if count % config.frequency != 0:
+                continue
+            value = None
+            if config.reduce_on_plateau:
+                value = trainer.callback_metrics.get(config.monitor or "")
+                if value is None:
+                    self.missing_monitor(config)
+                    continue
+            self.step_one(config.scheduler, value)
+        if self.own:
+            metrics.enter(phases.ON_TRAIN_EPOCH_END if trainer.state.epoch_done else phases.TRAIN_BATCH)
+
+    def missing_monitor(self, config: SchedulerConfig) -> None:
+        """A plateau scheduler's value was not logged: raise, or warn where the user said so."""
+        logged = messages.names(sorted(self.trainer.callback_metrics), "and") or "nothing"
+        text = (
+            f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it "
+            "steps; "
+            f"logged so far: {logged}. Log it with self.log, choose another 'monitor', or set 'strict': False."
+        )
+        if config.strict:
+            raise RuntimeError(text)
+        messages.warn_once(text)

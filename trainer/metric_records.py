@@ -1,0 +1,512 @@
+"""One logged name: its options, its last value, its sum over the epoch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import messages
+from .phases import Moment
+
+if TYPE_CHECKING:
+    from ..strategies.base import Strategy
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+#: Groups that a table keeps, at most.
+MOST_GROUPS = 16
+
+
+class Options(NamedTuple):
+    """The arguments of ``self.log`` that may not change from call to call."""
+
+    prog_bar: bool
+    logger: bool | None
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: str | Callable[..., Any]
+    enable_graph: bool
+    sync_dist: bool | None
+    sync_dist_group: Any
+    add_dataloader_idx: bool
+    metric_attribute: str | None
+    rank_zero_only: bool
+
+
+class Record:
+    """A value kept for its last step only. Subclasses add what they keep over the epoch.
+
+    A value on the CPU is kept as a Python number: that costs less than detaching the tensor, and it stays what it was
+    when the tensor is changed in place later. On a device it is a copy there, so that nothing waits.
+
+    Attributes:
+        fresh: updated since the loggers last saw it.
+        seen: updated since the epoch began.
+        shared: the epoch's value, over all processes if they share it, if it was computed since the last update.
+        alone: this process has the name and others have not, or it is not meant to be shared.
+        dtype: of the tensors that numbers become for whoever monitors them.
+        resumed: out of a checkpoint, and not logged since.
+        hook: where it was logged first; empty where that was another process.
+        together: the last value becomes that of all processes where they meet (:mod:`.sharing`).
+    """
+
+    reduction = "last"
+
+    def __init__(
+        self, name: str, suffix: str, options: Options, on_step: bool, on_epoch: bool, weigh: Callable[[str], int]
+    ) -> None:
+        self.key = key = name + suffix
+        self.options = options
+        self.on_step, self.on_epoch = on_step, on_epoch
+        self.logger = options.logger is not False
+        self.step_key = f"{name}_step{suffix}" if on_step and on_epoch else key
+        self.epoch_key = f"{name}_epoch{suffix}" if on_step and on_epoch else key
+        self.graph = options.enable_graph
+        self.together, self.hook = False, ""
+        self.weigh = weigh
+        self.dtype = torch.get_default_dtype()
+        self.fresh = self.seen = self.resumed = False
+        self.value: Any = None
+        self.shared: Tensor | float | None = None
+        self.alone = not self.is_shared
+
+    @property
+    def keys(self) -> tuple[str, str, str]:
+        """The names under which its values can be read."""
+        return self.key, self.step_key, self.epoch_key
+
+    def update(self, value: Any, batch_size: int | None) -> None:
+        """Take in one call of ``self.log``."""
+        if self.graph:
+            self.value = value if isinstance(value, Tensor) else number(self.key, value)
+        elif isinstance(value, Tensor) and value.is_cpu and not value.ndim:
+            self.value = value.item()
+        else:
+            self.value = taken(self.key, value)
+        self.fresh = self.seen = True
+        self.shared = None
+
+    def step_value(self) -> Tensor | float | None:
+        """The last value: a number, or a scalar tensor on its device; None before the first."""
+        return scalar(self.key, self.value) if isinstance(self.value, Tensor) else self.value
+
+    def compute(self, strategy: Strategy) -> Tensor | float:
+        """The epoch's value: a number, or a scalar tensor on its device. Every process must call, if they share it."""
+        raise NotImplementedError
+
+    def fits(self, options: Options) -> bool:
+        """Whether these are the options that a checkpoint kept: reductions by name, and no process group."""
+        plain = options._replace(reduce_fx=reduction_of(self.key, options.reduce_fx), sync_dist_group=None)
+        return plain == self.options
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the epoch's value is reduced over all processes, so that computing it takes all of them."""
+        return self.options.sync_dist is not False and not self.options.rank_zero_only
+
+    def result(self, strategy: Strategy) -> Tensor | float:
+        """The epoch's value, computed now unless it was computed since the last update."""
+        if self.shared is None:
+            self.shared = self.compute(strategy)
+        return self.shared
+
+    def reset(self) -> None:
+        """Start a new epoch."""
+        self.value = self.shared = None
+        self.fresh = self.seen = False
+
+    def dump(self) -> dict[str, Any]:
+        """What there is of the running epoch besides the last value."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take back :meth:`dump`."""
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add what another process dumped, as if this one had seen it too."""
+
+
+class Table(dict[str, Record]):
+    """The records of one stage, moment and loader, by name.
+
+    Attributes:
+        groups: those that one call of ``self.log_dict`` updates, by their names or the identities of collection and
+            metrics.
+    """
+
+    __slots__ = ("groups",)
+
+    def __init__(self) -> None:
+        self.groups: dict[Any, Group] = {}
+
+    def group(self, key: Any, group: Group) -> None:
+        """Keep a group; where names change all the time, not every one there was."""
+        if len(self.groups) >= MOST_GROUPS:
+            self.groups.clear()
+        self.groups[key] = group
+
+
+class Group:
+    """Records that one call of ``self.log_dict`` updates, so that further calls look nothing up by name.
+
+    Args:
+        records: in the order of the values.
+        arguments: of the first call; calls with others are another group.
+        collection: the ``MetricCollection`` whose metrics they are of; None for values in a dict.
+    """
+
+    __slots__ = ("arguments", "collection", "records")
+
+    def __init__(self, records: list[Record], arguments: Mapping[str, Any], collection: Any) -> None:
+        self.records, self.arguments, self.collection = records, arguments, collection
+
+    def update(self, values: Mapping[str, Any], batch_size: int | None) -> None:
+        """Take in one call; metrics keep their values themselves."""
+        if self.collection is None:
+            for record, value in zip(self.records, values.values(), strict=True):
+                record.update(value, batch_size)
+            return
+        for record in self.records:
+            record.fresh = record.seen = True
+            record.shared = None
+
+
+class SumRecord(Record):
+    """Sums over the epoch, in float64 where the device has it: a million float32 terms lose nothing."""
+
+    reduction = "sum"
+    weighted = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.total: Tensor | None = None
+        self.rest = 0.0
+        self.weight = 0
+
+    def update(self, value: Any, batch_size: int | None) -> None:
+        weight = 1 if not self.weighted else self.weigh(self.key) if batch_size is None else batch_size
+        kept = value
+        if isinstance(value, Tensor) and not value.is_cpu:
+            kept = self._add(value.detach(), weight)
+        else:
+            if isinstance(value, Tensor):
+                kept = (scalar(self.key, value) if value.ndim else value).item()
+            elif type(value) is not float:
+                kept = number(self.key, value)
+            self.rest += kept * weight
+        self.weight += weight
+        self.value = value if self.graph else kept
+        self.fresh = self.seen = True
+        self.shared = None
+
+    def _add(self, value: Tensor, weight: int) -> Tensor | None:
+        """Add a value on its device; return the copy to show as the step's value."""
+        value = scalar(self.key, value)
+        if self.total is None:
+            kind = torch.float32 if value.device.type == "mps" else torch.float64
+            self.total = torch.zeros((), dtype=kind, device=value.device)
+        self.total.add_(value, alpha=weight)
+        return value.clone() if self.on_step else None
+
+    def _sums(self, strategy: Strategy) -> tuple[Tensor | float, Tensor | float]:
+        total = self.rest if self.total is None else self.total + self.rest
+        if self.alone or strategy.world_size == 1:
+            return total, self.weight
+        total = torch.as_tensor(total, dtype=torch.float64).to(strategy.device)
+        both = torch.stack([total, torch.full_like(total, self.weight)])
+        both = strategy.reduce(both, "sum", self.options.sync_dist_group or strategy.data_group)
+        return both[0], both[1]
+
+    def compute(self, strategy: Strategy) -> Tensor | float:
+        return self._sums(strategy)[0]
+
+    def reset(self) -> None:
+        super().reset()
+        self.total, self.rest, self.weight = None, 0.0, 0
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "total": None if self.total is None else self.total.clone(),
+            "rest": self.rest,
+            "weight": self.weight,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.total, self.rest, self.weight = state["total"], state["rest"], state["weight"]
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add another process's sums."""
+        if state["total"] is not None:
+            self.total = state["total"] if self.total is None else self.total + state["total"]
+        self.rest += state["rest"]
+        self.weight += state["weight"]
+
+
+class MeanRecord(SumRecord):
+    """Mean over the epoch's samples: sum(value * batch size) / sum(batch size)."""
+
+    reduction = "mean"
+    weighted = True
+
+    def compute(self, strategy: Strategy) -> Tensor | float:
+        total, weight = self._sums(strategy)
+        return total / weight if isinstance(total, Tensor) or weight else math.nan
+
+
+class ExtremeRecord(Record):
+    """Smallest or largest value of the epoch; NaN if one was NaN."""
+
+    def __init__(self, *args: Any, reduction: str) -> None:
+        super().__init__(*args)
+        self.reduction = reduction
+        self.extreme: Tensor | float | None = None
+
+    def update(self, value: Any, batch_size: int | None) -> None:
+        super().update(value, batch_size)
+        now = taken(self.key, value) if self.graph else self.value
+        self.extreme = now if self.extreme is None else self._pick(self.extreme, now)
+
+    def _pick(self, a: Tensor | float, b: Tensor | float) -> Tensor | float:
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            device = a.device if isinstance(a, Tensor) else b.device  # type: ignore[union-attr]
+            pick = torch.minimum if self.reduction == "min" else torch.maximum
+            return pick(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
+        if a != a or b != b:
+            return math.nan
+        return min(a, b) if self.reduction == "min" else max(a, b)
+
+    def compute(self, strategy: Strategy) -> Tensor | float:
+        if self.alone or strategy.world_size == 1:
+            return math.nan if self.extreme is None else self.extreme
+        none = math.inf if self.reduction == "min" else -math.inf  # a process without a batch has no say
+        value = torch.as_tensor(none if self.extreme is None else self.extreme, dtype=self.dtype).to(strategy.device)
+        return strategy.reduce(value, "min" if self.reduction == "min" else "max", self.options.sync_dist_group)
+
+    def reset(self) -> None:
+        super().reset()
+        self.extreme = None
+
+    def dump(self) -> dict[str, Any]:
+        return {"extreme": self.extreme}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.extreme = state["extreme"]
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Take another process's extreme if it is one for both."""
+        self.extreme = self._pick(self.extreme, state["extreme"]) if self.extreme is not None else state["extreme"]
+
+
+class MetricRecord(Record):
+    """A torchmetrics ``Metric``: computed at the end of the epoch and reset by the trainer."""
+
+    reduction = "metric"
+
+    def __init__(self, *args: Any, metric: Any) -> None:
+        super().__init__(*args)
+        self.metric = metric
+
+    def update(self, value: Any, batch_size: int | None) -> None:
+        if value is not self.metric:
+            raise ValueError(
+                f"self.log({self.key!r}) got another {type(value).__name__} object than before; its state would be "
+                "lost. Create the metric once in __init__ and log that object."
+            )
+        self.fresh = self.seen = True
+        self.shared = self.value = None
+
+    @property
+    def is_shared(self) -> bool:
+        return not self.options.rank_zero_only
+
+    def step_value(self) -> Tensor | float | None:
+        if not self.seen or self.value is not None:
+            return self.value
+        value = self.metric._forward_cache
+        return scalar(self.key, (self.metric.compute() if value is None else value).detach())
+
+    def compute(self, strategy: Strategy) -> Tensor | float:
+        if self.alone:
+            with not_synced(self.metric):
+                value = self.metric.compute()
+        else:
+            value = strategy.compute_metric(self.metric)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ValueError(
+                f"The metric logged as {self.key!r} ({type(self.metric).__name__}) computes {describe(value)}, not one "
+                "number. Log its parts by name with self.log_dict, or choose an average= that gives a scalar."
+            )
+        return value.detach().reshape(())
+
+    def reset(self) -> None:
+        super().reset()
+        with torch.inference_mode(False):  # states made in inference mode could not be updated outside of it
+            self.metric.reset()
+
+
+@contextmanager
+def not_synced(metric: Any) -> Iterator[None]:
+    """Let a torchmetrics ``Metric`` compute from what this process has."""
+    before, metric._to_sync = metric._to_sync, False
+    try:
+        yield
+    finally:
+        metric._to_sync = before
+
+
+def make_record(
+    name: str,
+    value: Any,
+    options: Options,
+    moment: Moment,
+    hook: str,
+    dataloader_idx: int | None,
+    weigh: Callable[[str], int],
+) -> Record:
+    """Check a first call of ``self.log`` and make the record that fits it.
+
+    Raises:
+        TypeError: the name is no string, or the value is no number.
+        ValueError: a tensor of more than one element, contradictory flags, an unknown reduction.
+    """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"self.log got {name!r} ({type(name).__name__}) as the name. Pass a string first, then the value."
+        )
+    if "/dataloader_idx_" in name:
+        raise ValueError(f"self.log({name!r}): '/dataloader_idx_' is added by the trainer. Choose a name without it.")
+    on_step, on_epoch = _cadence(name, options, moment, hook)
+    suffix = ""
+    if dataloader_idx is not None and options.add_dataloader_idx:
+        suffix = f"/dataloader_idx_{dataloader_idx}"
+    common = (name, suffix, options, on_step, on_epoch, weigh)
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
+        return MetricRecord(*common, metric=value)
+    check_value(name, value)
+    reduction = reduction_of(name, options.reduce_fx)
+    record: Record
+    if not on_epoch:
+        record = Record(*common)
+    elif reduction in ("min", "max"):
+        record = ExtremeRecord(*common, reduction=reduction)
+    else:
+        record = MeanRecord(*common) if reduction == "mean" else SumRecord(*common)
+    if isinstance(value, Tensor) and value.dtype == torch.float64:
+        record.dtype = torch.float64
+    return record
+
+
+def _cadence(name: str, options: Options, moment: Moment, hook: str) -> tuple[bool, bool]:
+    on_step = moment.on_step if options.on_step is None else options.on_step
+    on_epoch = not moment.on_step if options.on_epoch is None else options.on_epoch
+    if on_step and not moment.step_allowed:
+        raise ValueError(
+            f"self.log({name!r}, on_step=True) was called in {hook}, which runs once an epoch. "
+            "Leave on_step out, or log it in a step."
+        )
+    if not on_step and not on_epoch:
+        raise ValueError(
+            f"self.log({name!r}, on_step=False, on_epoch=False) would keep the value nowhere. Set one of them to True."
+        )
+    return on_step, on_epoch
+
+
+def reduction_of(name: str, reduce_fx: str | Callable[..., Any]) -> str:
+    """The name of a reduction, or an error for one that there is not."""
+    functions = {
+        torch.mean: "mean",
+        torch.sum: "sum",
+        torch.min: "min",
+        torch.max: "max",
+        min: "min",
+        max: "max",
+        sum: "sum",
+    }
+    found = functions.get(reduce_fx, reduce_fx) if callable(reduce_fx) else {"avg": "mean"}.get(reduce_fx, reduce_fx)
+    if found not in REDUCTIONS:
+        shown = getattr(reduce_fx, "__name__", reduce_fx)
+        raise ValueError(
+            messages.unknown(f"reduce_fx for self.log({name!r})", shown, REDUCTIONS, ", or log a torchmetrics Metric")
+        )
+    return str(found)
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raise if ``value`` is not a number or a tensor with one element; tell about integers."""
+    if isinstance(value, Tensor):
+        scalar(name, value)
+        if value.is_complex():
+            raise TypeError(f"self.log({name!r}) got a complex tensor; a real number is needed. Log value.abs().")
+        integral = not value.is_floating_point()
+    else:
+        number(name, value)
+        integral = isinstance(value, (int, bool))
+    if integral:
+        to_float = "value.float()" if isinstance(value, Tensor) else "float(value)"  # which would wait for a device
+        messages.warn_once(
+            f"self.log({name!r}) got an integer; it is kept as {torch.get_default_dtype()}. Pass {to_float} to "
+            "avoid this warning."
+        )
+
+
+def scalar(name: str, value: Tensor) -> Tensor:
+    """``value`` with shape (), or an error that names it."""
+    if value.ndim == 0:
+        return value
+    if value.numel() != 1:
+        raise ValueError(
+            f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}; one number is needed. "
+            "Log value.mean(), or use self.log_dict with a name for each part."
+        )
+    return value.reshape(())
+
+
+def number(name: str, value: Any) -> float:
+    """``value`` as a float, or an error that names it."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError):  # it is no number: said below
+        pass
+    raise TypeError(
+        f"self.log({name!r}) got {describe(value)}; a number, a tensor with one element or a torchmetrics Metric is "
+        "needed. For text use the logger itself (self.logger.experiment); for several values self.log_dict."
+    )
+
+
+def taken(name: str, value: Any) -> Tensor | float:
+    """A value as it is now: a number or, where reading it would wait for a device, a copy there."""
+    if type(value) is float:
+        return value
+    if not isinstance(value, Tensor):
+        return number(name, value)
+    if value.ndim:
+        value = scalar(name, value)
+    return value.item() if value.is_cpu else value.detach().clone()
+
+
+def as_tensor(value: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """A value as those who monitor it get it: a scalar tensor that may take part in training."""
+    with torch.inference_mode(False):
+        if not isinstance(value, Tensor):
+            return torch.tensor(value, dtype=dtype)
+        value = value.to(dtype)
+        return value.clone() if value.is_inference() else value
+
+
+def describe(value: Any) -> str:
+    """A short picture of a value for an error message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,172 @@
+"""``self.log`` under a strategy that runs a step on micro-batches: one value a batch, the same on every rank.
+
+What the calls for the micro-batches of one batch were given is joined (means by the samples in each), brought from the
+rank that has it to all others, and logged there as if the step had run once on the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import messages
+from ..data.batches import batch_size_of
+from .metric_records import Options, Table, check_value, not_synced, reduction_of, taken
+
+if TYPE_CHECKING:
+    from .metrics import MetricStore
+    from .module import TrainingModule
+
+
+class Logged(NamedTuple):
+    """What was logged under a name in one batch, without its value."""
+
+    name: str
+    options: Options
+    batch_size: int | None
+    dtype: str
+    metric: str | None
+
+
+class JoiningStep:
+    """A step that is called with micro-batches, and what it logged.
+
+    Args:
+        step: the module's step.
+        name: of the step.
+        module: whose step it is.
+        store: where values go.
+    """
+
+    def __init__(self, step: Callable[..., Any], name: str, module: TrainingModule, store: MetricStore) -> None:
+        self.step, self.module, self.store = step, module, store
+        #: Whether what the step returns is wanted on every rank.
+        self.returns = name == "predict_step"
+        self._heard: dict[int, tuple[Any, Any, list[_Call]]] = {}
+
+    def __call__(self, batch: Any, *more: Any) -> Any:
+        """Run the step on a micro-batch; one that runs again replaces what it logged before."""
+        calls: list[_Call] = []
+        self._heard[id(batch)] = (batch, None, calls)
+        output = listened(self.store, lambda name, value, options: _Call(calls, name, options), self.step, batch, *more)
+        if isinstance(output, Mapping) and output.get("num_items") is not None:
+            self._heard[id(batch)] = (batch, output["num_items"], calls)  # means are over items
+        return output
+
+    def take(self) -> tuple[tuple[Logged, ...], list[Any]]:
+        """What was logged for the batch, joined over its micro-batches, and its values; then start over."""
+        heard, self._heard = list(self._heard.values()), {}
+        found: dict[tuple[str, int], list[tuple[Any, _Call]]] = {}
+        for batch, items, calls in heard:
+            size = (batch_size_of(batch) or 1) if items is None else items
+            times: dict[str, int] = {}
+            for call in calls:
+                times[call.name] = times.get(call.name, -1) + 1
+                found.setdefault((call.name, times[call.name]), []).append((size, call))
+        joined = [self._join(*zip(*entries, strict=True)) for entries in found.values()]
+        return tuple(logged for logged, _ in joined), [value for _, value in joined]
+
+    def _join(self, sizes: tuple[Any, ...], calls: tuple[_Call, ...]) -> tuple[Logged, Any]:
+        first, given = calls[-1], [call.batch_size for call in calls]
+        sized = [size for size in given if size is not None]
+        batch_size = sum(sized) if len(sized) == len(calls) else None
+        value, options = first.value, first.options._replace(enable_graph=False)
+        if options.sync_dist_group is not None:
+            raise ValueError(
+                f"self.log({first.name!r}, sync_dist_group=...) in a step that runs on micro-batches: its values are "
+                "brought to all processes of a pipeline first. Leave sync_dist_group out."
+            )
+        if isinstance(value, nn.Module):
+            name = next((name for name, module in self.module.named_modules() if module is value), None)
+            if name is None:
+                raise ValueError(
+                    f"self.log({first.name!r}) got {messages.a(value)} that is not part of the module, so other "
+                    "processes of the pipeline do not know it. Make it an attribute in __init__."
+                )
+            return Logged(first.name, options, batch_size, "float32", name), self._shown(value, options)
+        values = [taken(call.name, call.value) for call in calls]
+        kind = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.get_default_dtype()
+        reduction = reduction_of(first.name, options.reduce_fx)
+        weights = [
+            size if call.batch_size is None else call.batch_size for size, call in zip(sizes, calls, strict=True)
+        ]
+        joined = _reduced(values, weights, reduction)
+        options = options._replace(reduce_fx=reduction)
+        return Logged(first.name, options, batch_size, str(kind).removeprefix("torch."), None), joined
+
+    def _shown(self, metric: Any, options: Options) -> Any:
+        """The step's value of a metric object: that of the last micro-batch; 0 if nobody asks for one."""
+        on_step = self.store.moment.on_step if options.on_step is None else options.on_step
+        if not on_step:
+            return 0.0
+        if metric._forward_cache is not None:
+            return metric._forward_cache
+        with not_synced(metric):
+            return metric.compute()
+
+    def put(self, logged: Sequence[Logged], values: Tensor) -> None:
+        """Log values of :meth:`take`, shape (n,), on this rank."""
+        self._heard = {}
+        store = self.store
+        numbers: Sequence[Any] = values.tolist() if values.is_cpu else values.unbind()
+        for entry, value in zip(logged, numbers, strict=True):
+            record = store.records.get(entry.name)
+            what: Any = None
+            if entry.metric is not None:
+                what = self.module.get_submodule(entry.metric)
+                what._forward_cache = torch.as_tensor(value)  # the batch's value, if it was logged on_step
+            if record is None or record.options != entry.options:
+                example = torch.zeros((), dtype=getattr(torch, entry.dtype)) if what is None else what
+                record = store.define(entry.name, example, entry.options)
+            record.update(value if what is None else what, entry.batch_size)
+
+
+class Heard:
+    """One call of ``self.log``: takes the place of the record that it would update."""
+
+    def __init__(self, calls: list[Any], name: str, options: Options) -> None:
+        self.calls, self.name, self.options = calls, name, options
+        self.value: Any = None
+        self.batch_size: int | None = None
+
+    def update(self, value: Any, batch_size: int | None) -> None:
+        """Keep what was logged."""
+        self.value, self.batch_size = value, batch_size
+        self.calls.append(self)
+
+
+class _Call(Heard):
+    """One whose value is checked, and kept as it is now."""
+
+    def update(self, value: Any, batch_size: int | None) -> None:
+        if isinstance(value, (Tensor, float, int)):
+            check_value(self.name, value)
+            value = taken(self.name, value)
+        super().update(value, batch_size)
+
+
+def listened(
+    store: MetricStore, listener: Callable[[str, Any, Options], Heard], function: Callable[..., Any], *args: Any
+) -> Any:
+    """Call a function; what is logged in it goes to ``listener``, which gives what takes the place of the record."""
+    before, store.records = store.records, Table()  # empty, so that every call of self.log asks for its record
+    store.listener = listener
+    try:
+        return function(*args)
+    finally:
+        store.records, store.listener = before, None
+
+
+def _reduced(values: Sequence[Any], weights: Sequence[Any], reduction: str) -> Any:
+    if len(values) == 1:
+        return values[0]
+    if reduction == "mean":
+        total = sum(value * weight for value, weight in zip(values, weights, strict=True))
+        return total / sum(weights)
+    if reduction == "sum":
+        return sum(values)
+    numbers = torch.stack([torch.as_tensor(value) for value in values])
+    return numbers.amin() if reduction == "min" else numbers.amax()

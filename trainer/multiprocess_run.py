@@ -1,0 +1,371 @@
+"""A run in processes that were started for it: what rank 0 did there is brought back to the Trainer that asked.
+
+Afterwards everything is allowed that is allowed after a run in this process. The objects that the person holds stay
+the same ones: the Trainer, the module and its parameters, callbacks and loggers get the values that theirs have on
+rank 0. What cannot be pickled (an open file, a live display) stays behind.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .. import messages
+from ..processes.seed import host_random_states, random_states, set_random_states
+from ..strategies.distributed import leave
+from .checkpoint_contents import left_for_checkpoints
+from .hooks import overridden
+from .module import TrainingModule
+from .start_run import bind_hooks, find_module, tie
+from .state import RunState
+
+if TYPE_CHECKING:
+    from .trainer import Request, Trainer
+
+#: Attributes of a Trainer that belong to its process, or that :func:`_take_over` sets in a way of its own.
+_OF_ITS_PROCESS = frozenset(
+    {
+        *("strategy", "state", "loggers", "callbacks", "profiler", "datamodule", "model", "saver", "predictions"),
+        *("predict_batch_indices", "lr_scheduler_configs", "_module", "_optimizers", "_managed", "_source", "_metrics"),
+        *("_hooks", "_claims", "_stops", "_fit", "_brought", "_left", "_trials"),
+    }
+)
+#: Attributes of a Trainer that a fit makes anew, and what they are before.
+_OF_A_FIT: dict[str, Callable[[], Any]] = {
+    "_optimizers": list,
+    "_managed": list,
+    "lr_scheduler_configs": list,
+    "_left": lambda: None,
+}
+#: What ``fully_shard`` adds to a module.
+_SHARDED = "_is_fsdp_managed_module"
+_OF_SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+#: Attributes of a module that are torch's, or tie it to its run.
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", "_compiled_call_impl"}
+
+
+def run_elsewhere(trainer: Trainer, launcher: Callable[..., Any], request: Request) -> Any:
+    """Run a request in the processes that ``launcher`` starts; return what it returned on their rank 0."""
+    with _put_aside(trainer):
+        report = launcher(_run_and_report, trainer, request, random_states())
+    return _take_over(trainer, request, report)
+
+
+@contextmanager
+def _put_aside(trainer: Trainer) -> Iterator[None]:
+    """Keep what another run does not need of the fit before out of the new processes."""
+    kept = {name: vars(trainer)[name] for name in _OF_A_FIT}
+    vars(trainer).update({name: make() for name, make in _OF_A_FIT.items()})
+    try:
+        yield
+    finally:
+        vars(trainer).update(kept)
+
+
+# ---- in the processes that were started ------------------------------------------------------------------------------
+
+
+def _run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) -> bytes | None:
+    """Run a request in this process. Rank 0 returns a report for :func:`_take_over`.
+
+    Args:
+        trainer: as it was where the run was asked for.
+        request: what to run.
+        random: the random states there, which a fresh process continues from.
+    """
+    set_random_states(random)
+    sent = {name for name, _ in find_module(trainer, request)[0].named_modules()}
+    result = trainer._run(request)
+    strategy, module = trainer.strategy, trainer.training_module
+    weights, left = strategy.model_state(module), left_for_checkpoints(trainer)
+    states = [strategy.optimizer_state(trainer.model, optimizer) for optimizer in trainer.optimizers]
+    report = None
+    if trainer.is_global_zero:
+        training = _training(trainer, states) if request.fn == "fit" else None
+        parts = {"born": _born(module, sent), "weights": _pickled(weights, {}), "training": training}
+        report = pickle.dumps(parts | {"rest": _rest(trainer, result, left)})
+    leave()
+    return report
+
+
+def _born(module: nn.Module, sent: set[str]) -> dict[str, bytes]:
+    """The layers that the run has added, by their place in the module; those that can be pickled."""
+    added = {name: part for name, part in module.named_modules() if name not in sent}
+    first = {name: part for name, part in added.items() if name.rpartition(".")[0] in sent}
+    packed = {name: _try(part, {}, _WriterOfLayers) for name, part in first.items()}
+    return {name: layer for name, layer in packed.items() if layer is not None}
+
+
+def _training(trainer: Trainer, states: list[dict[str, Any]]) -> bytes | str:
+    """Optimizers and schedulers; why not, if they cannot be pickled."""
+    training = {"optimizers": trainer.optimizers, "schedulers": trainer.lr_scheduler_configs, "states": states}
+    try:
+        return _pickled(training, _anchors(trainer), _WriterOfTraining)
+    except Exception as error:
+        return str(error)
+
+
+def _rest(trainer: Trainer, result: Any, left: Any) -> bytes:
+    module, store, anchors = trainer.training_module, trainer._metrics, _anchors(trainer, with_optimizers=True)
+    owners = {name: owner for name, owner in anchors.items() if name.startswith(("callback ", "logger ", "profiler"))}
+    datamodule = trainer.datamodule
+    report = {
+        "result": result,
+        "left": left,
+        "random": host_random_states(),
+        "state": {name: getattr(trainer.state, name) for name in RunState.__slots__},
+        "trainer": _portable(vars(trainer), anchors, _OF_ITS_PROCESS),
+        "predictions": (trainer.predictions, trainer.predict_batch_indices),
+        "owners": {name: _portable(_state(owner), anchors) for name, owner in owners.items()},
+        "layers": {name: _portable(vars(part), anchors, _OF_TORCH) for name, part in module.named_modules()},
+        "buffers": _temporary_buffers(module),
+        "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+        "datamodule": None if datamodule is None else datamodule.state_dict(),
+        "precision": trainer.strategy.precision.state_dict(),
+        "source": trainer._source.counts(),
+        "metrics": store.finished(),
+    }
+    return _pickled(report, anchors)
+
+
+def _state(owner: Any) -> dict[str, Any]:
+    state = owner.__getstate__()
+    return state if isinstance(state, dict) else {}
+
+
+def _temporary_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a ``state_dict`` leaves out."""
+    saved = module.state_dict(keep_vars=True)
+    found = {name: buffer for name, buffer in module.named_buffers() if name not in saved and type(buffer) is Tensor}
+    return {name: buffer.detach().clone() for name, buffer in found.items()}
+
+
+# ---- in the process that asked ---------------------------------------------------------------------------------------
+
+
+def _take_over(trainer: Trainer, request: Request, report: bytes) -> Any:
+    """Put the Trainer and what belongs to it where the run left them; return what the run returned."""
+    found = pickle.loads(report)
+    module, _ = find_module(trainer, request)
+    tie(trainer, request, module)
+    _add_layers(trainer, module, found["born"])
+    lacks = _load_weights(module, _loaded(found["weights"], {}))
+    if request.fn == "fit":
+        lacks = _take_training(trainer, lacks or found["training"])
+    rest = _loaded(found["rest"], _anchors(trainer, with_optimizers=True))
+    _take_rest(trainer, rest)
+    if request.fn == "fit" or trainer._left is None:
+        trainer._left = rest["left"]._replace(lacks=lacks)
+    trainer._hooks = None
+    bind_hooks(trainer)
+    module._end_run()
+    set_random_states(rest["random"])
+    return rest["result"]
+
+
+def _add_layers(trainer: Trainer, module: TrainingModule, born: dict[str, bytes]) -> None:
+    """Layers that ``configure_model`` or ``setup`` made in the run."""
+    configure_model = overridden(module, "configure_model", TrainingModule)
+    if configure_model is not None:
+        with trainer.strategy.precision.init_context(torch.device("cpu")):
+            configure_model()
+    known = {name for name, _ in module.named_modules()}
+    for name, packed in born.items():
+        if name not in known:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, _loaded(packed, {}))
+
+
+def _load_weights(module: TrainingModule, weights: dict[str, Any]) -> str:
+    """Load the weights, which are whole in this process, whatever the strategy; returns what does not fit."""
+    result = module.load_state_dict(weights, strict=False)
+    odd = sorted({*result.missing_keys, *result.unexpected_keys})
+    if not odd:
+        return ""
+    which = f"{messages.names(odd[:10], 'and')}{' ...' if odd[10:] else ''}"
+    messages.warn(
+        f"The processes that ran {type(module).__name__} changed its layers in a way that could not be brought back: "
+        f"{which}. The other weights are here. Make layers in __init__ or configure_model, of classes that are defined "
+        "at the top level of a file."
+    )
+    return f"the layers differ: {which}"
+
+
+def _take_training(trainer: Trainer, packed: bytes | str) -> str:
+    """Optimizers and schedulers of the run; returns why there are none."""
+    trainer.optimizers, trainer.lr_scheduler_configs = [], []
+    if isinstance(packed, str):
+        return packed
+    training = _loaded(packed, _anchors(trainer))
+    for optimizer, state in zip(training["optimizers"], training["states"], strict=True):
+        optimizer.load_state_dict(state)
+    trainer.optimizers, trainer.lr_scheduler_configs = training["optimizers"], training["schedulers"]
+    return ""
+
+
+def _take_rest(trainer: Trainer, rest: dict[str, Any]) -> None:
+    module, anchors = trainer.training_module, _anchors(trainer)
+    for name, value in rest["state"].items():
+        setattr(trainer.state, name, value)
+    vars(trainer).update(rest["trainer"])
+    for name, state in rest["owners"].items():
+        if name in anchors:
+            vars(anchors[name]).update(state)
+    trainer.predictions, trainer.predict_batch_indices = rest["predictions"]
+    layers = dict(module.named_modules())
+    for name, layer in layers.items():
+        vars(layer).update(rest["layers"].get(name, {}))
+    for name, buffer in rest["buffers"].items():
+        owner, _, attribute = name.rpartition(".")
+        if owner in layers:
+            layers[owner].register_buffer(attribute, buffer, persistent=False)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(rest["trained"].get(name, parameter.requires_grad))
+    if trainer.datamodule is not None and rest["datamodule"]:
+        trainer.datamodule.load_state_dict(rest["datamodule"])
+    if rest["precision"]:
+        trainer.strategy.precision.load_state_dict(rest["precision"])
+    trainer._source.take_over(rest["source"])
+    trainer._metrics.take_over(rest["metrics"])
+
+
+# ---- pickling --------------------------------------------------------------------------------------------------------
+
+
+def _anchors(trainer: Trainer, with_optimizers: bool = False) -> dict[str, Any]:
+    """Objects that both processes have and that a report only names."""
+    module = trainer.training_module
+    found = {"trainer": trainer, "state": trainer.state, "strategy": trainer.strategy, "profiler": trainer.profiler}
+    found |= {"datamodule": trainer.datamodule}
+    found |= _numbered("callback", trainer.callbacks) | _numbered("logger", trainer.loggers)
+    if with_optimizers:
+        found |= _numbered("optimizer", trainer.optimizers)
+        found |= _numbered("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
+    found |= {f"layer {name}": part for name, part in module.named_modules()}
+    found |= {f"parameter {name}": parameter for name, parameter in module.named_parameters()}
+    found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _numbered(what: str, objects: list[Any]) -> dict[str, Any]:
+    """By class, and by number among those of the class: a run may have added some in between."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for one in objects:
+        kind = f"{type(one).__module__}.{type(one).__qualname__}"
+        found[f"{what} {kind} {seen[kind]}"] = one
+        seen[kind] += 1
+    return found
+
+
+def _portable(
+    attributes: dict[str, Any], anchors: dict[str, Any], left_out: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """Those that can be brought to another process."""
+    found = {n: value for n, value in attributes.items() if n not in left_out and not n.startswith(_OF_SHARDING)}
+    if _try(found, anchors) is not None:
+        return found
+    return {name: value for name, value in found.items() if _try(value, anchors) is not None}
+
+
+def _try(value: Any, anchors: dict[str, Any], writer: type[_Writer] | None = None) -> bytes | None:
+    try:
+        return _pickled(value, anchors, writer or _Writer)
+    except Exception:  # an open file, a live display, a lock: of its process only
+        return None
+
+
+class _Writer(pickle.Pickler):
+    """Names what both processes have; brings tensors to the CPU, without the graph that they come of."""
+
+    def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
+        super().__init__(stream)
+        self._names = {id(value): name for name, value in anchors.items()}
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._names.get(id(obj))
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor) and not (obj.is_leaf and obj.device.type in ("cpu", "meta")):
+            there = obj.detach().cpu()
+            return (nn.Parameter(there, obj.requires_grad) if isinstance(obj, nn.Parameter) else there).__reduce_ex__(2)
+        if isinstance(obj, MethodType):
+            owner = obj.__self__ if isinstance(obj.__self__, type) else type(obj.__self__)
+            if not hasattr(owner, obj.__func__.__name__):  # a strategy may put such methods on layers that it splits
+                raise pickle.PicklingError(f"{owner.__qualname__} does not define {obj.__func__.__qualname__}")
+        return NotImplemented
+
+
+class _WriterOfLayers(_Writer):
+    """Layers as they were before they were split, with room for the weights that lie in parts."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and (_SHARDED in vars(obj) or "forward" in vars(obj)):
+            own = vars(obj) | {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
+            own = {name: v for name, v in own.items() if not name.startswith(_OF_SHARDING) and name != "forward"}
+            return object.__new__, (type(obj).__mro__[2 if isinstance(obj, FSDPModule) else 0],), own
+        if isinstance(obj, DTensor):
+            room = torch.empty(obj.shape, dtype=obj.dtype)
+            return (nn.Parameter(room, obj.requires_grad) if isinstance(obj, nn.Parameter) else room).__reduce_ex__(2)
+        return super().reducer_override(obj)
+
+
+class _WriterOfTraining(_Writer):
+    """Optimizers without their states, which may lie in parts, and schedulers, also those that hold a lambda."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Optimizer):
+            return object.__new__, (type(obj),), {**obj.__getstate__(), "state": {}}
+        if isinstance(obj, FunctionType) and not _can_be_imported(obj):
+            return _left_behind, (obj.__qualname__,)
+        return super().reducer_override(obj)
+
+
+def _can_be_imported(function: FunctionType) -> bool:
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
+
+
+def _left_behind(name: str) -> Callable[..., Any]:
+    """Stands for a function that could not be brought here."""
+
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{name} stayed in the processes that trained: a lambda, or a function defined inside another one, cannot "
+            "be pickled. Define it at the top level of a file to call it here."
+        )
+
+    return missing
+
+
+def _pickled(value: Any, anchors: dict[str, Any], writer: type[_Writer] = _Writer) -> bytes:
+    stream = io.BytesIO()
+    writer(stream, anchors).dump(value)
+    return stream.getvalue()
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, anchors: dict[str, Any]) -> None:
+        super().__init__(stream)
+        self._anchors = anchors
+
+    def persistent_load(self, pid: str) -> Any:
+        return self._anchors.get(pid)
+
+
+def _loaded(packed: bytes, anchors: dict[str, Any]) -> Any:
+    return _Reader(io.BytesIO(packed), anchors).load()

@@ -1,0 +1,246 @@
+"""What each rank has of its own in a checkpoint, so that a run goes on from inside an epoch as if it had never stopped.
+
+Random states, the accumulation window's gradients, what was logged and measured in the epoch, the loader's place. On
+another number of ranks some of it is derived from what there is, and one message says what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .. import messages
+from ..checkpoint.rank_files import buffers_apart, entry_of, put_back_buffers, tell_derived, without_entry
+from ..data.loaders import load_loader_state, loader_state, samples_in_batch
+from ..processes import seed
+from . import running_metrics
+from .state import without_window
+
+if TYPE_CHECKING:
+    from .loop import FitLoop
+    from .trainer import Trainer
+
+# ---- gather ----------------------------------------------------------------------------------------------------------
+
+
+def gather_ranks(trainer: Trainer) -> list[dict[str, Any]]:
+    """What each rank keeps, in rank order; every rank must call. After an error: this rank's alone."""
+    trainer.strategy.barrier("save_checkpoint")  # a rank that is elsewhere is told of by this name
+    return trainer.strategy.gather_objects(_of_this_rank(trainer))
+
+
+def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
+    strategy, module, metrics, state = trainer.strategy, trainer.training_module, trainer._metrics, trainer.state
+    fit = trainer._fit
+    kept: dict[str, Any] = {
+        "rank": strategy.global_rank,
+        "data_rank": strategy.data_rank,
+        "random": seed.random_states(),
+        "metrics": [] if state.epoch_done and state.pending != "values" else running_metrics.logged(metrics, module),
+        "torchmetrics": running_metrics.measured(metrics, module),
+        "gradients": _gradients(trainer),
+        "buffers": buffers_apart(trainer.training_module, strategy),
+        "losses": None,
+    }
+    if fit is not None:
+        kept["losses"] = fit.losses.state_dict()
+        kept |= _place_in_data(fit) if fit.resumed is None else fit.resumed.place_in_data()
+        if state.pending == "validation" and fit.validation.random is not None:
+            kept["random"] = fit.validation.random  # the validation is repeated
+    if trainer.train_dataloader is not None and not kept.get("loader"):
+        kept["loader"] = loader_state(trainer.train_dataloader)
+    return kept
+
+
+def _place_in_data(fit: FitLoop) -> dict[str, Any]:
+    ahead = fit.fetched_ahead()
+    return {
+        "random_at_epoch_start": fit.at_epoch_start,
+        "ended": ahead.get("ended", False),
+        "random_before_fetch": ahead.get("random"),
+        "loader": ahead.get("loader"),
+    }
+
+
+def _gradients(trainer: Trainer) -> dict[str, Any] | None:
+    """The gradients that wait for an optimizer step; None if none do, or if nobody can say whose they are."""
+    state, module = trainer.state, trainer.training_module
+    if state.step_failed:
+        return None
+    if state.window:
+        return trainer.strategy.window_gradients(module)
+    if state.fn != "fit" or module.automatic_optimization or state.batch_idx < 0:
+        return None
+    used = {
+        id(parameter)
+        for managed in trainer._managed
+        if managed.stepped_at == state.batches - 1
+        for group in managed.param_groups
+        for parameter in group["params"]
+    }
+    found = {name for name, p in module.named_parameters() if p.grad is not None and id(p) not in used}
+    kept = trainer.strategy.window_gradients(module) if found else None
+    return None if kept is None else {name: grad for name, grad in kept.items() if name in found}
+
+
+def progress(trainer: Trainer, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The counters to go on from: before the window where its gradients are not among what the ranks keep."""
+    state = trainer.state
+    counters = state.state_dict() | {"accumulate": trainer.accumulate_grad_batches}
+    if not state.window or all(kept["gradients"] is not None for kept in ranks):
+        return counters
+    if not state.step_failed:
+        messages.info_once(
+            f"{type(trainer.strategy).__name__} has no way to save gradients that wait for an optimizer step, so a "
+            f"resume from a checkpoint inside an accumulation window runs its {state.window} micro-batches again. Save "
+            "right after an update (every_n_train_steps of ModelCheckpoint does)."
+        )
+    return without_window(counters)
+
+
+# ---- restore ---------------------------------------------------------------------------------------------------------
+
+
+class Resumed:
+    """What a checkpoint has for this rank, to be put in force at the right moments by the loop.
+
+    Args:
+        trainer: whose strategy is set up.
+        checkpoint: as read.
+        parts: which parts of it are restored.
+    """
+
+    def __init__(self, trainer: Trainer, checkpoint: Mapping[str, Any], parts: tuple[str, ...]) -> None:
+        section = checkpoint.get("paceline", {})
+        self.trainer = trainer
+        self.in_loops = "loops" in parts
+        self._parts = parts
+        self.derived: list[str] = []
+        self._saved = section.get("data_ranks") or 1
+        self.batch_samples: int | None = section.get("batch_samples")
+        self.ranks: list[dict[str, Any]] = [] if "accelerator" in section else section.get("ranks", [])
+        strategy = trainer.strategy
+        self._world = section.get("world_size", self._saved)
+        self._alike = (self._world, self._saved) == (strategy.world_size, strategy.num_data_ranks)
+        self.own: dict[str, Any] | None = entry_of(self.ranks, strategy, self._alike)
+        self._seed = seed.mixed(
+            section.get("progress", {}).get("shuffle_seed", 0), strategy.data_rank, trainer.state.global_step
+        )
+        self._random = "rng" in parts and bool(self.ranks)
+
+    def _stood_for(self) -> list[dict[str, Any]]:
+        """The ranks of then whose running values this one goes on with."""
+        if self._alike:
+            return [self.own] if self.own else []
+        strategy, firsts = self.trainer.strategy, {}
+        for kept in self.ranks:
+            firsts.setdefault(kept["data_rank"], kept)
+        if strategy.num_data_ranks == self._saved:
+            return [firsts[strategy.data_rank]] if strategy.data_rank in firsts else []
+        return [kept for rank, kept in sorted(firsts.items()) if rank % strategy.num_data_ranks == strategy.data_rank]
+
+    def _has_window(self) -> bool:
+        """Whether there are the gradients of all ranks, and the ranks are those of then."""
+        whole = self._alike and len(self.ranks) == self.trainer.world_size
+        return whole and all(kept["gradients"] is not None for kept in self.ranks)
+
+    # ---- where it goes on ------------------------------------------------------------------------------------------
+
+    def position(self, counters: dict[str, Any], accumulate: int) -> dict[str, Any]:
+        """The counters for this run: those of then, or of where its accumulation window began if that is lost."""
+        if counters["window"] and not (self._has_window() and counters["accumulate"] == accumulate):
+            waiting = counters["batches"] - counters["settled"]
+            counters = without_window(counters)
+            self.derived.append(f"the accumulation window, which starts over ({waiting} batches are trained on again)")
+        return counters
+
+    def find_batch(self) -> None:
+        """Count the place in the epoch in batches of this run, once its loader is known, and say what was derived."""
+        trainer, state = self.trainer, self.trainer.state
+        batch, ranks_now = state.next_batch, trainer.strategy.num_data_ranks
+        now = samples_in_batch(trainer._source.train_loader, ranks_now)
+        saved = self.batch_samples
+        if saved is None or now is None:  # then a rank's batch is taken to be as large as it was
+            saved, now = self._saved, ranks_now
+        if self.in_loops and batch and not state.epoch_done and saved != now:
+            here, left = divmod(batch * saved, now)
+            again = "; what does not fill one of its batches is trained on again" if left else ""
+            self.derived.append(f"the position, batch {here} of the epoch (batch {batch} in the saved run){again}")
+            state.next_batch, state.batch_idx = here, here - 1
+        self._tell()
+
+    def _tell(self) -> None:
+        """Say in one message what was derived rather than restored."""
+        world = self.trainer.strategy.world_size
+        lacking = without_entry(self.ranks, world)
+        if self.ranks and lacking and self._random:
+            self.derived.append(
+                f"the random states of {lacking} (seeded from the shuffling's seed, the rank and the step)"
+            )
+        if not self._alike and any(kept["metrics"] or kept["torchmetrics"] for kept in self.ranks):
+            self.derived.append(
+                "the epoch's running metrics (those of the saved run's ranks, divided among the ranks of this run)"
+            )
+        tell_derived(self.derived, self._alike, self._world, world)
+
+    # ---- the moments -----------------------------------------------------------------------------------------------
+
+    def enter_epoch(self) -> None:
+        """The random states with which the epoch was entered, for samplers that draw from them."""
+        if self._random:
+            states = (self.own or {}).get("random_at_epoch_start")
+            self._set(states, seed.mixed(self._seed, 1))
+
+    def before_fetch(self) -> None:
+        """The random states with which the batch that waits to be handed out was fetched."""
+        states = (self.own or {}).get("random_before_fetch")
+        if self._random and states:
+            seed.set_random_states(states)
+
+    @property
+    def ended(self) -> bool:
+        """The loader had come to its end before the last batch of the epoch was trained on."""
+        return self.in_loops and self._alike and (self.own or {}).get("ended", False)
+
+    def place_in_data(self) -> dict[str, Any]:
+        """What this rank had of its place in the data, for a checkpoint that is written before a batch is fetched."""
+        names = ("random_at_epoch_start", "ended", "random_before_fetch", "loader")
+        own = self.own if self.in_loops and self._alike else None
+        return {name: own[name] for name in names if name in own} if own else {}
+
+    def go_on(self) -> None:
+        """What is to be in force when the next batch is trained on."""
+        trainer = self.trainer
+        if self.in_loops:
+            entries, module = self._stood_for(), trainer.training_module
+            running_metrics.put_back(trainer._metrics, module, [kept["metrics"] for kept in entries])
+            running_metrics.put_back_measured(module, [kept["torchmetrics"] for kept in entries])
+            self._put_back_gradients()
+        if self._alike and self.own is not None and "model" in self._parts:
+            put_back_buffers(trainer.training_module, self.own["buffers"])
+        if self._random:
+            self._set((self.own or {}).get("random"), self._seed)
+
+    def _put_back_gradients(self) -> None:
+        trainer, own = self.trainer, self.own
+        if own is None or not self._alike:
+            return
+        if own["losses"] is not None and trainer._fit is not None:
+            trainer._fit.losses.load_state_dict(own["losses"], in_window=trainer.state.window > 0)
+        if own["gradients"] is not None and (
+            trainer.state.window or not trainer.training_module.automatic_optimization
+        ):
+            trainer.strategy.load_window_gradients(trainer.training_module, own["gradients"])
+
+    def _set(self, states: dict[str, Any] | None, otherwise: int) -> None:
+        if states is not None:
+            seed.set_random_states(states)
+        elif self.own is None:
+            seed.seed_all(otherwise)
+
+    def load_loader(self, loader: Any, mid_epoch: bool) -> bool:
+        """Give the loader its state; whether it then knows its place, so that no batches have to be left out."""
+        if not self.in_loops or not self.ranks:
+            return False
+        kept = (self.own or self.ranks[0])["loader"]
+        return load_loader_state(loader, kept, mid_epoch, same_ranks=self._alike)

@@ -1,0 +1,211 @@
+"""Arguments of the Trainer that were left open, from the settings that stand elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from .. import messages
+from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from ..processes.cluster_environment import find_cluster
+from ..settings import Given, Row, Settings, resolve
+from ..strategies.base import Strategy
+from ..strategies.distributed import DistributedStrategy
+from ..strategies.precision.base import Precision
+
+#: Words for the precisions that settings have, and for what the Trainer accepts for the same.
+_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+_SAME = {
+    "no": ("no", "32", "32-true", "fp32"),
+    "fp16": ("16", "16-mixed", "fp16"),
+    "bf16": ("bf16", "bf16-mixed"),
+}
+#: Settings, and the arguments that say the same.
+_ARGUMENTS = {
+    "mixed_precision": "precision",
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "strategy": "strategy",
+    "cpu": "accelerator",
+    "dynamo_backend": "compile",
+}
+#: Settings that ask for a strategy, and what is in the names of those that fit.
+_SWITCHES = {
+    "use_fsdp": ("fsdp", "hybrid_shard"),
+    "use_deepspeed": ("deepspeed",),
+    "use_parallelism_config": ("modelparallel", "model_parallel", "fsdp", "hybrid_shard"),
+}
+
+
+def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The Trainer's arguments, where those left open take what a launcher's flags, variables or the file say."""
+    return with_origins(given)[0]
+
+
+def with_origins(
+    given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, variables: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], list[Row]]:
+    """The arguments as :func:`fill_in` gives them; and each with its place, then the settings that somebody gave.
+
+    Args:
+        given: the arguments, by name.
+        defaults: those of the Trainer. An argument that has its default counts as left out.
+        variables: of the arguments whose value a variable ``PL_TRAINER_<ARGUMENT>`` gave, its name.
+    """
+    variables, read = variables or {}, given
+    given = {**read, **{name: (defaults or {})[name] for name in variables}}
+    settings = resolve(_in_code(given), door="Trainer", late_variables=_in_variables(read, variables))
+    found = {name: one for name, one in _from_settings(settings) if one[1] not in variables.values()}
+    for name, variable in variables.items():
+        setting = next((setting for setting, argument in _ARGUMENTS.items() if argument == name), None)
+        if setting is None or settings.origin(setting).where == variable:
+            found[name] = (read[name], variable)
+    if found:
+        taken = ", ".join(f"{name}={_word(value)!r} ({where})" for name, (value, where) in found.items())
+        messages.info_once(f"Trainer takes from the settings: {taken}.")
+    ours = {"accumulate_grad_batches": 1, "compile": False}
+    either = {name: default if given[name] is None else given[name] for name, default in ours.items()}
+    filled = {**given, **either, **{name: value for name, (value, _) in found.items()}}
+    places = {name: where for name, (_, where) in found.items()}
+    rows = [_row(name, given[name], filled[name], default, places) for name, default in (defaults or {}).items()]
+    more = [row for row in settings.table() if row.place not in ("code", "default")]
+    return filled, rows + [row._replace(value=_shown(row.value)) for row in more]
+
+
+def _row(name: str, given: Any, filled: Any, default: Any, places: Mapping[str, str]) -> Row:
+    """An argument of the Trainer as a line of a table; it is text from here on, so that it can be sent anywhere."""
+    if name in places:
+        return Row(name, _shown(filled), "settings", places[name])
+    said = given is not default and (type(given) is not type(default) or given != default)
+    return Row(name, _shown(filled), "code" if said else "default", f"Trainer({name}=)" if said else "")
+
+
+def _shown(value: Any) -> Any:
+    """A value for a table: objects by the name of their class."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_shown(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(str(_shown(item)) for item in value)
+    return str(value) if isinstance(value, Path | timedelta) else type(value).__name__
+
+
+def _word(value: Any) -> Any:
+    return type(value).__name__ if isinstance(value, Strategy) else value
+
+
+# ---- what the program says -----------------------------------------------------------------------------------------
+
+
+def _in_code(given: Mapping[str, Any]) -> dict[str, Given]:
+    """What the arguments say, in the settings' words."""
+    return {name: Given(value, f"Trainer({_ARGUMENTS[name]}=)") for name, value in _said(given).items()}
+
+
+def _in_variables(read: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Given]:
+    """The same for those arguments that variables gave."""
+    said = {name: value for name, value in _said(read).items() if _ARGUMENTS[name] in variables}
+    return {name: Given(value, variables[_ARGUMENTS[name]]) for name, value in said.items()}
+
+
+def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "mixed_precision": _precision(given),
+        "gradient_accumulation_steps": _accumulation(given),
+        "strategy": None if _is_auto(given["strategy"]) else given["strategy"],
+        "cpu": _cpu(given),
+        "dynamo_backend": _compile(given["compile"]),
+    }
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _precision(given: Mapping[str, Any]) -> Any:
+    value, strategy = given["precision"], given["strategy"]
+    if value is None and given["plugins"]:
+        return given["plugins"]
+    if value is None and isinstance(strategy, Strategy) and type(strategy.precision) is not Precision:
+        return strategy.precision
+    return next((word for word, same in _SAME.items() if str(value) in same), value)
+
+
+def _accumulation(given: Mapping[str, Any]) -> Any:
+    callbacks = given["callbacks"] if isinstance(given["callbacks"], Sequence) else (given["callbacks"],)
+    scheduled = any(isinstance(one, GradientAccumulationScheduler) for one in callbacks)
+    return 1 if scheduled and given["accumulate_grad_batches"] is None else given["accumulate_grad_batches"]
+
+
+def _cpu(given: Mapping[str, Any]) -> bool | None:
+    if _is_auto(given["accelerator"]):
+        strategy = given["strategy"]
+        has_device = isinstance(strategy, Strategy) and not isinstance(strategy, DistributedStrategy)
+        return strategy.device.type == "cpu" if has_device else None
+    return given["accelerator"] == "cpu"
+
+
+def _compile(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        return value.get("backend", "inductor")
+    return None if value is None else "inductor" if value else "no"
+
+
+# ---- what the settings say -----------------------------------------------------------------------------------------
+
+
+def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """The arguments that settings from elsewhere fill, with the place of each."""
+    meanings: dict[str, Callable[[Any], Any]] = {
+        "mixed_precision": _PRECISIONS.get,
+        "gradient_accumulation_steps": lambda steps: None if steps == 1 else steps,
+        "strategy": lambda name: name,
+        "cpu": lambda cpu: "cpu" if cpu else None,
+        "dynamo_backend": lambda backend: _compiling(backend, settings),
+    }
+    for setting, meaning in meanings.items():
+        place, where = settings.origin(setting)
+        if place in ("code", "default"):
+            continue
+        value = meaning(settings[setting])
+        if value is not None:
+            yield _ARGUMENTS[setting], (value, where)
+    yield from _sharding(settings)
+
+
+def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """The strategy that ``use_fsdp``, ``use_deepspeed`` or ``use_parallelism_config`` asks for, unless one is named."""
+    switches = [name for name in _SWITCHES if settings[name]]
+    if not switches:
+        return
+    chosen, (place, where) = settings["strategy"], settings.origin("strategy")
+    if place == "default":
+        yield "strategy", (_made(settings), " and ".join(settings.origin(name).where for name in switches))
+        return
+    word = _word(chosen)
+    for switch in switches:
+        if not any(part in word.lower() for part in _SWITCHES[switch]):
+            asked = settings.origin(switch).where
+            messages.info_once(f"strategy is {word!r}, from {where}; that counts, not {switch} from {asked}.")
+
+
+def _made(settings: Settings) -> Strategy | str:
+    """The strategy with all that the settings say about it, as the Accelerator makes it."""
+    from ..accelerator.choose_strategy import Choice, by_name
+
+    return by_name(None, Choice(settings=settings).filled(), find_cluster(), alone=False)
+
+
+def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
+    """Arguments of torch.compile; None: do not."""
+    if backend == "no":
+        return None
+    mode, dynamic = settings["dynamo_mode"], settings["dynamo_use_dynamic"]
+    more: dict[str, Any] = {"mode": mode} if mode != "default" else {}
+    if settings["dynamo_use_regional_compilation"]:
+        more["regional"] = True
+    if dynamic is not None:
+        more["dynamic"] = dynamic
+    return {"backend": backend, "fullgraph": settings["dynamo_use_fullgraph"], **more}

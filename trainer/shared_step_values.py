@@ -1,0 +1,229 @@
+"""Step values that all processes share: ``self.log(..., on_step=True, sync_dist=True)``.
+
+The processes meet at two fixed places of every batch: after the step, before the hooks at its end, and after those
+hooks for what they logged. At the first batch they agree whether they meet at a place at all, so that a run without
+such values pays nothing later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import messages
+from .metric_records import reduction_of
+
+if TYPE_CHECKING:
+    from ..strategies.base import Strategy
+    from .metric_records import Record
+
+#: Elements of the first vector that is reduced: the same on every process, whatever it logged.
+ROOM = 64
+#: What comes before the values: 1 (0 of a process that only keeps step), the numbers of sums and of extremes, and two
+#: checksums of the names, each with its square. The sums of those show whether the checksums are all alike.
+HEADER = 7
+
+
+class Sharing:
+    """One place in the batches of one loader.
+
+    Args:
+        strategy: through which values are reduced.
+        where: the place, in words.
+        used: whether anything can be logged here.
+
+    Attributes:
+        on: the processes meet here, or have yet to agree about it.
+        muted: this process's batch counts for nothing: it takes part in the next meeting and has no say.
+        pending: the records updated since the last meeting, by key.
+    """
+
+    def __init__(self, strategy: Strategy, where: str, used: bool) -> None:
+        self.strategy, self.where = strategy, where
+        self.on = used and strategy.world_size > 1
+        self.muted = False
+        self.pending: dict[str, Record] = {}
+        self._agreed = self._late = False
+        self._groups: dict[str, Any] = {}
+
+    def add(self, record: Record) -> None:
+        """Reduce the values of a record here from now on, if the user asks for that."""
+        options, group = record.options, record.options.sync_dist_group
+        asked = record.on_step and options.sync_dist and not options.rank_zero_only
+        if record.together or not asked or self.strategy.world_size == 1:
+            return
+        if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+            return
+        record.together = True
+        self._late |= self._agreed and group is None and "" not in self._groups
+        self._groups[_name(group)] = group
+        self.on = True
+        take, pending = record.update, self.pending
+
+        def update(value: Any, batch_size: int | None) -> None:
+            take(value, batch_size)
+            pending[record.key] = record
+
+        record.update = update
+
+    def meet(self, counts: bool = True) -> None:
+        """Reduce what was logged since the last meeting; every process comes here after each of its batches.
+
+        Args:
+            counts: this process has a say, unless it is ``muted``.
+
+        Raises:
+            ValueError: the processes logged different names.
+        """
+        counts = counts and not self.muted
+        self.muted = False
+        if self._settled():
+            by_group: dict[str, dict[str, Record]] = {name: {} for name in self._groups}
+            for key, record in sorted(self.pending.items()):
+                by_group[_name(record.options.sync_dist_group)][f"{_op(record)} {key}"] = record
+            for name in sorted(by_group):
+                self._reduce(self._groups[name], by_group[name], counts)
+        self.pending.clear()
+
+    def idle(self, groups: list[str] | None) -> list[str]:
+        """Take part in a meeting without a batch.
+
+        Args:
+            groups: those in which somebody had a say at the last one; None: any.
+
+        Returns:
+            Those in which somebody still has.
+        """
+        self.pending.clear()
+        if not self.on or not self._settled():
+            return []
+        groups = sorted(self._groups) if groups is None else groups
+        return [name for name in groups if self._reduce(self._groups[name], {}, False)]
+
+    def _settled(self) -> bool:
+        """Whether the processes meet here. The first time they agree on that; later a new one needs them all."""
+        if not self._agreed:
+            self._agreed = True
+            if self.strategy.agree("" in self._groups):
+                self._groups[""] = None
+            self.on = bool(self._groups)
+        elif self._late:
+            self._late = False
+            names = messages.names(sorted(self.pending), "and")
+            if not self.strategy.same("step values", f"self.log({names}, sync_dist=True), here for the first time"):
+                raise self._unlike(None, [f"{_op(record)} {key}" for key, record in self.pending.items()])
+        return self.on
+
+    def _reduce(self, group: Any, records: dict[str, Record], counts: bool) -> bool:
+        """Reduce records over a group, and give them what comes of it. Returns whether any process has a say."""
+        strategy, device = self.strategy, self.strategy.device
+        sums = [r for r in records.values() if _op(r) in ("mean", "sum")]
+        extremes = [r for r in records.values() if _op(r) in ("min", "max")]
+        first, second = _checksums(records)
+        room = torch.zeros(ROOM, dtype=torch.float64, device=device)
+        values = room[:0]
+        if counts:
+            header = [1, len(sums), len(extremes), first, first**2, second, second**2]
+            values = _stacked(sums, device)
+            room[:HEADER] = torch.tensor(header, dtype=torch.float64)
+            room[HEADER : HEADER + len(sums)] = values[: ROOM - HEADER]
+        room = strategy.reduce(room, "sum", group)
+        found = [round(number) for number in room[:HEADER].tolist()]
+        processes = found[0]
+        if any(processes * found[at + 1] != found[at] ** 2 for at in (3, 5)):
+            raise self._unlike(group, list(records) if counts else None)
+        if not processes:
+            return False
+        alike = [number // processes for number in found]
+        shows = counts or (first, second) == (alike[3], alike[5])  # with no say only where it logged the same names
+        shared = room[HEADER : HEADER + alike[1]]
+        more = alike[1] - len(shared)
+        if more:
+            rest = values[ROOM - HEADER :] if counts else room.new_zeros(more)
+            shared = torch.cat([shared, strategy.reduce(rest, "sum", group)])
+        if shows:
+            times = strategy.world_size / strategy.num_data_ranks  # a sum holds the same data so many times
+            _give(sums, shared, [times if _op(record) == "sum" else processes for record in sums])
+        if alike[2]:
+            signs = [1.0 if _op(record) == "max" else -1.0 for record in extremes]
+            most = room.new_full((alike[2],), -math.inf)
+            if counts:
+                most = _stacked(extremes, device) * room.new_tensor(signs)
+            most = strategy.reduce(most, "max", group)
+            if shows:
+                _give(extremes, most, signs)
+        return True
+
+    def _unlike(self, group: Any, mine: list[str] | None) -> ValueError:
+        """The error for names that some processes logged and others did not; every process comes here."""
+        found: list[Any] = self.strategy.gather_objects(("step values", mine), group)
+        ranks = range(len(found)) if group is None else torch.distributed.get_process_group_ranks(group)
+        have: dict[int, set[str]] = {}
+        for rank, said in zip(ranks, found, strict=True):
+            here = isinstance(said, tuple) and said[0] == "step values"  # or it gathers something else, elsewhere
+            if not here or said[1] is not None:
+                have[rank] = set(said[1]) if here else set()
+        parts = []
+        for label in sorted(set[str]().union(*have.values())):
+            op, _, name = label.partition(" ")
+            there = [rank for rank, names in have.items() if label in names]
+            missing = [rank for rank, names in have.items() if rank not in there]
+            if missing:
+                parts.append(
+                    f"{name!r} (reduce_fx={op!r}) on {messages.ranks(there)}, not on {messages.ranks(missing)}"
+                )
+        return ValueError(
+            f"self.log(..., sync_dist=True) must log the same names on every rank in each batch, but {self.where} "
+            f"logged {'; '.join(parts)}. Log the same names on all ranks, or pass sync_dist=False (each rank keeps its "
+            "own value) or rank_zero_only=True (only rank 0 logs it)."
+        )
+
+
+def stand_by(places: Iterable[Sharing]) -> None:
+    """This process's batch counts for nothing: it meets the others at these places without a say."""
+    for place in places:
+        if place.on:
+            place.meet(counts=False)
+
+
+def keep_step(places: Iterable[Sharing]) -> None:
+    """This process has no batches left: it meets the others at these places until they have none either."""
+    going: dict[Sharing, list[str] | None] = dict.fromkeys(places)
+    while going:
+        going = {place: left for place, groups in going.items() if (left := place.idle(groups))}
+
+
+def _name(group: Any) -> str:
+    """A process group's name, the same in each of its processes; empty for all processes."""
+    return getattr(group, "group_name", "")
+
+
+def _op(record: Record) -> str:
+    return reduction_of(record.key, record.options.reduce_fx)
+
+
+def _checksums(labels: Any) -> tuple[int, int]:
+    """Two numbers of 20 bits: their squares, summed over thousands of processes, are exact in float64."""
+    digest = hashlib.blake2b("\n".join(labels).encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little") >> 12, int.from_bytes(digest[4:], "little") >> 12
+
+
+def _stacked(records: list[Record], device: torch.device) -> Tensor:
+    """The step values as one vector; a device that is not the CPU gets them in one transfer."""
+    values = [torch.as_tensor(record.step_value(), dtype=torch.float64).detach() for record in records]
+    if all(value.is_cpu for value in values):
+        return torch.tensor([value.item() for value in values], dtype=torch.float64).to(device)
+    return torch.stack([value.to(device) for value in values])
+
+
+def _give(records: list[Record], values: Tensor, divisors: list[float]) -> None:
+    """Let records show these values, each divided by its divisor."""
+    if records:
+        found = values / values.new_tensor(divisors)
+        for record, value in zip(records, found.tolist() if found.is_cpu else found.unbind(), strict=True):
+            record.value = value

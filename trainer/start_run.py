@@ -1,0 +1,415 @@
+"""Everything between an entry point and its loop: module, data, hooks, device, optimizers, checkpoint."""
+
+from __future__ import annotations
+
+import difflib
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .. import messages
+from ..callbacks.base import Callback
+from ..callbacks.timer import Timer
+from ..data.datamodule import DataModule
+from ..doctor.script_options import Plan
+from ..processes.cluster_environment import is_requeued
+from ..strategies.compile_networks import compile_in_place, scope_of, uncompiled
+from . import profiling
+from .bind_steps import check_step, takes_iterator
+from .compiled_step_checks import check_module
+from .data_source import DataSource
+from .default_callbacks import check_state_keys, order, refuse_switched_off
+from .hooks import HookTable, method_of, overridden, own_methods
+from .metrics import MetricStore
+from .module import TrainingModule
+from .optimizers import configure
+from .phases import SETUP
+
+if TYPE_CHECKING:
+    from .resume import Resumed
+    from .trainer import Request, Trainer
+
+_DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predict": "Predicting"}
+
+
+def attach(trainer: Trainer, request: Request) -> Resumed | None:
+    """Prepare a run. Returns what a fit goes on from, or None.
+
+    The order is drawn in ``callbacks/base.py``.
+    """
+    trainer._hooks = trainer._left = None
+    module, reused = find_module(trainer, request)
+    path = asked_path(trainer, request, reused)
+    trainer.strategy.progress = trainer.state.where
+    trainer.strategy.setup_environment()
+    trainer.strategy.begin_run(trainer.state)
+    messages.set_rank(trainer.global_rank)
+    trainer._log_dir = None
+    told = trainer.strategy.told_at_start()
+    if told and not request.again and not request.trial:
+        messages.info_once(f"{_DOING[request.fn]} {told}.")
+    connect(trainer, request, module)
+    path = settle_folders(trainer, request, path)
+    profiling.setup(trainer, request.fn)
+    prepare_data(trainer)
+    trainer._metrics.enter(SETUP)
+    for hook in trainer._hooks.setup:
+        hook(request.fn)
+    trainer.strategy.barrier("setup")
+    configure_model = overridden(module, "configure_model", TrainingModule)
+    if configure_model is not None:
+        with trainer.strategy.init_context():
+            configure_model()
+    module.trainer = trainer  # also of modules that were made just now
+    bind_hooks(trainer)
+    trainer._source.require("train" if request.fn == "fit" else request.fn)
+    checkpoint = read_checkpoint(trainer, request, path)
+    if request.fn == "fit":
+        trainer.strategy.settle_batch_norm(module, trainer.sync_batchnorm)
+    trainer.model = trainer.strategy.setup_module(module) if trainer.strategy.places(module) else module
+    scope = scope_of(trainer.compile)
+    if scope == "networks":
+        compile_in_place(module, trainer.compile)
+    elif scope is not None and request.fn == "fit":
+        check_module(trainer)
+    if request.fn != "fit":
+        if checkpoint is not None:
+            _restore_model(trainer, checkpoint, ("model",))
+        trainer.strategy.settle_weights(module)
+        trainer.profiler.attach(trainer)
+        return None
+    resumed = start_fit(trainer, checkpoint, request.restore)
+    trainer.profiler.attach(trainer)
+    return resumed
+
+
+def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
+    """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
+    from ..checkpoint.logger_positions import say_where
+    from .checkpoint_contents import restore_training
+
+    if (
+        trainer.max_epochs is None
+        and trainer.max_steps == -1
+        and not any(isinstance(c, Timer) and c.time_remaining() is not None for c in trainer.callbacks)
+    ):
+        messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
+        trainer.max_epochs = 1000
+    trainer._resumes = checkpoint is not None and parts != ("model",)
+    if checkpoint is not None:
+        _restore_model(trainer, checkpoint, parts)
+    trainer.strategy.settle_weights(trainer.training_module)
+    trainer.model = trainer.strategy.wrap_for_training(trainer.model)
+    setup_optimizers(trainer)
+    leave_no_window(trainer)
+    if checkpoint is None and trainer.state.batches == 0:
+        trainer.state.shuffle_seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63)
+    for hook in trainer._hooks.on_fit_start:
+        hook()
+    if trainer.is_global_zero:
+        say_where("Logging to", trainer.loggers)
+    log_hyperparameters(trainer)
+    resumed = None if checkpoint is None else restore_training(trainer, checkpoint, parts)
+    if resumed is not None:
+        say_position(trainer, parts)
+    return resumed
+
+
+def say_position(trainer: Trainer, parts: tuple[str, ...]) -> None:
+    """Say where a fit that loaded a checkpoint begins, and with what of it."""
+    state, path = trainer.state, messages.path(trainer.ckpt_path)
+    where = f"epoch {state.epoch + state.epoch_done}, step {state.global_step}"
+    if "loops" in parts:
+        messages.info(f"Continuing at {where} from {path}")
+    else:
+        messages.info(f"Starting at {where} with {messages.names(parts, last='and')} from {path}")
+
+
+def leave_no_window(trainer: Trainer) -> None:
+    """What a fit that failed left of an accumulation window is not for this one."""
+    trainer.state.pending = ""
+    trainer.state.drop_window()
+    for optimizer in trainer.optimizers:
+        optimizer.zero_grad()
+
+
+def _restore_model(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str, ...]) -> None:
+    from .checkpoint_contents import restore_model
+
+    restore_model(trainer, checkpoint, parts)
+
+
+def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, bool]:
+    """The module to run, and whether it is that of the run before (none was passed)."""
+    module = _unwrapped(uncompiled(request.module))
+    entry = "The Tuner" if request.trial else f"Trainer.{request.fn}()"
+    if module is None:
+        if trainer._module is None or request.fn == "fit":
+            raise TypeError(f"{entry} needs a module. Pass it as the first argument.")
+        return trainer._module, True
+    if not isinstance(module, TrainingModule):
+        hint = ""
+        if any(isinstance(given, TrainingModule) for given in request.loaders.values()):
+            hint = " The module comes first, the loaders after it."
+        if isinstance(module, type) and issubclass(module, TrainingModule):
+            hint = f" Did you mean {module.__name__}()?"
+        elif isinstance(module, nn.Module):
+            hint = " Make it an attribute of a TrainingModule that defines training_step and configure_optimizers."
+        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise TypeError(f"{entry} got {got} as its module; a TrainingModule object is needed.{hint}")
+    if "_modules" not in vars(module):
+        raise TypeError(
+            f"{type(module).__name__}.__init__ did not call super().__init__(), so it is no module yet. Call it first."
+        )
+    return module, False
+
+
+def _unwrapped(module: Any) -> Any:
+    """The module inside DataParallel or DistributedDataParallel, which would wrap (and reduce) twice."""
+    if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return module
+    messages.warn_once(
+        f"The module was given inside {type(module).__name__}; it is taken out, since the strategy wraps it itself. "
+        "Pass the module as it is and choose Trainer(strategy='ddp', devices=...)."
+    )
+    return module.module
+
+
+def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
+    """Tie trainer, module, data and callbacks together; check what can be checked before any of it runs."""
+    loaders = tie(trainer, request, module)
+    check_state_keys(trainer.callbacks)
+    check_steps(trainer, request.fn)
+    bind_hooks(trainer)
+    if request.fn == "fit" and trainer.reload_dataloaders_every_n_epochs and loaders["train"] is not None:
+        messages.warn_once(
+            f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) has no effect on "
+            "loaders that were given to fit. Define train_dataloader() on the module or a DataModule instead."
+        )
+
+
+def tie(trainer: Trainer, request: Request, module: TrainingModule) -> dict[str, Any]:
+    """Make a module, its data and its callbacks the trainer's; returns the loaders, without a DataModule in them."""
+    loaders = dict(request.loaders)
+    datamodule = request.datamodule
+    for stage, given in loaders.items():
+        if isinstance(given, DataModule):
+            if datamodule is not None:
+                raise ValueError(f"Trainer.{request.fn}() got two DataModules. Pass one, as datamodule=.")
+            datamodule, loaders[stage] = given, None
+    if datamodule is not None and any(given is not None for given in loaders.values()):
+        raise ValueError(
+            f"Trainer.{request.fn}() got loaders and a DataModule: it is not clear which to use. Pass one of them."
+        )
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise TypeError(f"Trainer.{request.fn}(datamodule=...) got {messages.a(datamodule)}. Pass a DataModule object.")
+    trainer._module = trainer.model = module
+    trainer.datamodule = datamodule
+    trainer._source = DataSource(trainer, loaders)
+    send = None if trainer.barebones else partial(_send, trainer)
+    trainer._metrics = MetricStore(trainer.state, trainer.strategy, send)
+    module.trainer = trainer
+    if datamodule is not None:
+        datamodule.trainer = trainer
+    take_module_callbacks(trainer, module)
+    return loaders
+
+
+def _send(trainer: Trainer, values: dict[str, float], step: int) -> None:
+    trainer.log_metrics(values, step)
+
+
+def bind_hooks(trainer: Trainer) -> None:
+    """Look up who defines which hook; again after ``setup`` and ``configure_model``, which may add some."""
+    trainer._hooks = HookTable(trainer, trainer.training_module, trainer.callbacks, trainer.datamodule)
+
+
+def take_module_callbacks(trainer: Trainer, module: TrainingModule) -> None:
+    """Add the callbacks a module brings; one of them replaces those of its type.
+
+    They stay with the trainer as long as that module does: a second run with it goes on with the same ones (a
+    ``ModelCheckpoint`` knows its best file). Another module's are taken out and what they replaced comes back.
+    """
+    if trainer._brought is not None:
+        owner, before, added = trainer._brought
+        if owner is module:
+            return
+        kept = [c for c in trainer.callbacks if not any(c is one for one in added)]
+        absent = [c for c in before if not any(c is one for one in trainer.callbacks)]
+        trainer.callbacks = order([*kept, *absent])
+    theirs = method_of(module, "configure_callbacks", TrainingModule)()
+    theirs = [theirs] if isinstance(theirs, Callback) else list(theirs or [])
+    for callback in theirs:
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"{type(module).__name__}.configure_callbacks() returned {callback!r}, which is not a Callback. "
+                "Return a list of Callback objects."
+            )
+    refuse_switched_off(theirs, trainer)
+    types = {type(callback) for callback in theirs}
+    replaced = [c for c in trainer.callbacks if type(c) in types]
+    trainer._brought = (module, replaced, theirs) if theirs else None
+    trainer.callbacks = order([c for c in trainer.callbacks if type(c) not in types] + theirs)
+
+
+def check_steps(trainer: Trainer, fn: str) -> None:
+    """The module defines the step this entry point needs, and its settings fit together."""
+    module = trainer.training_module
+    owner = type(module).__name__
+    needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(fn)
+    if needed is not None and overridden(module, needed, TrainingModule) is None:
+        raise NotImplementedError(
+            f"{owner} has no {needed}, so Trainer.{fn}() has nothing to run. Define {needed}(self, batch, batch_idx)."
+            f"{misspelled(module, needed)}"
+        )
+    if fn == "fit" and overridden(module, "configure_optimizers", TrainingModule) is None:
+        raise NotImplementedError(
+            f"{owner} has no configure_optimizers, so fit cannot change its weights. Define it, for example: "
+            f"return torch.optim.AdamW(self.parameters(), lr=1e-3).{misspelled(module, 'configure_optimizers')}"
+        )
+    if fn == "predict" and overridden(module, "predict_step", TrainingModule) is None and not has_forward(module):
+        raise NotImplementedError(
+            f"{owner} has neither predict_step nor forward, so Trainer.predict() has nothing to run. Define "
+            "predict_step(self, batch, batch_idx)."
+        )
+    for step in {"fit": ("training_step", "validation_step"), "predict": ("predict_step",)}.get(fn, (needed or "",)):
+        if overridden(module, step, TrainingModule) is not None:
+            check_step(module, step)
+    if fn == "fit" and not module.automatic_optimization:
+        for name, neutral in (("accumulate_grad_batches", 1), ("gradient_clip_val", None)):
+            value = getattr(trainer, name)
+            if value != neutral:
+                raise ValueError(
+                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do "
+                    "it in "
+                    "training_step (self.clip_gradients, stepping every n batches), and leave the argument out."
+                )
+    if fn == "fit" and takes_iterator(module.training_step) and trainer.accumulate_grad_batches > 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) with "
+            "training_step(dataloader_iter): the trainer "
+            "does not see the batches it would count. Use training_step(batch, batch_idx), or accumulate in the step."
+        )
+
+
+def has_forward(module: TrainingModule) -> bool:
+    """Whether the module says what ``self(x)`` is."""
+    return overridden(module, "forward", nn.Module) is not None
+
+
+def misspelled(module: TrainingModule, name: str) -> str:
+    """A hint at the method of the module that may have been meant for ``name``."""
+    close = difflib.get_close_matches(name, own_methods(module, TrainingModule), n=1, cutoff=0.75)
+    return f" It has {close[0]}: did you mean that? Rename it to {name}." if close else ""
+
+
+def prepare_data(trainer: Trainer) -> None:
+    """Call ``prepare_data`` on one process a node."""
+    per_node = trainer.datamodule is None or trainer.datamodule.prepare_data_per_node
+    if (trainer.local_rank if per_node else trainer.global_rank) == 0:
+        for hook in trainer._hooks.prepare_data:
+            hook()
+    trainer.strategy.barrier("prepare_data")
+
+
+def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
+    """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
+
+    A fit that ``paceline doctor`` examines starts from none: one that goes on may have nothing left to train.
+    ``"last"`` and ``"auto"`` stay words until the callbacks of this run are known, or where they save. A fit in a job
+    that SLURM requeued means ``"auto"`` without being told.
+    """
+    from ..checkpoint.find import find_checkpoint
+
+    if request.trial or (request.fn == "fit" and Plan.found() is not None):
+        return None
+    told = None if request.again else trainer._ckpt_asked
+    asked = request.ckpt_path if told is None else told
+    if asked is None and request.fn == "fit" and is_requeued():
+        asked = "auto"
+    return asked if asked in ("last", "auto") else find_checkpoint(trainer, asked, request.fn, reused)
+
+
+def settle_folders(trainer: Trainer, request: Request, path: Any) -> Any:
+    """The loggers' folders, before anybody asks for them: of a fit that goes on, those of the run that it continues.
+
+    Returns the path of the checkpoint to go on from, None if there is none.
+    """
+    from ..checkpoint.logger_positions import take_over
+
+    if request.fn == "fit" and path is not None and trainer.loggers:
+        path = found_on_rank_0(trainer, request, path)
+        if path is not None and "loops" in request.restore and not request.again:
+            take_over(trainer, path)
+    if trainer.world_size > 1:
+        trainer._log_dir = trainer.strategy.broadcast(trainer.log_dir)
+    return path
+
+
+def found_on_rank_0(trainer: Trainer, request: Request, path: Any) -> Any:
+    """The checkpoint that ``path`` means, as one rank sees it: others may see the folder a moment older, or another."""
+    from ..checkpoint.find import find_checkpoint
+    from ..checkpoint.sharded_folder import together
+
+    def find() -> Any:
+        return find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
+
+    return trainer.strategy.broadcast(together(trainer.strategy, "found", find))
+
+
+def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, Any] | None:
+    """The checkpoint to load from, read; None if there is none to load."""
+    from ..checkpoint.find import highest_sequence
+    from ..checkpoint.read import read
+
+    path = trainer._ckpt_path = found_on_rank_0(trainer, request, path)
+    if request.fn == "fit" and trainer.is_global_zero:
+        trainer._saves = max(trainer._saves, highest_sequence(trainer))
+    if path is None:
+        return None
+    if request.fn != "fit":
+        best = request.module is None and request.ckpt_path is None and trainer._ckpt_asked is None
+        uses = "without a module uses the best checkpoint of the last fit:" if best else "uses the checkpoint"
+        messages.info(f"{request.fn}() {uses} {messages.path(path)}")
+    checkpoint = read(path, strategy=trainer.strategy)
+    if request.fn == "fit":
+        facts = checkpoint.get("paceline", {}).get("manifest", {})
+        trainer._saves = max(trainer._saves, facts.get("sequence", 0))
+    return checkpoint
+
+
+def setup_optimizers(trainer: Trainer) -> None:
+    """Make optimizers and schedulers."""
+    module = trainer.training_module
+    optimizers, trainer.lr_scheduler_configs = configure(module)
+    own = {id(parameter) for parameter in module.parameters()}
+    if optimizers and not any(id(p) in own for o in optimizers for group in o.param_groups for p in group["params"]):
+        messages.warn_once(
+            f"{type(module).__name__}.configure_optimizers() returned optimizers of parameters that are not the "
+            "module's, so no weight of it will change. Build them from self.parameters(), or make the trained network "
+            "an attribute."
+        )
+    trainer.optimizers = trainer.strategy.setup_optimizers(optimizers)
+
+
+def log_hyperparameters(trainer: Trainer) -> None:
+    """Send what ``save_hyperparameters`` kept, the module's and the DataModule's, and the graph to the loggers."""
+    if not trainer.loggers or not trainer.enable_autolog_hparams or not trainer.is_global_zero:
+        return
+    params: dict[str, Any] = {}
+    for owner in (trainer.datamodule, trainer.training_module):
+        if owner is None or not getattr(owner, "_log_hyperparams", False):
+            continue
+        for key, value in owner.hparams_initial.items():
+            if key in params and params[key] is not value and str(params[key]) != str(value):
+                raise ValueError(
+                    f"The module and the DataModule both saved a hyperparameter {key!r}, with the values {value!r} and "
+                    f"{params[key]!r}. Rename one, or leave it out with save_hyperparameters(ignore=[{key!r}])."
+                )
+            params[key] = value
+    for logger in trainer.loggers:
+        if params:
+            logger.log_hyperparams(params)
+        logger.log_graph(trainer.training_module)

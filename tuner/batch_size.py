@@ -1,0 +1,295 @@
+"""The largest batch that fits into memory: sizes are tried, by real steps, until one does not fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from .. import messages
+from ..data.batches import batch_size_of
+from ..data.combined_loader import length_of
+from ..data.loaders import samples_in_batch, whole_of
+from ..memory.out_of_memory_retry import is_out_of_memory
+from . import peak_memory, trial
+from .attribute_lookup import Place
+from .loaders import resized
+from .trial_trainer import keep_run, refuse_strategy, stand_in
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+
+class BatchTrial(NamedTuple):
+    """What came of one batch size.
+
+    Attributes:
+        size: samples in a batch of one process.
+        fits: no process ran out of memory.
+        peak_bytes: the most memory that was in use at once, on the process that used most: of the device, or on the
+            CPU of the process; None where nobody counts.
+        seconds: that it took.
+        where: ranks that ran out of memory.
+    """
+
+    size: int
+    fits: bool
+    peak_bytes: int | None
+    seconds: float
+    where: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        used = "" if self.peak_bytes is None else f", {messages.size(self.peak_bytes)} at most"
+        place = f" on {messages.ranks(self.where)}" if self.where != (0,) and self.where else ""
+        return f"{self.size} {'ran' if self.fits else 'ran out of memory'}{place}{used}"
+
+
+@dataclass
+class Found:
+    """The batch size that fits, and how it was found.
+
+    Attributes:
+        size: samples in a batch of one process.
+        trials: all sizes tried, in order.
+    """
+
+    size: int
+    trials: list[BatchTrial] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SizeSearch:
+    """The settings of a search; call it with an attached trainer.
+
+    Args:
+        places: finds where the size lies, given the trainer.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    places: Callable[[Trainer], list[Place]]
+    method: trial.Method = "fit"
+    mode: Literal["power", "binsearch"] = "power"
+    steps_per_trial: int = 3
+    init_val: int = 2
+    max_trials: int = 25
+    margin: float = 0.05
+    max_val: int | None = 8192
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("power", "binsearch"):
+            raise ValueError(messages.unknown("mode of scale_batch_size", self.mode, ("power", "binsearch")))
+        most = self.max_val is None or self.max_val >= 1
+        if min(self.steps_per_trial, self.init_val, self.max_trials) < 1 or not 0 <= self.margin < 1 or not most:
+            raise ValueError(
+                f"scale_batch_size(steps_per_trial={self.steps_per_trial}, init_val={self.init_val}, "
+                f"max_trials={self.max_trials}, margin={self.margin}, max_val={self.max_val}): the counts are at least "
+                "1, the margin is a share from 0 on and below 1, and max_val is at least 1 or None."
+            )
+
+    def __call__(self, trainer: Trainer) -> Found:
+        """Try sizes on the module as it is, then put everything back, the size too."""
+        check(trainer)
+        kept, places = keep_run(trainer), self.places(trainer)
+        before = [place.get() for place in places]
+        trials = _Trials(self, trainer, places, kept.put_back)
+        try:
+            return Found(self.search(trials), trials.made)
+        finally:
+            kept.put_back()
+            for place, value in zip(places, before, strict=True):
+                place.set(value)
+
+    def search(self, trials: _Trials) -> int:
+        """Double until it does not fit, halve until it does; ``binsearch`` then closes in on the largest that fits.
+
+        To half the margin: nearer is not worth the trials.
+        """
+        size, fits, fails = min(self.init_val, self.max_val or self.init_val), 0, 0
+        while len(trials.made) < self.max_trials:
+            if trials(size):
+                fits = size
+                size = min(2 * size, self.max_val or 2 * size, trials.samples or 2 * size)
+                if fails or size <= fits:
+                    break
+            else:
+                fails, size = size, size // 2
+                if size == 0 or fits:
+                    break
+        if not fits:
+            raise self.nothing_fits(trials.made)
+        while (
+            self.mode == "binsearch"
+            and fails - fits > max(1, self.margin * fits / 2)
+            and len(trials.made) < self.max_trials
+        ):
+            size = (fits + fails) // 2
+            if trials(size):
+                fits = size
+            else:
+                fails = size
+        return max(int(fits * (1 - self.margin)), 1) if self.mode == "binsearch" and fails else fits
+
+    def nothing_fits(self, made: list[BatchTrial]) -> RuntimeError:
+        """The error when no size ran."""
+        return RuntimeError(
+            f"No batch size that was tried fits into memory ({'; '.join(map(str, made))}). Lower the memory a sample "
+            "takes: precision='bf16-mixed', activation checkpointing, strategy='fsdp', or a smaller model."
+        )
+
+
+class _Trials:
+    """Tries sizes on all ranks.
+
+    No gradient is communicated in a trial: a rank that runs out of memory leaves none waiting for it, and all learn of
+    it when everybody is done.
+
+    Attributes:
+        made: what came of each size so far.
+        samples: in the data of one process; None while not known.
+    """
+
+    def __init__(self, search: SizeSearch, trainer: Trainer, places: list[Place], put_back: Callable[[], None]) -> None:
+        self.settings, self.trainer, self.places, self.put_back = search, trainer, places, put_back
+        self.made: list[BatchTrial] = []
+        self.samples: int | None = None
+
+    def __call__(self, size: int) -> bool:
+        """Whether a size fits."""
+        strategy = self.trainer.strategy
+        peak_memory.start(strategy.device)
+        start = time.perf_counter()
+        kind, error = self.attempt(size)
+        mine = (kind, peak_memory.read(strategy.device), time.perf_counter() - start, self.samples)
+        self.put_back()
+        peak_memory.start(strategy.device)
+        found = strategy.gather_objects(mine)
+        self.refuse_errors(error, [one[0] for one in found])
+        out = tuple(rank for rank, one in enumerate(found) if one[0] == "out of memory")
+        peaks = [one[1] for one in found if one[1] is not None]
+        seconds, known = max(one[2] for one in found), [one[3] for one in found if one[3] is not None]
+        self.samples = max(known) if known else None
+        self.made.append(BatchTrial(size, not out, max(peaks) if peaks else None, seconds, out))
+        return not out
+
+    def attempt(self, size: int) -> tuple[str, Exception | None]:
+        """The steps of a trial, and how they ended on this rank."""
+        for place in self.places:
+            place.set(size)
+        try:
+            self.steps(size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                return f"{type(error).__name__}: {error}", error
+            return "out of memory", None  # with its frames the memory is let go
+        return "", None
+
+    def refuse_errors(self, error: Exception | None, kinds: list[str]) -> None:
+        """Raise, on every rank, what a smaller batch does not help."""
+        if error is not None:
+            raise error
+        wrong = next(((r, kind) for r, kind in enumerate(kinds) if kind not in ("", "out of memory")), None)
+        if wrong is not None:
+            raise RuntimeError(f"scale_batch_size ended with an error on rank {wrong[0]}: {wrong[1]}")
+
+    def steps(self, size: int) -> None:
+        """Real steps with batches of a size."""
+        settings = self.settings
+        change = None if self.places_decide() else partial(resized, size=size)
+        with stand_in(self.trainer, change) as double:
+            strategy, made = double.strategy, 0
+            if settings.method != "fit":
+                self.check_size(double._source.evaluation(settings.method)[0][0], size, None)
+                trial.evaluate(double, settings.method, settings.steps_per_trial)
+                return
+            double._source.keeps_step = lambda: None
+            self.check_size(double._source.train(), size, None)
+
+            def enough(losses: Any) -> bool:
+                nonlocal made
+                if made == 0:
+                    self.check_size(None, size, double._metrics.batch)
+                made += 1
+                return made >= settings.steps_per_trial
+
+            if strategy.world_size == 1 or not strategy.communicates_gradients:
+                trial.train(double, lambda: None, enough)
+                return
+            with strategy.keep_gradients_local():
+                trial.train(double, lambda: None, enough)
+
+    def places_decide(self) -> bool:
+        """Whether loaders come from hooks, which read the size where it lies."""
+        return self.trainer._source.given.get(stage_of(self.settings.method)) is None
+
+    def check_size(self, loader: Any, size: int, batch: Any) -> None:
+        """Raise if the data come in batches of another size: then the trials would measure nothing."""
+        found = samples_in_batch(loader, 1) if loader is not None else None
+        if loader is not None:
+            strategy = self.trainer.strategy
+            total = length_of(getattr(whole_of(loader), "dataset", None))
+            rest = 0 if getattr(loader, "drop_last", False) else strategy.num_data_ranks - 1
+            self.samples = None if total is None else (total + rest) // strategy.num_data_ranks
+        elif batch is not None and self.samples is None and self.trainer.world_size == 1:
+            found = batch_size_of(batch)
+        if found is not None and found != size:
+            where = messages.names([place.words for place in self.places], "and")
+            key = self.places[0].key if self.places else "batch_size"
+            raise RuntimeError(
+                f"{where} was set to {size}, but the loader yields batches of {found}: it does not read it. Build it "
+                f"in the hook with DataLoader(..., batch_size=self.{key})."
+            )
+
+
+def stage_of(method: str) -> str:
+    """The stage whose loader counts."""
+    return "train" if method == "fit" else method
+
+
+def check(trainer: Trainer) -> None:
+    """Raise where trials could not be run side by side."""
+    strategy = trainer.strategy
+    refuse_strategy(trainer, "scale_batch_size")
+    if strategy.world_size > 1 and (strategy.communicates_forward or trainer.sync_batchnorm):
+        what = "sync_batchnorm=True" if trainer.sync_batchnorm else type(strategy).__name__
+        raise NotImplementedError(
+            f"scale_batch_size on {strategy.world_size} processes with {what}: a forward pass communicates, so a rank "
+            "that runs out of memory would leave the others waiting in it. Use paceline.find_executable_batch_size "
+            "around a function that makes module and Trainer, or try sizes on one process."
+        )
+
+
+# ---- what an update learns from --------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """A batch size of one process, and of how many batches an update is made."""
+
+    size: int
+    accumulate: int
+
+
+def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
+    """The largest batch up to ``largest`` that divides what one process has of an update.
+
+    Args:
+        largest: batch that fits.
+        effective: samples an update is to learn from, over all processes; None: leave the accumulation alone.
+        num_ranks: processes that the data are split over.
+
+    Raises:
+        ValueError: the samples of an update cannot be split over the processes.
+    """
+    if effective is None:
+        return None
+    if effective < 1 or effective % num_ranks:
+        raise ValueError(
+            f"scale_batch_size(effective_batch={effective}) cannot be split over {num_ranks} processes. Use a multiple "
+            f"of {num_ranks}, or 'keep'."
+        )
+    share = effective // num_ranks
+    size = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
+    return Plan(size, share // size)

@@ -1,0 +1,307 @@
+"""A learning rate range test: the rate grows from step to step, and the loss tells how far it should."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from .. import messages
+from ..trainer.optimizers import configure
+from . import trial
+from .attribute_lookup import Place, lr_places
+from .trial_trainer import keep_run, refuse_strategy, stand_in
+
+if TYPE_CHECKING:
+    from ..trainer.module import TrainingModule
+    from ..trainer.trainer import Trainer
+
+Mode = Literal["exponential", "linear"]
+_SMOOTHING = 0.98
+#: Steps in which the smoothed loss says more about the batches than about the rate: no end for its sake.
+_SETTLING = 10
+
+
+@dataclass
+class LRFinder:
+    """What a range test found (Smith, Cyclical Learning Rates for Training Neural Networks, WACV 2017).
+
+    Attributes:
+        mode: how the rate grew, ``"exponential"`` or ``"linear"``.
+        lr_min: the first rate.
+        lr_max: the last, if the loss did not explode before.
+        num_training: steps asked for.
+        results: ``"lr"``: the rates; ``"loss"``: the smoothed loss after a step with each, the mean over all ranks.
+    """
+
+    mode: Mode
+    lr_min: float
+    lr_max: float
+    num_training: int
+    results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []}, repr=False)
+    _optimal_idx: int | None = field(default=None, repr=False)
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """The rate at which the loss falls fastest, over the logarithm of the rate; None if too few steps were made.
+
+        Only rates up to that of the lowest loss count: a loss that falls after it exploded says nothing.
+
+        Args:
+            skip_begin: leave out so many of the first steps, in which the smoothed loss is still noisy.
+            skip_end: and so many of the last, in which it explodes.
+        """
+        last = len(self.results["loss"]) - max(skip_end, 0)
+        indices = [i for i in range(max(skip_begin, 0), last) if math.isfinite(self.results["loss"][i])]
+        if len(indices) < 2:
+            messages.warn(self._why_none(skip_begin, skip_end))
+            self._optimal_idx = None
+            return None
+        lowest = min(indices, key=self.results["loss"].__getitem__)
+        indices = [i for i in indices if i <= lowest] if lowest > indices[0] else indices
+        losses = torch.tensor([self.results["loss"][i] for i in indices], dtype=torch.float64)
+        rates = torch.tensor([self.results["lr"][i] for i in indices], dtype=torch.float64).log()
+        (slope,) = torch.gradient(losses, spacing=(rates,))
+        self._optimal_idx = indices[int(slope.argmin())]
+        return self.results["lr"][self._optimal_idx]
+
+    def _why_none(self, skip_begin: int, skip_end: int) -> str:
+        """Why there is nothing to suggest, and what to do."""
+        losses = self.results["loss"]
+        if not losses:
+            return (
+                "This LRFinder holds no steps to suggest a learning rate from: under fast_dev_run lr_find makes none. "
+                "Leave fast_dev_run out."
+            )
+        first = 1 + max((i for i, loss in enumerate(losses) if math.isfinite(loss)), default=-1)
+        if first == len(losses):
+            return (
+                f"The range test made {len(losses)} steps, too few to suggest a learning rate from when the first "
+                f"{skip_begin} and the last {skip_end} are left out. Raise num_training, lower max_lr or skip_begin."
+            )
+        rate = self.results["lr"][first]
+        if first == 0:
+            cause = "Before any update the rate is not to blame: look into the batches, the loss and the precision"
+        else:
+            cause = (
+                f"If {rate:.4g} is too high a rate, lower min_lr and max_lr; else look into the batches and the loss"
+            )
+        return (
+            f"The range test found no learning rate: the loss was {losses[first]} from step {first + 1} on, at a rate "
+            f"of {rate:.4g}. {cause}; Trainer(detect_anomaly=True) names the operation."
+        )
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Draw the loss over the rate with matplotlib; returns the figure.
+
+        Args:
+            suggest: mark the suggestion.
+            show: open a window.
+            ax: matplotlib axes to draw into, instead of a new figure.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib import pyplot
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "LRFinder.plot() draws with matplotlib, which is not installed: pip install matplotlib. The numbers "
+                "are in .results."
+            ) from error
+        figure, ax = pyplot.subplots() if ax is None else (ax.figure, ax)
+        ax.plot(self.results["lr"], self.results["loss"])
+        ax.set_xlabel("Learning rate")
+        ax.set_ylabel("Loss")
+        if self.mode == "exponential":
+            ax.set_xscale("log")
+        if suggest and self.suggestion() is not None and self._optimal_idx is not None:
+            at = self._optimal_idx
+            ax.plot(self.results["lr"][at], self.results["loss"][at], marker="o", markersize=10, color="red")
+        if show:
+            pyplot.show()
+        return figure
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """The settings of a range test; call it with an attached trainer.
+
+    Args:
+        attr_name: where the module keeps its rate, as for ``Tuner.lr_find``; None: the suggestion is set nowhere.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    min_lr: float = 1e-8
+    max_lr: float = 1.0
+    num_training: int = 100
+    mode: Mode = "exponential"
+    early_stop_threshold: float | None = 4.0
+    attr_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("exponential", "linear"):
+            raise ValueError(messages.unknown("mode of lr_find", self.mode, ("exponential", "linear")))
+        if not 0 < self.min_lr < self.max_lr or self.num_training < 2:
+            raise ValueError(
+                f"lr_find(min_lr={self.min_lr}, max_lr={self.max_lr}, num_training={self.num_training}): the first "
+                "rate is above zero and below the last, and there are at least 2 steps."
+            )
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, 0-based."""
+        share = step / (self.num_training - 1)
+        if self.mode == "linear":
+            return self.min_lr + (self.max_lr - self.min_lr) * share
+        return self.min_lr * (self.max_lr / self.min_lr) ** share
+
+    def __call__(self, trainer: Trainer) -> LRFinder:
+        """Train with growing rates on the module as it is, then put everything back."""
+        check(trainer)
+        module, name = trainer.training_module, self.attr_name
+        places = [] if name is None else lr_places(module, trainer.datamodule, name)
+        found = LRFinder(self.mode, self.min_lr, self.max_lr, self.num_training)
+        kept = keep_run(trainer)
+        try:
+            if places and trainer.state.stage is None:
+                warn_if_unread(module, places)
+            with stand_in(trainer) as double:
+                optimizer = double.optimizers[0]
+                shares = shares_of(optimizer, places[0].get() if places else None)
+                rate = lambda: set_rates(optimizer, shares, self.rate(len(found.results["lr"])))  # noqa: E731
+                after = _Curve(double, found, self.early_stop_threshold, self.rate)
+                trial.train(double, rate, after)
+        finally:
+            kept.put_back()
+        return found
+
+
+class _Curve:
+    """Takes the losses of each window; says when there are enough."""
+
+    def __init__(self, trainer: Trainer, found: LRFinder, threshold: float | None, rate: Any) -> None:
+        self.trainer, self.found, self.threshold, self.rate = trainer, found, threshold, rate
+        self.average, self.best, self.skipped = 0.0, math.inf, 0
+
+    def __call__(self, losses: list[Tensor]) -> bool:
+        """Waits for the device, and for the other ranks."""
+        strategy, results = self.trainer.strategy, self.found.results
+        mine = [float(loss) for loss in losses]
+        both = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64, device=_where(strategy))
+        total, count = strategy.reduce(both, "sum", strategy.host_group).tolist()
+        if not self.trainer.state.stepped or not count:  # fp16 found an overflow, or all batches were skipped
+            self.skipped += 1
+            return self.skipped > 10 * self.found.num_training
+        step = len(results["lr"]) + 1
+        self.average = _SMOOTHING * self.average + (1 - _SMOOTHING) * total / count
+        smooth = self.average / (1 - _SMOOTHING**step)
+        results["lr"].append(self.rate(step - 1))
+        results["loss"].append(smooth)
+        settled = step > _SETTLING or not math.isfinite(smooth)
+        exploded = self.threshold is not None and settled and not smooth <= self.threshold * self.best
+        if step >= _SETTLING:
+            self.best = min(self.best, smooth)
+        return exploded or step >= self.found.num_training
+
+
+def _where(strategy: Any) -> Any:
+    return "cpu" if strategy.host_group is not None else strategy.device
+
+
+def check(trainer: Trainer) -> None:
+    """Raise if there is not one optimizer whose rate can be varied."""
+    module, optimizers = trainer.training_module, trainer.optimizers
+    owner = type(module).__name__
+    refuse_strategy(trainer, "lr_find")
+    if not module.automatic_optimization:
+        raise RuntimeError(
+            f"lr_find varies the learning rate of the optimizer that the trainer steps, but {owner} steps by hand "
+            "(automatic_optimization is False). Try rates in a loop of fits of your own."
+        )
+    if len(optimizers) != 1:
+        raise RuntimeError(
+            f"lr_find varies the learning rate of one optimizer, but {owner}.configure_optimizers() returned "
+            f"{len(optimizers)}. Return one for the test."
+        )
+    if isinstance(optimizers[0], LBFGS):
+        raise RuntimeError(
+            f"lr_find says nothing about LBFGS, which {owner} uses: it makes several evaluations a step and chooses "
+            "its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
+        )
+    if trainer.limit_train_batches == 0:
+        raise ValueError("lr_find with Trainer(limit_train_batches=0): there is nothing to train on. Leave it out.")
+
+
+def warn_if_unread(module: TrainingModule, places: list[Place]) -> None:
+    """Say so if the optimizers are the same with another value at the places."""
+    before = [place.get() for place in places]
+    value = before[0] if isinstance(before[0], (int, float)) and before[0] else 1e-3
+    made = []
+    try:
+        for rate in (value, value / 2):
+            for place in places:
+                place.set(rate)
+            made.append([_settings_of(optimizer) for optimizer in configure(module)[0]])
+    finally:
+        for place, one in zip(places, before, strict=True):
+            place.set(one)
+    if made[0] == made[1]:
+        where, owner = messages.names([place.words for place in places], "and"), type(module).__name__
+        messages.warn(
+            f"lr_find sets {where}, but {owner}.configure_optimizers() makes the same optimizer whatever that "
+            f"value is, so a fit will not use the rate that was found. Build it with lr=self.{places[0].key}, or name "
+            "the place that it reads: attr_name='hparams.training.lr'."
+        )
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
+    """The settings of each parameter group, to be compared."""
+    return [{k: repr(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+# ---- rates of an optimizer -------------------------------------------------------------------------------------------
+
+
+def shares_of(optimizer: Optimizer, initial: Any) -> list[float]:
+    """What the rate of each parameter group is of the rate that is varied: all 1 if they are alike.
+
+    Else in proportion to the group that has the value of the attribute (``initial``), or to the largest.
+    """
+    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    one = float(initial) if isinstance(initial, (int, float)) and float(initial) in rates else max(rates)
+    return [rate / one for rate in rates] if one > 0 else [1.0] * len(rates)
+
+
+def set_rates(optimizer: Optimizer, shares: list[float], rate: float) -> None:
+    """Give each group its share of a rate."""
+    for group, share in zip(optimizer.param_groups, shares, strict=True):
+        _put(group, "lr", rate * share)
+
+
+def _put(group: dict[str, Any], key: str, value: float) -> None:
+    if isinstance(group[key], Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def change_rates(optimizer: Optimizer, schedulers: list[Any], shares: list[float], rate: float) -> None:
+    """Let a training go on with another rate: what schedules are relative to is changed in proportion."""
+    factors = []
+    for group, share in zip(optimizer.param_groups, shares, strict=True):
+        before = float(group["lr"])
+        factors.append(rate * share / before if before else 1.0)
+        _put(group, "lr", rate * share)
+        for key in ("initial_lr", "max_lr", "min_lr"):
+            if key in group:
+                _put(group, key, float(group[key]) * factors[-1])
+    for scheduler in schedulers:
+        for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
+            bases = getattr(one, "base_lrs", None)
+            if bases is not None and len(bases) == len(factors):
+                one.base_lrs = [base * factor for base, factor in zip(bases, factors, strict=True)]

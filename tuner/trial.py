@@ -1,0 +1,114 @@
+"""Some batches of a run, without its bookkeeping: no epochs that end, no validation, nothing logged or saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..data.batches import Batches
+from ..trainer import phases
+from ..trainer.bind_steps import bind_mover, bind_step
+from ..trainer.evaluation import WORDS, EvalLoop
+from ..trainer.loop import FitLoop
+from ..trainer.step import detached
+from ..trainer.stopping import Stops
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+
+Method = Literal["fit", "validate", "test", "predict"]
+
+
+def train(trainer: Trainer, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> None:
+    """Train on batch after batch, epoch after epoch, with the run's own step.
+
+    Args:
+        trainer: the stand-in.
+        before: called ahead of each accumulation window.
+        after: called after each, with the losses of its batches, scalars of shape (); True: that is enough.
+    """
+    trainer._stops = Stops(trainer, {})
+    state, hooks = trainer.state, trainer._hooks
+    state.stage = "train"
+    loop = FitLoop(trainer, None)
+    trainer._source.train()
+    if trainer.num_training_batches == 0:
+        raise ValueError("limit_train_batches=0 leaves nothing to try anything on. Leave it out.")
+    loop.bind()
+    trainer._metrics.enter(phases.ON_TRAIN_START)
+    for hook in hooks.on_train_start:
+        hook()
+    while not _train_epoch(trainer, loop, before, after):
+        if state.next_batch == 0:
+            loop.check_length(0, None)
+        loop.enter_next_epoch()
+
+
+def _train_epoch(
+    trainer: Trainer, loop: FitLoop, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]
+) -> bool:
+    """One pass over the data; whether it is enough now."""
+    state, hooks, metrics = trainer.state, trainer._hooks, trainer._metrics
+    loop.start_epoch()
+    step, batches, losses = loop.step(), loop.batches(0), []
+    number = trainer.num_training_batches
+    with closing(batches):
+        for batch_idx, batch in enumerate(batches):
+            state.batch_idx, state.stepped = batch_idx, False
+            state.is_last_batch = batch_idx + 1 == number or batches.exhausted
+            metrics.batch = batch
+            if not state.window:
+                losses = []
+                before()
+            if -1 in [hook(batch, batch_idx) for hook in hooks.on_train_batch_start]:
+                step.finish_window()
+                return False
+            outputs = detached(step(batch, batch_idx))
+            state.batches += 1
+            state.next_batch = batch_idx + 1
+            losses += _loss_of(outputs)
+            for hook in hooks.on_train_batch_end:
+                hook(outputs, batch, batch_idx)
+            if not state.window and after(losses):
+                return True
+    return False
+
+
+def _loss_of(outputs: Mapping[str, Any] | None) -> list[Tensor]:
+    loss = None if outputs is None else outputs.get("loss")
+    return [loss] if isinstance(loss, Tensor) else []
+
+
+def evaluate(trainer: Trainer, kind: Literal["validate", "test", "predict"], steps: int) -> None:
+    """The first batches of each loader of a stage, without gradients."""
+    trainer.state.stage = kind
+    loop, metrics = EvalLoop(trainer, kind), trainer._metrics
+    mode, moment = (phases.PREDICT,) * 2 if kind == "predict" else (phases.EVAL_MODE, phases.EVAL_BATCH)
+    loaders, _ = trainer._source.evaluation(kind)
+    several = len(loaders) > 1
+    with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+        metrics.enter(mode)
+        loop.switch("eval")
+        try:
+            step = bind_step(trainer, f"{WORDS[kind]}_step", several_loaders=several)
+            for index, loader in enumerate(loaders):
+                metrics.enter(moment, index if several else None)
+                _evaluate_loader(trainer, step, loader, (index,) if several else (), steps)
+        finally:
+            metrics.enter(mode)
+            loop.switch("train")
+
+
+def _evaluate_loader(
+    trainer: Trainer, step: Callable[..., Any], loader: Any, index: tuple[int, ...], steps: int
+) -> None:
+    mover = bind_mover(trainer, index[0] if index else 0)
+    with closing(Batches(loader, mover, trainer._source.looks_ahead(loader))) as batches:
+        for batch_idx, batch in enumerate(islice(iter(batches), steps)):
+            trainer._metrics.batch = batch
+            step(batch, batch_idx, *index)
