@@ -31,7 +31,10 @@ _NOW = {
 
 
 class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module under its earlier name; stands first in ``sys.meta_path``, since a folder that an upgrade left would be found, too."""
+    """Finds a module under its earlier name.
+
+    It stands first in ``sys.meta_path``: otherwise an empty folder left behind by an upgrade would be found instead.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """How to import it; None for any other name."""
