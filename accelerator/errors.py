@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..data.worker_failure import explain_lost_worker
+from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..memory.out_of_memory_error import ACCELERATOR, Situation, explained, needs_words
 
 if TYPE_CHECKING:
@@ -76,5 +76,5 @@ def _uncaught(
     if better is None:
         before(kind, error, trace)
     else:
-        better.__cause__ = error
+        better.__cause__ = torchs_own(error)
         before(type(better), better, None)

@@ -26,7 +26,7 @@ from ..data.loaders import (
 from ..data.sample_order import cuts, takes_indices
 from ..data.sharding import is_split, last_share, repeats, shard
 from ..data.stream_sharding import Division
-from ..data.worker_failure import explain_lost_worker
+from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..processes.seed import host_random_states, mixed, set_random_states
 from ..strategies.base import Strategy
 from .dispatched_loader import Dispatched
@@ -215,11 +215,11 @@ class PreparedLoader(DataLoader[Any]):
         place.current = one = Pass(epoch, start, batches, length)
         try:
             iterator = iter(batches)
-        except RuntimeError as error:
+        except (RuntimeError, EOFError, OSError) as error:
             better = explain_lost_worker(error, f"the start of pass {epoch} over the data")
             if better is None:
                 raise
-            raise better from error
+            raise better from torchs_own(error)
         place.epoch = epoch + 1
         return one, iterator
 
@@ -238,11 +238,11 @@ class PreparedLoader(DataLoader[Any]):
                     f"Rank {self.strategy.global_rank} had batches left when another rank's loader ended after {done} "
                     f"in epoch {one.epoch}: they are left out, so that no rank waits."
                 )
-        except RuntimeError as error:
+        except (RuntimeError, EOFError, OSError) as error:
             better = explain_lost_worker(error, f"batch {done} of pass {one.epoch} over the data")
             if better is None:
                 raise
-            raise better from error
+            raise better from torchs_own(error)
         finally:
             own["_batch"] = None
             batches.close()

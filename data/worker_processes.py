@@ -1,4 +1,4 @@
-"""Worker processes of loaders outlive the signals that a terminal or a scheduler sends to all processes of a group.
+"""Worker processes of loaders: they outlive signals sent to their whole group, not their run; and words for lost ones.
 
 A run that is told to stop finishes its step and saves; it cannot if its workers have died of the same signal.
 Nor do workers outlive the run: torch's own watch does not see that a parent died before the worker was ready.
@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import wait
+from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, dataloader
 
+from .. import messages
+from ..processes.devices import available_memory
 from ..processes.main_guard import require_main_guard
+from ..processes.rank_failure import signal_name
 
 #: Whoever sends SIGTERM can be told apart on Linux; where it cannot, workers must go on obeying it.
 _KNOWS_SENDER = hasattr(signal, "sigwaitinfo")
@@ -27,6 +36,18 @@ _NAMES = ("SIGINT", "SIGUSR1", "SIGUSR2", *(["SIGTERM", "SIGHUP"] if _KNOWS_SEND
 _LOOK, _GRACE = 1.0, 10.0
 #: The worker processes of each loader, those started last; empty while they start.
 STARTED: WeakKeyDictionary[DataLoader[Any], list[Any]] = WeakKeyDictionary()
+
+_LOST = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
+    r"(?:is killed by signal: (.*?)\. |exited unexpectedly(?: with exit code (\d+))?)"
+)
+_SHARED_MEMORY = "/dev/shm"
+#: Seconds that a worker has to end whose connection is closed.
+_ENDING_SECONDS = 5.0
+
+
+class WorkerLostError(RuntimeError):
+    """A worker process of a loader is gone; says what to change. Torch's own error is its cause."""
 
 
 class _Start:
@@ -84,4 +105,138 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
         loader.worker_init_fn = users
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     STARTED[loader] = getattr(iterator, "_workers", [])
+    if threading.current_thread() is threading.main_thread():
+        _explain_when_told()
     return iterator
+
+
+def _explain_when_told() -> None:
+    """Torch raises where the signal that a child has ended finds the program: anywhere. Let it raise better words."""
+    told: Any = signal.getsignal(signal.SIGCHLD)
+    if callable(told) and getattr(told, "func", None) is not _told_of_child:
+        signal.signal(signal.SIGCHLD, partial(_told_of_child, told))
+
+
+def _told_of_child(told: Callable[[int, FrameType | None], Any], signum: int, frame: FrameType | None) -> None:
+    try:
+        told(signum, frame)
+    except RuntimeError as error:
+        better = explain_lost_worker(error, "")
+        if better is None:
+            raise
+        raise better from error
+
+
+def explain_lost_worker(
+    error: BaseException, where: str, name: Callable[[Any], str | None] = lambda loader: None
+) -> WorkerLostError | None:
+    """A better error for one that is raised since a loader's worker is gone; None for any other.
+
+    Args:
+        error: what was raised.
+        where: where the run was, in words; may be empty.
+        name: what the person calls a loader; None if it has no name.
+    """
+    lost = _lost(error)
+    if lost is None:
+        return None
+    process, code = lost
+    at = f" while the run was at {where}" if where else ""
+    who, loader = "A loader's worker", None
+    for one, workers in list(STARTED.items()):
+        index = next((index for index, worker in enumerate(workers) if worker.pid == process), None)
+        if index is not None:
+            workers[index].join(1.0)
+            code, loader = workers[index].exitcode, one
+            who = f"Worker {index} of the {len(workers)} of {name(one) or _described(one)}"
+            break
+        if not workers and loader is None:
+            who, loader = f"A worker of {name(one) or _described(one)}", one
+    return WorkerLostError(f"{who} (process {process}) {_cause(code, at, loader)}")
+
+
+def torchs_own(error: BaseException) -> BaseException:
+    """The error to name as the cause of a better one."""
+    return error.__cause__ or error if isinstance(error, WorkerLostError) else error
+
+
+def _lost(error: BaseException) -> tuple[int, int | None] | None:
+    """The process of the worker that an error is about, and its exit code if it is known."""
+    error = torchs_own(error)
+    found = _LOST.search(str(error)) if type(error) is RuntimeError else None
+    if found is not None:
+        return int(found.group(1).split(",")[0]), _code(found.group(2), found.group(3))
+    if isinstance(error, (EOFError, OSError)):
+        return _ended(_asked(error.__traceback__))
+    return None
+
+
+def _asked(trace: TracebackType | None) -> list[Any]:
+    """The workers of the loader that took a batch from one of them when an error came up; none if none did."""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == dataloader.__file__:
+            return getattr(trace.tb_frame.f_locals.get("self"), "_workers", [])
+        trace = trace.tb_next
+    return []
+
+
+def _ended(workers: list[Any]) -> tuple[int, int] | None:
+    """The worker that failed, or does so now: its connection closes before it has ended."""
+    if workers and not any(worker.exitcode for worker in workers):
+        with suppress(RuntimeError):  # torch's own word of it
+            ending = wait([worker.sentinel for worker in workers if worker.exitcode is None], _ENDING_SECONDS)
+            for worker in workers:
+                if worker.sentinel in ending:
+                    worker.join()
+    return next(((worker.pid, worker.exitcode) for worker in workers if worker.exitcode), None)
+
+
+def _described(loader: Any) -> str:
+    return f"a DataLoader of {messages.a(loader.dataset)}"
+
+
+def _code(killed: str | None, ended: str | None) -> int | None:
+    """The exit code of a process that died of the signal with this description, or that ended with this status."""
+    if ended is not None:
+        return int(ended)
+    return next((-number for number in signal.valid_signals() if signal.strsignal(number) == killed), None)
+
+
+def _cause(code: int | None, at: str, loader: DataLoader[Any] | None) -> str:
+    here = "num_workers=0 runs the data set in this process"
+    if code is None or code >= 0:
+        ended = "ended unexpectedly" if code is None else f"ended with exit status {code}"
+        return (
+            f"{ended}{at}, without an exception: something in the data set ended the process (sys.exit, os._exit), or "
+            f"it could not start; what it printed is above. {here} and shows where."
+        )
+    killed, fewer = f"was killed by signal {-code} ({signal_name(-code)}){at}", _fewer(loader)
+    if -code == getattr(signal, "SIGKILL", 9):
+        return (
+            f"{killed}, probably by the system because memory ran out: its log says so (dmesg). This machine has "
+            f"{messages.size(available_memory())} left now. {fewer}, take smaller batches, or keep the samples in a "
+            "tensor, an array or files: each worker comes to hold a copy of Python objects."
+        )
+    if -code == getattr(signal, "SIGBUS", 7):
+        return (
+            f"{killed}, probably because the shared memory is full by which workers hand over their batches"
+            f"{_shared_memory()}. Make it larger (docker run --shm-size=8g, or --ipc=host). Or: {fewer[0].lower()}"
+            f"{fewer[1:]}."
+        )
+    if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
+        return f"{killed}, a crash in compiled code that the data set calls. {here}; PYTHONFAULTHANDLER=1 shows where."
+    return f"{killed}. Another program or a person sent it that signal."
+
+
+def _fewer(loader: DataLoader[Any] | None) -> str:
+    if loader is None:
+        return "Lower num_workers or prefetch_factor"
+    return f"Lower num_workers (now {loader.num_workers}) or prefetch_factor (now {loader.prefetch_factor})"
+
+
+def _shared_memory() -> str:
+    try:
+        total, _, free = shutil.disk_usage(_SHARED_MEMORY)
+    except OSError:  # another system
+        return ""
+    return f": {_SHARED_MEMORY} has {messages.size(free)} left of {messages.size(total)} now"

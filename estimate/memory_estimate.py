@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .tensor_lifetimes import Moment
 
 _SINGLE = ("auto", *SingleDevice.names)
-_NAMES = (*SingleDevice.names, *(name for name, (file, *_) in SEVERAL.items() if file in ("ddp", "fsdp")))
+_NAMES = (*SingleDevice.names, *(name for name, (file, *_) in SEVERAL.items() if file in ("ddp", "fsdp.strategy")))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ The same thread hears of a stop that another rank asks for, and answers for its 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.distributed import distributed_c10d
 
 from .. import messages
@@ -30,14 +28,6 @@ NOTICE_SECONDS = 60.0
 _LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
 _SILENT = "does not answer (it has ended, or its machine cannot be reached)"
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_ROOMS = ("trainer", "callbacks", "strategies", "loggers")
-#: Folders whose lines say nothing to the user: ours, torch's, Python's own.
-_NOT_THE_USERS = (
-    *(os.path.join(_OURS, room, "") for room in _ROOMS),
-    os.path.dirname(os.path.abspath(torch.__file__)),
-    os.path.dirname(os.path.abspath(threading.__file__)),
-)
 _TIMED_OUT = ("timed out", "timeout")
 _GONE = ("connection closed", "connection reset", "broken pipe", "socket closed", "connection refused")
 
@@ -241,8 +231,7 @@ def _users_line(frame: FrameType | None) -> str:
     """The innermost line of a stack that is neither ours nor torch's: ``train.py:40 in training_step``."""
     innermost = frame
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(("<", *_NOT_THE_USERS)):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if messages.owner_of(frame) == "user":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return f"{innermost.f_code.co_filename}:{innermost.f_lineno}" if innermost else "an unknown line"

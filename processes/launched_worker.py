@@ -22,7 +22,7 @@ _ROOT = str(Path(__file__).absolute().parents[2])
 _PROGRAM = """import sys
 if sys.path[:1] == [""]: del sys.path[0]
 sys.path.append({root!r})
-from {package}.worker import main
+from {package}.launched_worker import main
 sys.path.pop()
 main()"""
 

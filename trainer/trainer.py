@@ -14,7 +14,7 @@ from .. import messages
 from ..callbacks.base import Callback
 from ..callbacks.loss_guard import Rollback
 from ..checkpoint.restore_parts import PARTS, Part, check_parts
-from ..data.worker_failure import explain_lost_worker
+from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..doctor.script_arguments import overruled
 from ..loggers.base import Logger
 from ..memory.out_of_memory_error import out_of_memory
@@ -566,7 +566,7 @@ class Trainer(TrainerStatus):
                     better = better or self.strategy.explain(error) or out_of_memory(self, error)
                     self._fail(better or error)
                     if better is not None:
-                        raise better from error
+                        raise better from torchs_own(error)
                     raise
                 finally:
                     self._teardown(request.fn, failed)

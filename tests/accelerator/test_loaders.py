@@ -492,7 +492,7 @@ def test_a_batch_costs_one_call() -> None:
     import paceline
 
     home = paceline.__file__.rpartition("/")[0]
-    rooms = tuple(f"{home}/{room}/" for room in ("trainer", "strategies", "loggers"))
+    rooms = tuple(f"{home}/{room}/" for room in ("accelerator", "data", "strategies"))
     calls: list[str] = []
 
     def count(frame: Any, event: str, argument: Any) -> None:

@@ -182,7 +182,7 @@ PROGRAM = """
 import pickle, sys
 from pathlib import Path
 import torch
-from test_copies import Loop, train
+from test_pickling import Loop, train
 loop = Loop(*pickle.loads(Path(sys.argv[1]).read_bytes()))
 torch.save([p.detach() for p in train(loop).model.parameters()], sys.argv[2])
 """

@@ -267,8 +267,8 @@ def test_under_fast_dev_run_nothing_is_written() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Let reports read a clock that goes on by what the test says, however busy the machine is."""
     clock = Clock(tick=1e-6)
-    for file in ("run_record", "run_report"):
-        monkeypatch.setattr(f"paceline.callbacks.{file}.perf_counter", clock)
+    for file in ("report.record", "callbacks.run_report"):
+        monkeypatch.setattr(f"paceline.{file}.perf_counter", clock)
     return clock
 
 

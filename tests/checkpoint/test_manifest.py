@@ -73,7 +73,7 @@ def test_the_record_is_the_last_of_the_zip_and_torch_reads_the_file_in_every_way
 @pytest.mark.cold
 def test_reading_and_verifying_need_no_torch(path: Path):
     program = (
-        "import sys; from pathlib import Path; from paceline.callbacks import manifest; "
+        "import sys; from pathlib import Path; from paceline.checkpoint import manifest; "
         "from paceline.checkpoint import verify; path = Path(sys.argv[1]); "
         "print(manifest.read(path).sequence, verify.problem(path), 'torch' in sys.modules, 'numpy' in sys.modules)"
     )

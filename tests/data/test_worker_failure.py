@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from rank_processes import until
 from tiny import TinyModule
 from torch.utils.data import DataLoader
 
 from paceline import Accelerator, Trainer
-from paceline.data.worker_failure import explain_lost_worker
-from paceline.data.worker_processes import STARTED
+from paceline.data.worker_processes import STARTED, explain_lost_worker
 
 
 class Deadly:
@@ -59,7 +61,12 @@ def test_the_trainer_says_which_loaders_worker_died_of_what(quiet: dict[str, Any
         RuntimeError, match=r"(Worker 0 of the 2|A worker) of train_dataloader \(process \d+\) .*" + told.format(at)
     ) as raised:
         trainer.fit(TinyModule(), loader(end))
-    assert "DataLoader worker (pid" in str(raised.value.__cause__)
+    assert is_torchs_own(raised.value.__cause__)
+
+
+def is_torchs_own(error: BaseException | None) -> bool:
+    """The notice that a child has ended, or the broken connection, whichever comes first."""
+    return "DataLoader worker (pid" in str(error) or isinstance(error, (EOFError, OSError))
 
 
 def test_one_of_several_validation_loaders_is_named(quiet: dict[str, Any]) -> None:
@@ -77,9 +84,67 @@ def test_one_of_several_validation_loaders_is_named(quiet: dict[str, Any]) -> No
 @pytest.mark.parametrize(("end", "told"), CASES[::4])
 def test_a_loop_of_ones_own_says_it_too(end: Any, told: str) -> None:
     batches = Accelerator(cpu=True).prepare(loader(end))
-    with pytest.raises(RuntimeError, match=r"a Deadly \(process \d+\) " + f".*{told.format(' while .*')}") as raised:
+    with pytest.raises(RuntimeError, match=r"a Deadly \(process \d+\) " + f".*{told.format('( while .*)?')}") as raised:
         list(batches)
-    assert "DataLoader worker (pid" in str(raised.value.__cause__)
+    assert is_torchs_own(raised.value.__cause__)
+
+
+class WhenTold(Deadly):
+    """Ends its process only once it is told to; its connection closes before."""
+
+    def __init__(self, end: Any) -> None:
+        super().__init__(end)
+        self.told, self.closed, self.never = (multiprocessing.Event() for _ in range(3))
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            self.told.wait()
+            multiprocessing.resource_sharer.stop()  # type: ignore[attr-defined]
+            self.closed.set()
+            self.never.wait(0.3)
+        return super().__getitem__(index)
+
+
+@pytest.fixture
+def _signals_as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+def one_worker(data: WhenTold) -> Any:
+    return DataLoader(data, 1, sampler=[0, 0, 5, 5], num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("_signals_as_before")
+def test_a_batch_whose_worker_is_ending_when_it_is_taken_says_so(quiet: dict[str, Any]) -> None:
+    class Waits(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            until("a batch waits", lambda: not loader._iterator._data_queue.empty())
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            data.told.set()
+            data.closed.wait()
+            return super().training_step(batch, batch_idx)
+
+    data = WhenTold(signal.SIGKILL)
+    loader = one_worker(data)
+    told = r"Worker 0 of the 1 of train_dataloader \(process \d+\) was killed by signal 9"
+    with pytest.raises(RuntimeError, match=told) as raised:
+        Trainer(**quiet, max_epochs=1).fit(Waits(), loader)
+    assert isinstance(raised.value.__cause__, (EOFError, OSError))
+
+
+@pytest.mark.usefixtures("_signals_as_before")
+def test_a_loop_of_ones_own_says_it_wherever_the_notice_comes() -> None:
+    loader = DataLoader(Deadly(9), 1, sampler=[0, 0, 5, 5], num_workers=1, prefetch_factor=1)  # type: ignore[arg-type]
+    batches = iter(Accelerator(cpu=True).prepare(loader))
+    next(batches)
+    notice: Any = signal.getsignal(signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    next(batches)
+    os.waitid(os.P_PID, STARTED[loader][0].pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(RuntimeError, match=r"Worker 0 of the 1 of a DataLoader of a Deadly .* with exit status 9"):
+        notice(signal.SIGCHLD, None)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ PROGRAM = """
 import gc, json, sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_estimating import Net
+from test_memory_estimate import Net
 from paceline import Trainer
 torch.set_num_threads(1)
 

@@ -416,7 +416,7 @@ def test_a_step_that_is_no_one_graph_is_an_error_that_says_where(quiet: dict[str
             loss = super().training_step(batch, batch_idx)
             return loss * 2 if loss.item() > 100 else loss
 
-    with pytest.raises(RuntimeError, match=r"one graph of Reads.training_step.*test_whole_step.py.*compile=True"):
+    with pytest.raises(RuntimeError, match=r"one graph of Reads.training_step.*test_compiled_step.py.*compile=True"):
         trained(quiet, Reads(), compile=COUNTED)
 
 
@@ -454,7 +454,7 @@ def test_what_changes_at_every_step_is_named_when_torch_gives_up(quiet: dict[str
     module.seen = []
     wanted = (
         r"(?s)one graph of Collects.training_step.*gave up.*len\(self\.seen\) == \d+ # self\.seen\.append\(read.*"
-        + (r"test_whole_step\.py:\d+ in training_step\. .*on_train_batch_end, or self\.log.*compile=True")
+        + (r"test_compiled_step\.py:\d+ in training_step\. .*on_train_batch_end, or self\.log.*compile=True")
     )
     with (
         pytest.warns(PacelineWarning, match=r"len\(self\.seen\) == .* on_train_batch_end"),

@@ -27,7 +27,8 @@ from torch.optim.lr_scheduler import (
 from paceline import Accelerator, Callback, Trainer, TrainingModule
 from paceline.callbacks import ModelCheckpoint
 from paceline.messages import PacelineWarning
-from paceline.trainer.optimizers import advance, configure
+from paceline.strategies.one_cycle_schedules import advance
+from paceline.trainer.optimizers import configure
 
 
 class Two(TrainingModule):
