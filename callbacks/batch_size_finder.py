@@ -60,16 +60,16 @@ class BatchSizeFinder(Callback):
     def scale_batch_size(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Search here; on all ranks, before an epoch."""
         method = trainer.state.fn or "fit"
-        found = trainer._trials.find_size(self._settings, self._name, self._effective, method)
+        found = trainer.current_run.trials.find_size(self._settings, self._name, self._effective, method)
         if found is not None:
             self.optimal_batch_size, accumulate, self.trials = found
             self._accumulate = accumulate if method == "fit" else self._accumulate
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if not trainer._resumes:
+        if not trainer.current_run.resumes:
             self.scale_batch_size(trainer, pl_module)
         elif self.optimal_batch_size is not None:
-            trainer._trials.put_size(self._name, self.optimal_batch_size, self._accumulate)
+            trainer.current_run.trials.put_size(self._name, self.optimal_batch_size, self._accumulate)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.fn == "validate":

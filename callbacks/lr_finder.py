@@ -57,11 +57,11 @@ class LearningRateFinder(Callback):
 
     def lr_find(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Search here; for a subclass that does so at other moments, on all ranks, between two accumulation windows."""
-        found = trainer._trials.find_lr(self._settings, self._update_attr, self._attr_name)
+        found = trainer.current_run.trials.find_lr(self._settings, self._update_attr, self._attr_name)
         self.optimal_lr = found or self.optimal_lr
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if trainer._resumes:
+        if trainer.current_run.resumes:
             messages.info("LearningRateFinder does nothing: the fit continues with the checkpoint's learning rate.")
             return
         self.lr_find(trainer, pl_module)
