@@ -68,7 +68,7 @@ class DataSource:
     def require(self, stage: str) -> None:
         """Raise if there are no loaders for a stage."""
         if not self.defined(stage):
-            owner = type(self.run.module).__name__
+            owner = type(self.run.trainer.training_module).__name__
             raise ValueError(
                 f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule "
                 f"defines {HOOK[stage]}(). Pass a loader, or define the hook."
@@ -79,7 +79,7 @@ class DataSource:
 
         run, name = self.run, HOOK[stage]
         found = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None
-        return found or overridden(run.module, name, TrainingModule)
+        return found or overridden(run.trainer.training_module, name, TrainingModule)
 
     def _load(self, stage: str) -> Any:
         if self.given.get(stage) is not None:
@@ -96,7 +96,7 @@ class DataSource:
         if run.trainer.fast_dev_run:
             return int(run.trainer.fast_dev_run)
         name = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}[stage]
-        limit = getattr(run, f"limit_{name}_batches")
+        limit = getattr(run.trainer, f"limit_{name}_batches")
         return (
             run.trainer.overfit_batches if run.trainer.overfit_batches and name in ("train", "val") and limit else limit
         )
@@ -189,10 +189,10 @@ class DataSource:
 
         run = self.run
         loader = self.defined("validate")
-        step = overridden(run.module, "validation_step", TrainingModule) is not None
+        step = overridden(run.trainer.training_module, "validation_step", TrainingModule) is not None
         if self.limit("validate") == 0:
             return False
-        owner = type(run.module).__name__
+        owner = type(run.trainer.training_module).__name__
         if loader and not step:
             messages.warn_once(
                 f"A val_dataloader was given but {owner} has no validation_step: there is no validation."

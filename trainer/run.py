@@ -26,7 +26,7 @@ from .loop import FitLoop
 from .metrics import MetricStore
 from .optimizers import ManagedOptimizer
 from .start_run import attach
-from .state import Fn, RunState
+from .state import Fn
 from .stopping import Stops
 from .torch_settings import numerics
 
@@ -76,7 +76,7 @@ class Run:
         before: the run before, whose module, counters and optimizers this one takes over.
 
     Attributes:
-        state: the counters, the same object in all runs of a Trainer.
+        state: the counters, the Trainer's: the next run counts on.
         module: the user's module, unwrapped; None before the first run.
         model: the module as the strategy wrapped it.
         source: where the loaders come from.
@@ -100,7 +100,7 @@ class Run:
 
     def __init__(self, trainer: Trainer, request: Request | None = None, before: Run | None = None) -> None:
         self.trainer, self.request, self.strategy = trainer, request, trainer.strategy
-        self.state = RunState() if before is None else before.state
+        self.state = trainer.state
         self.claims = Claims()
         self.hooks = self.stops = None  # type: ignore[assignment] - there from `execute` on
         self.module = before and before.module  # type: ignore[assignment] - there from `execute` on
@@ -161,14 +161,6 @@ class Run:
         """The number of the save that begins: one more than the highest of this run and of those in its folders."""
         self.saves += 1
         return self.saves
-
-    def may_stop(self) -> bool:
-        """Whether ``should_stop`` counts by now: only after ``min_epochs`` and ``min_steps``."""
-        epochs, steps = self.trainer.min_epochs or 0, self.trainer.min_steps or 0
-        if self.state.epoch >= epochs and self.state.global_step >= steps:
-            return True
-        messages.info_once(f"Asked to stop, but training continues until min_epochs={epochs} and min_steps={steps}.")
-        return False
 
     # ---- from its begin to its end ---------------------------------------------------------------------------------
 
@@ -289,7 +281,7 @@ class Run:
 
 #: Attributes of a run that a copy of its Trainer has as they are.
 COPIED = (
-    *("state", "module", "datamodule", "lr_scheduler_configs", "predictions", "predict_batch_indices"),
+    *("module", "datamodule", "lr_scheduler_configs", "predictions", "predict_batch_indices"),
     *("current_batch_indices", "ckpt_path", "newest", "resumes", "saves", "left", "shared_log_dir"),
 )
 

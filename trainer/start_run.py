@@ -279,7 +279,7 @@ def check_steps(run: Run, fn: str) -> None:
             check_step(module, step)
     if fn == "fit" and not module.automatic_optimization:
         for name, neutral in (("accumulate_grad_batches", 1), ("gradient_clip_val", None)):
-            value = getattr(run, name)
+            value = getattr(run.trainer, name)
             if value != neutral:
                 raise ValueError(
                     f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do "

@@ -74,7 +74,7 @@ class Stops:
         if not (told or state.signum or state.should_stop):
             return None
         state.stop = True
-        wants = state.fn == "fit" and state.should_stop and self.run.may_stop()
+        wants = state.fn == "fit" and state.should_stop and self.run.trainer.may_stop()
         if not (told or state.signum or wants):
             return None
         try:

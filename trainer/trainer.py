@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
+from .. import messages
 from ..callbacks.base import Callback
 from ..checkpoint.restore_parts import PARTS, Part, check_parts
 from ..doctor.script_arguments import overruled
@@ -33,6 +34,7 @@ from .logged_values import bar_values, callback_values, sent_values
 from .results_table import show_results
 from .run import Request, Run
 from .settings_arguments import with_origins
+from .state import RunState
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from .checkpoint_saver import Saver
     from .module import TrainingModule
     from .optimizers import SchedulerConfig
-    from .state import RunState
 
 
 class Trainer:
@@ -196,6 +197,7 @@ class Trainer:
         self.callbacks: list[Callback] = choose_callbacks(callbacks, max_time, grace_seconds, self)
         self.asked_ckpt_path: Any = None
         self.brought_callbacks: tuple[TrainingModule, list[Callback], list[Callback]] | None = None
+        self.state = RunState()
         self.current_run = Run(self)
 
     def _check_limits(self, given: Mapping[str, Any]) -> None:
@@ -464,11 +466,6 @@ class Trainer:
     # ---- where the run stands --------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> RunState:
-        """The counters of the run: what has been done so far."""
-        return self.current_run.state
-
-    @property
     def current_epoch(self) -> int:
         """The training epoch under way, 0-based; the number of finished epochs between epochs."""
         return self.state.epoch
@@ -492,6 +489,14 @@ class Trainer:
     def should_stop(self, stop: bool) -> None:
         self.state.should_stop = bool(stop)
         self.state.stop |= self.state.should_stop
+
+    def may_stop(self) -> bool:
+        """Whether ``should_stop`` counts by now: only after ``min_epochs`` and ``min_steps``."""
+        epochs, steps = self.min_epochs or 0, self.min_steps or 0
+        if self.state.epoch >= epochs and self.state.global_step >= steps:
+            return True
+        messages.info_once(f"Asked to stop, but training continues until min_epochs={epochs} and min_steps={steps}.")
+        return False
 
     @property
     def training(self) -> bool:
@@ -548,9 +553,10 @@ class Trainer:
     @property
     def training_module(self) -> TrainingModule:
         """The user's module, unwrapped."""
-        if self.current_run.module is None:
+        module = self.current_run.module
+        if module is None:
             raise AttributeError("This Trainer has no module yet. Call fit, validate, test or predict first.")
-        return self.current_run.module
+        return module
 
     @property
     def lightning_module(self) -> TrainingModule | None:

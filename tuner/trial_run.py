@@ -21,6 +21,7 @@ from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
 from ..trainer.run import Request, Run
 from ..trainer.start_run import attach, find_module
+from ..trainer.state import RunState
 from ..trainer.torch_settings import numerics
 from .restore import Kept
 
@@ -95,9 +96,10 @@ def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             double.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.state.epoch)
+    double.state = RunState()
+    double.state.load_state_dict(trainer.state.state_dict())
     run = double.current_run = Run(double, request)
     run.module = trainer.current_run.module
-    run.state.load_state_dict(trainer.state.state_dict())
     return run
 
 
