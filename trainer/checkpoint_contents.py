@@ -176,7 +176,7 @@ def restore_model(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...] =
 
 def _restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
     for callback in run.trainer.callbacks:
-        call(callback, "on_load_checkpoint", run, run.module, checkpoint)
+        call(callback, "on_load_checkpoint", run.trainer, run.module, checkpoint)
     states = dict(checkpoint.get("callbacks", {}))
     for callback in run.trainer.callbacks:
         state = states.pop(callback.state_key, None)
