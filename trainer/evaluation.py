@@ -16,6 +16,7 @@ from . import phases, profiling
 from .bind_steps import bind_mover, bind_step
 from .hooks import check_signature, method_of, overridden
 from .shared_step_values import keep_step, stand_by
+from .state import Pending
 
 if TYPE_CHECKING:
     from .run import Run
@@ -95,7 +96,8 @@ class EvalLoop:
             hook()
         found = metrics.finish_epoch()
         numbers = {}
-        run.state.pending = run.state.pending.replace("validation", "plateaus")
+        if run.state.pending is Pending.VALIDATION:
+            run.state.pending = Pending.PLATEAUS
         if run.state.stage != "sanity_check":
             numbers = metrics.send_epoch(found, run.state.updates, run.state.epoch)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_END)

@@ -17,6 +17,7 @@ from .compiled_step import compiled_whole
 from .loss import LossReader, LossWatch
 from .lr_schedules import Schedules
 from .manual_step_check import HandSteps
+from .state import Pending
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from .resume import Resumed
     from .run import Run
     from .stopping import Reason
+
+
+#: Read once: an enum's members are slow to look up.
+NOTHING, SCHEDULERS, LOGGING, PLATEAUS = Pending.NOTHING, Pending.SCHEDULERS, Pending.LOGGING, Pending.PLATEAUS
 
 
 class FitLoop:
@@ -46,6 +51,7 @@ class FitLoop:
         self.takes_iterator = takes_iterator(run.module.training_step)
         self.guarded = any(isinstance(callback, LossGuard) for callback in run.trainer.callbacks)
         self.losses = LossReader(run.module, run.strategy, together=self.guarded)
+        self.log_every = run.trainer.log_every_n_steps
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
         self.hand_steps = HandSteps(run, self)
@@ -58,9 +64,9 @@ class FitLoop:
         if self.resumed is None:
             self.validation.sanity_check()
         owed = self.owed()
-        if state.epoch_done and owed != "values":
+        if state.epoch_done and owed is not Pending.EPOCH_VALUES:
             self.enter_next_epoch()
-        if run.trainer.limit_train_batches == 0 or (self.finished() and not owed):
+        if run.trainer.limit_train_batches == 0 or (self.finished() and owed is Pending.NOTHING):
             self.train_nothing()
             return
         state.stage = "train"
@@ -71,15 +77,15 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
             hook()
-        if self.resumed is not None and (owed in ("values", "end") or state.next_batch == 0):
+        if self.resumed is not None and (owed in (Pending.EPOCH_VALUES, Pending.TRAIN_END) or state.next_batch == 0):
             self.resumed.go_on()
-        if owed == "values":
+        if owed is Pending.EPOCH_VALUES:
             self.finish_epoch()
-        elif owed and owed != "end":
+        elif owed not in (Pending.NOTHING, Pending.TRAIN_END):
             self.run_epoch(state.next_batch)
         while not self.finished():
             self.run_epoch(state.next_batch)
-        state.pending = ""
+        state.pending = Pending.NOTHING
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
             hook()
@@ -89,15 +95,16 @@ class FitLoop:
         self.forward = bind_step(self.run, "training_step")
         self.whole = compiled_whole(self.run, self.forward)
 
-    def owed(self) -> str:
+    def owed(self) -> Pending:
         """What was still to be done where the checkpoint was written, which comes before any limit.
 
         The end of the training, or of an epoch that was cut short, is not, where there is more to train now.
         """
         state = self.state
-        ends = state.pending == "end" or (state.pending == "values" and not state.epoch_done)
+        cut_short = state.pending is Pending.EPOCH_VALUES and not state.epoch_done
+        ends = state.pending is Pending.TRAIN_END or cut_short
         if self.resumed is None or (ends and not self.at_limit()):
-            state.pending = ""
+            state.pending = Pending.NOTHING
         return state.pending
 
     def train_nothing(self) -> None:
@@ -120,8 +127,9 @@ class FitLoop:
         self.start_epoch()
         step, schedules, batches = self.step(), Schedules(run), self.batches(start_batch)
         starts, ends, stops = hooks.on_train_batch_start, hooks.on_train_batch_end, self.stops
-        log_every, max_steps = run.trainer.log_every_n_steps, limit(run.trainer.max_steps)
-        num_batches, validates = run.source.num_training_batches, validation.plan_epoch()
+        num_batches, max_steps = run.source.num_training_batches, limit(run.trainer.max_steps)
+        log_every = self.log_every = run.trainer.log_every_n_steps
+        often = validation.plan_epoch() or bool(schedules.step_plateaus)
         after_step, after_hooks = metrics.sharings()
         batch_idx, complete, outputs = start_batch - 1, False, None
         with closing(batches):
@@ -141,12 +149,12 @@ class FitLoop:
                 if after_step.on:
                     after_step.meet()
                 state.batches += 1
-                state.next_batch, state.pending = batch_idx + 1, "schedulers"
+                state.next_batch, state.pending = batch_idx + 1, SCHEDULERS
                 if not state.window:
                     state.settled = state.batches
                 if schedules.per_batch:
                     schedules.after_batch()
-                state.pending = "batch"
+                state.pending = LOGGING
                 if ends:
                     outputs = detached(outputs)
                     for hook in ends:
@@ -155,13 +163,10 @@ class FitLoop:
                     after_hooks.meet()
                 state.passed += 1
                 reason = stops.at(state.passed) if state.stop else ""
-                if state.stepped and (state.updates % log_every == 0 or reason == "asked"):
-                    metrics.flush_step(state.updates, state.epoch, outputs)
-                if validates and validation.due(batch_idx, reason):
-                    reason = validation.validate()
-                if schedules.step_plateaus and state.stepped:
-                    schedules.advance(schedules.step_plateaus, state.updates)
-                state.pending = ""
+                if often or reason or (state.stepped and state.updates % log_every == 0):
+                    reason = self.after_hooks(schedules, reason, outputs)
+                else:
+                    state.pending = NOTHING
                 if state.window:
                     continue  # a window is never left half-way
                 if reason or state.global_step >= max_steps:
@@ -242,31 +247,42 @@ class FitLoop:
             return {"ended": batches is not None}
         return batches.before_ahead or {}
 
+    def after_hooks(self, schedules: Schedules, reason: Reason, outputs: Any = None) -> Reason:
+        """What follows a batch's last hooks: logging, validation, plateau schedulers; on a resume, the rest of it.
+
+        Args:
+            schedules: the epoch's.
+            reason: why the run stops after this batch, if it does.
+            outputs: of the step.
+
+        Returns:
+            Why the run stops, which may have come up while it validated.
+        """
+        state, validation = self.state, self.validation
+        if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):
+            self.metrics.flush_step(state.updates, state.epoch, outputs)
+        if state.pending is not PLATEAUS and validation.every is not None and validation.due(state.batch_idx, reason):
+            reason = validation.validate()
+        if schedules.step_plateaus and state.stepped:
+            schedules.advance(schedules.step_plateaus, state.updates)
+        state.pending = NOTHING
+        return reason
+
     def finish_batch(self, schedules: Schedules) -> None:
         """Do what was still to be done after the batch at which a checkpoint was written."""
-        run, state = self.run, self.state
-        if state.pending == "schedulers":
+        state = self.state
+        if state.pending is SCHEDULERS:
             schedules.after_batch()
-            state.pending = "batch"
-        pending = state.pending
-        if pending == "batch" and state.stepped and state.updates % run.trainer.log_every_n_steps == 0:
-            self.metrics.flush_step(state.updates, state.epoch)
-        if pending in ("batch", "validation") and self.validation.every and self.validation.due(state.batch_idx, ""):
-            self.validation.validate()
-        if pending and schedules.step_plateaus and state.stepped:
-            schedules.advance(schedules.step_plateaus, state.updates)
-        state.pending = ""
+            state.pending = LOGGING
+        if state.pending is not NOTHING:
+            self.after_hooks(schedules, "")
 
     def skip_rest(self, step: ManualStep, schedules: Schedules) -> None:
         """End an epoch whose remaining batches a hook skips: complete the window, then do what follows an epoch."""
-        state = self.state
+        state, validation = self.state, self.validation
         step.finish_window()
-        state.is_last_batch = True
-        schedules.after_batch()
-        if state.stepped and state.updates % self.run.trainer.log_every_n_steps == 0:
-            self.metrics.flush_step(state.updates, state.epoch)
-        if state.stepped:
-            schedules.advance(schedules.step_plateaus, state.updates)
+        state.is_last_batch, state.pending, validation.every = True, SCHEDULERS, None
+        self.finish_batch(schedules)
 
     def finish_epoch(self) -> None:
         """Do what was still to be done after ``on_train_epoch_end``, in which a checkpoint was written."""
@@ -281,7 +297,7 @@ class FitLoop:
         An epoch that was cut short is not over: a later fit continues it.
         """
         state, hooks, metrics = self.state, self.hooks, self.metrics
-        state.epoch_done, state.pending = complete, "values"
+        state.epoch_done, state.pending = complete, Pending.EPOCH_VALUES
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end:
@@ -296,11 +312,11 @@ class FitLoop:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
         metrics.look_at_losses(outputs)
-        state.pending = "end"
+        state.pending = Pending.TRAIN_END
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
-        state.pending = ""
+        state.pending = Pending.NOTHING
         metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # what the monitors logged themselves
         if state.updates == 0 and not self.run.module.automatic_optimization:
             messages.warn_once(

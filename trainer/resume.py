@@ -14,7 +14,7 @@ from ..checkpoint.rank_files import buffers_apart, entry_of, put_back_buffers, t
 from ..data.loaders import load_loader_state, loader_state, samples_in_batch
 from ..processes import seed
 from . import running_metrics
-from .state import without_window
+from .state import Pending, without_window
 
 if TYPE_CHECKING:
     from .loop import FitLoop
@@ -31,12 +31,12 @@ def gather_ranks(run: Run) -> list[dict[str, Any]]:
 
 def _of_this_rank(run: Run) -> dict[str, Any]:
     strategy, module, metrics, state = run.strategy, run.module, run.metrics, run.state
-    fit = run.fit
+    fit, over = run.fit, state.epoch_done and state.pending is not Pending.EPOCH_VALUES
     kept: dict[str, Any] = {
         "rank": strategy.global_rank,
         "data_rank": strategy.data_rank,
         "random": seed.random_states(),
-        "metrics": [] if state.epoch_done and state.pending != "values" else running_metrics.logged(metrics, module),
+        "metrics": [] if over else running_metrics.logged(metrics, module),
         "torchmetrics": running_metrics.measured(metrics, module),
         "gradients": _gradients(run),
         "buffers": buffers_apart(run.module, strategy),
@@ -45,7 +45,7 @@ def _of_this_rank(run: Run) -> dict[str, Any]:
     if fit is not None:
         kept["losses"] = fit.losses.state_dict()
         kept |= _place_in_data(fit) if fit.resumed is None else fit.resumed.place_in_data()
-        if state.pending == "validation" and fit.validation.random is not None:
+        if state.pending is Pending.VALIDATION and fit.validation.random is not None:
             kept["random"] = fit.validation.random  # the validation is repeated
     if run.source.train_loader is not None and not kept.get("loader"):
         kept["loader"] = loader_state(run.source.train_loader)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..data.datamodule import DataModule
-    from ..tuner.callbacks import Trials
     from .checkpoint_contents import Left
     from .hooks import HookTable
     from .module import TrainingModule
@@ -135,13 +134,6 @@ class Run:
     def saver(self) -> Saver:
         """What writes the checkpoints, one at a time."""
         return Saver(self)
-
-    @cached_property
-    def trials(self) -> Trials:
-        """What callbacks try within a run."""
-        from ..tuner.callbacks import Trials
-
-        return Trials(self)
 
     @property
     def holder(self) -> Strategy:

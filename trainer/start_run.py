@@ -26,6 +26,7 @@ from .metrics import MetricStore
 from .module import TrainingModule
 from .optimizers import configure
 from .phases import SETUP
+from .state import Pending
 
 if TYPE_CHECKING:
     from .resume import Resumed
@@ -129,7 +130,7 @@ def say_position(run: Run, parts: tuple[str, ...]) -> None:
 
 def leave_no_window(run: Run) -> None:
     """What a fit that failed left of an accumulation window is not for this one."""
-    run.state.pending = ""
+    run.state.pending = Pending.NOTHING
     run.state.drop_window()
     for optimizer in run.optimizers:
         optimizer.zero_grad()

@@ -9,6 +9,7 @@ from ..processes.seed import isolate_rng, random_states
 from ..processes.timings import timed
 from . import phases
 from .evaluation import EvalLoop
+from .state import Pending
 
 if TYPE_CHECKING:
     from .run import Run
@@ -80,7 +81,7 @@ class Validation:
         """A validation in the middle or at the end of an epoch, with a boundary behind it: why the run stops there."""
         state, metrics = self.run.state, self.run.metrics
         metrics.drain()
-        self.random, state.pending = random_states(), "validation"
+        self.random, state.pending = random_states(), Pending.VALIDATION
         state.stage = "validate"
         self.loop.evaluate(zero_grad=state.window == 0)
         state.stage = "train"

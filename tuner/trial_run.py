@@ -21,7 +21,7 @@ from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
 from ..trainer.run import Request, Run
 from ..trainer.start_run import attach, find_module
-from ..trainer.state import RunState
+from ..trainer.state import Pending, RunState
 from ..trainer.torch_settings import numerics
 from .restore import Kept
 
@@ -120,7 +120,7 @@ def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
     own.lr_scheduler_configs, own.optimizers = run.lr_scheduler_configs, run.optimizers
     state = own.state
     state.begin(run.state.fn or "fit")
-    state.pending, state.window, state.next_batch, state.batch_idx = "", 0, 0, -1
+    state.pending, state.window, state.next_batch, state.batch_idx = Pending.NOTHING, 0, 0, -1
     own.source = DataSource(own, trial_loaders(run, change))
     own.hooks = HookTable(own.trainer, own.module, [], datamodule)
     progress, strategy.progress = strategy.progress, state.where

@@ -14,10 +14,10 @@ from ..trainer.start_run import find_module
 from ..trainer.trainer import Trainer
 from .attribute_lookup import lr_places
 from .batch_size import BatchTrial, SizeSearch, plan, stage_of
-from .callbacks import SizePlaces, effective_now, take_lr, take_size
 from .learning_rate import LRFinder, RangeTest
 from .trial import Method
 from .trial_run import apart
+from .trials_in_run import SizePlaces, effective_now, take_lr, take_size
 
 if TYPE_CHECKING:
     from ..data.datamodule import DataModule

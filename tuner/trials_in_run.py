@@ -108,7 +108,7 @@ def put_size(run: Run, places: list[Place], given: Any, decided: Plan) -> None:
 
 
 class Trials:
-    """Tries things within a run; callbacks find it at ``trainer._trials``.
+    """Tries things within a run; for callbacks.
 
     Args:
         trainer: attached when the methods are called.
