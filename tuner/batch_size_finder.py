@@ -34,6 +34,8 @@ class BatchSizeFinder(Callback):
         trials: the sizes tried in it, with the memory that each took.
     """
 
+    runs_first = True
+
     def __init__(
         self,
         mode: Literal["power", "binsearch"] = "power",

@@ -34,6 +34,8 @@ class LearningRateFinder(Callback):
         optimal_lr: what the last search found; None before.
     """
 
+    runs_first = True
+
     def __init__(
         self,
         min_lr: float = 1e-8,
