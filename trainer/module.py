@@ -23,7 +23,7 @@ from .module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from ..loggers.base import Logger
-    from ..strategies.base import ReduceOp
+    from ..strategies.communication import ReduceOp
     from .arguments import ClipAlgorithm
     from .metrics import MetricStore
     from .optimizers import ManagedOptimizer

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import messages
+from ..processes.process_group import leave
 from ..processes.seed import host_random_states, random_states, set_random_states
-from ..strategies.distributed import leave
 from .checkpoint_contents import left_for_checkpoints
 from .hooks import overridden
 from .module import TrainingModule

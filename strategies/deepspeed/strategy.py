@@ -109,7 +109,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._pieces: dict[int, zero_partitions.Piece] = {}
         self._overflow: Tensor | None = None
 
-    # ---- processes ----------------------------------------------------------------------------------------------
+    # ---- placement ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Join the process group, then let DeepSpeed use that same group."""
@@ -132,8 +132,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         return configuration.full_config(
             self.config, self.stage, self.precision.name, self.offload_optimizer, self.offload_parameters
         )
-
-    # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Layers made in it are split at once under stage 3, once there is a process group (in ``configure_model``)."""
@@ -236,7 +234,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         accumulate = getattr(trainer, "accumulate_grad_batches", 1)
         configuration.refuse_other_batch_size(self.config, micro, self.num_data_ranks, accumulate)
 
-    # ---- one step --------------------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_engine": None, "_root": None, "_pieces": {}, "_overflow": None}
+
+    # ---- communication -----------------------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(enabled)
@@ -247,6 +248,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._engine.allreduce_gradients()
         else:  # reduced with each backward
             self._engine.optimizer.finalize_gradient_accumulation_boundary()
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         loss = self.precision.scale_loss(loss)
@@ -332,7 +335,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             ours = optimizer.param_groups[index]
             theirs.update((key, value) for key, value in ours.items() if key != "params")
 
-    # ---- state -----------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         if not any(zero_partitions.is_split(parameter) for parameter in module.parameters()):
@@ -382,9 +385,6 @@ class DeepSpeedStrategy(DistributedStrategy):
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
         """None: they lie in DeepSpeed's own buffers."""
         return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_engine": None, "_root": None, "_pieces": {}, "_overflow": None}
 
 
 class _Root(nn.Module):
