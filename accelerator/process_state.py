@@ -19,10 +19,10 @@ from ..processes.devices import find_kind
 from ..processes.process_group import leave
 from ..settings import resolve
 from ..strategies.base import Strategy
-from .choose_strategy import Choice, choose
 from .enums import DistributedType
 from .kwargs_handlers import Handlers, InitProcessGroupKwargs
 from .process_info import Processes
+from .strategy_options import Choice, choose
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -98,11 +98,8 @@ class DistributedStrategy(Strategy):
         """
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(find_cluster())
-        if self.process_group_backend == "nccl" and self.device.type != "cuda":
-            raise ValueError(
-                f"{type(self).__name__}(process_group_backend='nccl'): NCCL joins CUDA devices, but this run is on "
-                f"{self.device.type!r}. Leave it out: gloo is taken there, and NCCL on GPUs."
-            )
+        written = f"{type(self).__name__}(process_group_backend='nccl')"
+        check_backend(self.process_group_backend, self.device.type, written)
 
     def _stand(self, cluster: Cluster | None) -> None:
         """Take the rank and device a launcher gave this process; rank 0's while there is no launcher."""
@@ -411,6 +408,15 @@ class DistributedStrategy(Strategy):
 
     def reports(self) -> dict[int, str] | None:
         return self._watch.reports() if self._watch is not None and self.world_size > 1 else super().reports()
+
+
+def check_backend(backend: str | None, kind: str, written: str) -> None:
+    """Raise if NCCL is asked for on another kind of device than CUDA; ``written``: what the user wrote."""
+    if backend == "nccl" and kind != "cuda":
+        raise ValueError(
+            f"{written}: NCCL joins CUDA devices, but this run is on {kind!r}. Leave it out: gloo is used there, and "
+            "NCCL on GPUs."
+        )
 
 
 @torch.no_grad()

@@ -24,7 +24,6 @@ ARROWS = {
     "tuner": {"trainer", "memory", "data", "callbacks", "checkpoint", "strategies", "processes", "loggers"},
     "trainer": {
         "tuner",
-        "accelerator",
         "doctor",
         "profilers",
         "memory",
@@ -55,7 +54,7 @@ ARROWS = {
     "report": {"checkpoint", "loggers"},
     "checkpoint": {"big_model", "strategies", "processes"},
     "big_model": {"strategies", "processes"},
-    "strategies": {"big_model", "processes"},
+    "strategies": {"big_model", "processes", "settings"},
     "processes": set(),
     "settings": set(),
     "loggers": set(),
