@@ -192,3 +192,9 @@ class Strategy(Placement, Communication, State):
 
     def requires_grad_changed(self) -> None:
         """Called when parameters were frozen or unfrozen while a step runs."""
+
+
+class SingleDevice(Strategy):
+    """Trains on one CPU, GPU or Apple device. Its names: ``"single_device"`` and, for the CPU, ``"cpu"``."""
+
+    names: ClassVar[tuple[str, ...]] = ("single_device", "cpu")

@@ -17,12 +17,11 @@ from .. import messages
 from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.devices import find_devices, find_kind
 from ..settings import Settings
-from .base import Strategy
+from .base import SingleDevice, Strategy
 from .distributed import DistributedStrategy, check_backend
 from .options import Options, options_in
 from .precision.base import Precision
 from .precision.choose import choose_precision
-from .single_device import SingleDevice
 
 ENTRY_POINTS = "paceline.strategies"
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from .. import messages
 from ..processes import launch
 from ..processes.cluster_environment import Cluster, find_cluster
+from ..processes.device_transfer import in_dtype
 from ..processes.hang_watch import Watch
 from ..processes.host_program import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
 from ..processes.process_group import host_room, join
@@ -27,7 +28,6 @@ from . import sync_batch_norm
 from .base import Strategy
 from .communication import ReduceOp, UnlikeTensorsError
 from .differentiable_collectives import all_gather
-from .dtypes import in_dtype
 from .precision.base import Precision
 
 if TYPE_CHECKING:

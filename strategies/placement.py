@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..big_model.deferred_weights import Waiting
+from ..processes.device_transfer import mover
 from .foreach_optimizers import prefer_foreach
 from .precision.base import Precision
 
@@ -100,8 +101,6 @@ class Placement:
 
     def batch_mover(self) -> Callable[[Any], Any] | None:
         """Return what brings a batch to the device and the precision's input dtype; None if there is nothing to do."""
-        from .batch_transfer import mover
-
         return mover(self.device, self.precision.input_dtype)
 
 

@@ -16,7 +16,7 @@ from typing_extensions import Self, Unpack
 from .. import messages
 from ..callbacks.base import overridden
 from ..checkpoint.hyperparameters import HyperparametersMixin
-from ..strategies.batch_transfer import move
+from ..processes.device_transfer import move
 from ..strategies.one_cycle_schedules import MAY_END, advance
 from .metric_records import Group, Options
 from .module_hooks import ModuleHooks

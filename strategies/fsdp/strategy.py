@@ -19,6 +19,7 @@ from torch.distributed.tensor import empty as dtensor_empty
 from ... import messages
 from ...big_model.deferred_weights import Waiting, noting
 from ...big_model.materialize import Materializer
+from ...big_model.module_blocks import bottom_up
 from ...big_model.sharded_loading import HOLDER
 from ...processes.host_program import StartMethod
 from .. import sharded_tensors
@@ -26,7 +27,7 @@ from ..distributed import DistributedStrategy
 from ..precision.base import Precision, gradients
 from ..precision.mixed import MixedPrecision
 from . import accumulated_gradients
-from .wrapping import Policy, bottom_up, check_shapes, checkpoint_activations, choose_blocks
+from .wrapping import Policy, check_shapes, checkpoint_activations, choose_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

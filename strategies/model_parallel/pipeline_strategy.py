@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from ...big_model.module_blocks import bottom_up
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy
-from ..fsdp.wrapping import bottom_up
 from ..placement import move_optimizer_state
 from ..precision.base import Precision, gradients
 

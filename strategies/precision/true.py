@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ..dtypes import convert
+from ...processes.device_transfer import convert
 from .base import Precision
 
 T = TypeVar("T")
