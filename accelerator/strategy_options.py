@@ -72,22 +72,15 @@ class Choice:
             NotImplementedError: something that Paceline does not have.
         """
         sizes = self.parallelism_config
-        given: dict[str, Any] = {
-            "ddp": self.handlers.ddp,
-            "fsdp": self.fsdp_plugin,
-            "deepspeed": self.deepspeed_plugin,
-            "mesh": sizes,
-            "process_group": self.handlers.process_group,
+        given: dict[str, tuple[Any, str]] = {
+            "fsdp": (self.fsdp_plugin, "fsdp_plugin"),
+            "deepspeed": (self.deepspeed_plugin, "deepspeed_plugin"),
+            "mesh": (sizes, "" if sizes is None else sizes.written),
+            "ddp": (self.handlers.ddp, "DistributedDataParallelKwargs"),
+            "process_group": (self.handlers.process_group, "InitProcessGroupKwargs"),
         }
-        written = {
-            "ddp": "DistributedDataParallelKwargs",
-            "fsdp": "fsdp_plugin",
-            "deepspeed": "deepspeed_plugin",
-            "mesh": sizes.written if sizes is not None else "",
-            "process_group": "InitProcessGroupKwargs",
-        }
-        found = {name: one.options() for name, one in given.items() if one is not None}
-        return Options(**found, written=written)
+        found = {name: one.options() for name, (one, _) in given.items() if one is not None}
+        return Options(**found, written={name: text for name, (_, text) in given.items()})
 
 
 def choose(choice: Choice) -> Strategy:
@@ -101,13 +94,8 @@ def choose(choice: Choice) -> Strategy:
     alone = find_cluster() is None
     if alone and kind == "cuda":
         _say_unused(count("cuda"))
-    return choose_strategy(
-        strategy,
-        "cpu" if cpu else "auto",
-        1 if alone else "auto",
-        precision=precision,
-        options=choice.options(),
-    )
+    accelerator, devices = "cpu" if cpu else "auto", 1 if alone else "auto"
+    return choose_strategy(strategy, accelerator, devices, precision=precision, options=choice.options())
 
 
 def _checked(name: str, plugin: Any, kind: Any, settings: Mapping[str, Any], switch: str) -> Any:

@@ -1,7 +1,4 @@
-"""From names, options and settings to a Strategy, for both doors.
-
-Every error about strategy, devices and nodes is raised here.
-"""
+"""From names, options and settings to a Strategy. Every error about strategy, devices and nodes is raised here."""
 
 from __future__ import annotations
 
@@ -167,49 +164,41 @@ def named(name: str, precision: Precision | None = None, **options: Any) -> Dist
     return getattr(import_module(f".{file}", __package__), kind)(precision=precision, **{**arguments, **options})
 
 
-def _name_for(strategy: str, options: Options) -> str:
+def _name_for(name: str, options: Options) -> str:
     """The name of the strategy that options and a name ask for together."""
-    wanted = options.wanted()
-    if strategy == "auto":
+    wanted = options.wanted
+    if name == "auto":
         return wanted or "auto"
-    if strategy not in SEVERAL:
-        options.refuse(repr(strategy))
-    elif wanted is not None and SEVERAL[strategy][:2] != SEVERAL[wanted][:2]:
-        raise ValueError(
-            f"strategy={strategy!r} contradicts {options.given}, which asks for {wanted!r}. Leave one out."
-        )
-    return strategy
+    if name not in SEVERAL:
+        options.refuse(repr(name))
+    elif wanted is not None and SEVERAL[name][:2] != SEVERAL[wanted][:2]:
+        raise ValueError(f"strategy={name!r} contradicts {options.given}, which asks for {wanted!r}. Leave one out.")
+    return name
 
 
 def _by_name(
-    strategy: str,
-    kind: str,
-    devices: Any,
-    num_nodes: int,
-    precision: Precision,
-    options: Options,
-    cluster: Cluster | None,
+    name: str, kind: str, devices: Any, num_nodes: int, precision: Precision, options: Options, cluster: Cluster | None
 ) -> Strategy:
-    made = _make(strategy, precision, options)
-    if made is SingleDevice and strategy != "auto":
-        _refuse_cluster(repr(strategy), cluster)
-    one_device = made is SingleDevice and strategy != "auto" and devices == "auto"
+    made = _make(name, precision, options)
+    if made is SingleDevice and name != "auto":
+        _refuse_cluster(repr(name), cluster)
+    one_device = made is SingleDevice and name != "auto" and devices == "auto"
     found = find_devices(1, kind) if one_device else _places(devices, kind, cluster)
     options.check_size(cluster.world_size if cluster is not None else len(found) * num_nodes)
     several = len(found) * num_nodes > 1 or cluster is not None
     if made is SingleDevice and several:
-        if strategy != "auto":
+        if name != "auto":
             raise ValueError(
-                f"Trainer(strategy={strategy!r}, devices={devices!r}, num_nodes={num_nodes}) contradict each other: "
+                f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}) contradict each other: "
                 "that strategy has one device. Leave one of them out."
             )
         made = _make("ddp", precision, options)
     if isinstance(made, DistributedStrategy):
-        made.place(found, _nodes(num_nodes, cluster, made, strategy))
+        made.place(found, _nodes(num_nodes, cluster, made, name))
         return made
     if len(found) > 1 or num_nodes > 1:
         raise ValueError(
-            f"Trainer(strategy={strategy!r}, devices={devices!r}, num_nodes={num_nodes}): {made} has one process. "
+            f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}): {made} has one process. "
             "Derive it from paceline.strategies.DistributedStrategy, or leave devices and num_nodes out."
         )
     return _checked(made(found[0], precision), made)

@@ -117,9 +117,9 @@ def test_sizes_ask_for_ddp_fsdp_or_model_parallel() -> None:
 
 
 def test_j6_sizes_that_are_not_the_number_of_processes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"2 x 2 = 4 processes are asked for, but the number of processes is 1\."):
+    with pytest.raises(ValueError, match=r"tp_size=2\) asks for 4 processes, but the number of processes is 1\."):
         chosen(sizes=ParallelismConfig(dp_shard_size=2, tp_size=2))
-    with pytest.raises(RanksError, match=r"tp_size=3\): 3 processes are asked for, but the number of processes is 2\."):
+    with pytest.raises(RanksError, match=r"tp_size=3\) asks for 3 processes, but the number of processes is 2\."):
         ranks(2, lambda: chosen(sizes=ParallelismConfig(tp_size=3)))
 
 
