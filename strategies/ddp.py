@@ -47,11 +47,7 @@ class DDPStrategy(DistributedStrategy):
         ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``; or ``"fp16"`` or ``"bf16"``.
         model_averaging_period: with ``post_localSGD_hook``, average the parameters over all processes every so many
             steps (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
-        process_group_backend: None: gloo for the CPU, NCCL for CUDA.
-        init_method: a URL by which the processes find each other; None: by what their launcher says.
-        timeout: how long a collective waits for the other processes.
-        start_method: ``"auto"``, ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; see ``DistributedStrategy``.
-        numa: bind each process to the cores of its GPU's NUMA node.
+        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
         **ddp_options: what DistributedDataParallel takes: ``bucket_cap_mb``, ``gradient_as_bucket_view``,
             ``static_graph``, ``broadcast_buffers``, ...
     """

@@ -56,11 +56,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_parameters: keep weights on the host where they are not in use (stage 3).
         config: a DeepSpeed configuration, a dict or the path of a JSON file. It wins over these arguments; what the
             Trainer decides (batch size, accumulation, clipping, precision) it can only repeat.
-        process_group_backend: None: gloo for the CPU, NCCL for CUDA.
-        init_method: a URL by which the processes find each other; None: by what their launcher says.
-        timeout: how long a collective waits for the other processes.
-        start_method: ``"auto"``, ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; see ``DistributedStrategy``.
-        numa: bind each process to the cores of its GPU's NUMA node.
+        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.

@@ -79,11 +79,7 @@ class FSDPStrategy(DistributedStrategy):
             gradient of zero there. Without it all must use the same. Which blocks run must not differ in any case.
         state_dict_type: ``"full"``: checkpoints are one file, gathered on rank 0; ``"sharded"``: a folder to which each
             process writes its part. Both load under every strategy and number of processes.
-        process_group_backend: None: gloo for the CPU, NCCL for CUDA.
-        init_method: a URL by which the processes find each other; None: by what their launcher says.
-        timeout: how long a collective waits for the other processes.
-        start_method: ``"auto"``, ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; see ``DistributedStrategy``.
-        numa: bind each process to the cores of its GPU's NUMA node.
+        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
     """
 
     names: ClassVar[tuple[str, ...]] = ("fsdp", "fsdp_cpu_offload", "hybrid_shard")
