@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import messages
-from ..settings import Settings, resolve
+from ..settings import Settings, if_set, resolve
 from ..strategies.base import Strategy
 from ..strategies.precision.base import Precision
-from .choose_strategy import Choice, choose
 from .kwargs_handlers import Handlers, sort_handlers
 from .loaders import DataLoaderConfiguration
-from .plugins import DeepSpeedPlugin, ProjectConfiguration, TorchDynamoPlugin, choose_accumulation, choose_dynamo, given
+from .plugins import DeepSpeedPlugin, ProjectConfiguration, TorchDynamoPlugin, choose_accumulation, choose_dynamo
 from .process_state import stays_on_cpu
+from .strategy_options import Choice, choose
 
 #: Arguments that are settings of the same name.
 _SETTINGS = (
@@ -167,5 +167,5 @@ def _loaders(config: Any, settings: Settings) -> DataLoaderConfiguration:
         )
     if config is not None:
         return config
-    found = {name: given(settings, name) for name in (*_LOADERS, "use_stateful_dataloader")}
+    found = {name: if_set(settings, name) for name in (*_LOADERS, "use_stateful_dataloader")}
     return DataLoaderConfiguration(**{name: value for name, value in found.items() if value is not None})

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .. import messages
 from ..processes.cluster_environment import find_cluster
-from ..strategies.distributed import host_room
+from ..processes.process_group import host_room
 
 _LEVEL_VARIABLES = ("PACELINE_LOG_LEVEL", "ACCELERATE_LOG_LEVEL")
 _TIMEOUT = timedelta(minutes=30)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import messages
 from ..data.batches import batch_size_of
-from ..strategies.batch_transfer import move
+from ..processes.device_transfer import move
 
 
 def is_torch_tensor(value: Any) -> bool:

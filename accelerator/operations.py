@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import messages
-from ..strategies.base import Strategy, UnlikeTensorsError
+from ..strategies.base import Strategy
+from ..strategies.communication import UnlikeTensorsError
 from .nested_tensors import honor_type, leaves, recursively_apply
 
 Reduction = Literal["mean", "sum", "min", "max", "none"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
-from .plugins import fill
+from ..settings import fill
+from ..strategies.options import mesh_options
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -149,19 +150,6 @@ class ParallelismConfig:
         """Whether sequences are split by DeepSpeed."""
         return self.size("sp") > 1
 
-    def check(self, num_processes: int) -> None:
-        """Raise if the sizes do not multiply to the number of processes."""
-        if self.total_size == num_processes:
-            return
-        sizes = {f"{dim}_size": self.size(dim) for dim in self.active_mesh_dims}
-        product = " x ".join(map(str, sizes.values()))
-        raise ValueError(
-            f"ParallelismConfig({', '.join(f'{name}={size}' for name, size in sizes.items())}): "
-            f"{f'{product} = ' if len(sizes) > 1 else ''}{self.total_size} processes are asked for, but the number of "
-            f"processes is {num_processes}. Change a size, or start as many: paceline launch --num_processes "
-            f"{self.total_size} ..."
-        )
-
     # ---- the mesh --------------------------------------------------------------------------------------------------
 
     @property
@@ -241,24 +229,17 @@ class ParallelismConfig:
         Raises:
             NotImplementedError: split sequences, or asynchronous tensor parallelism.
         """
-        for name in ("cp", "sp"):
-            if self.size(name) > 1:
-                raise NotImplementedError(
-                    f"ParallelismConfig({name}_size={self.size(name)}) splits sequences, so that a model returns a "
-                    "part of each, while the loss is computed outside of it, on whole ones. Write "
-                    "Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step has both inside, or "
-                    f"leave {name}_size out."
-                )
         if self.tp_handler is not None and self.tp_handler.enable_async_tp:
             raise NotImplementedError(
                 "TorchTensorParallelConfig(enable_async_tp=True) is not supported. Leave it out: layers are split "
                 "alike, and communicate between their products."
             )
-        found: dict[str, Any] = {
-            "data_parallel_replicate": self.size("dp_replicate"),
-            "data_parallel_shard": self.size("dp_shard"),
-            "tensor_parallel": self.size("tp"),
-        }
+        found = mesh_options({dim: self.size(dim) for dim in DIMS}, self.written)
         if self.tp_enabled and self.tp_handler is not None:
             found["plan"] = self.tp_handler.plan
         return found
+
+    @property
+    def written(self) -> str:
+        """The sizes above 1 as they stand in code, for errors."""
+        return f"ParallelismConfig({', '.join(f'{dim}_size={self.size(dim)}' for dim in self.active_mesh_dims)})"

@@ -9,35 +9,21 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from .. import messages
+from ..settings import fill, if_set
 from ..strategies.compile_networks import compile_repeated
+from ..strategies.deepspeed.settings import DeepSpeedSettings
 from ..strategies.recompile_watch import watch_compiling
 from .enums import BackendName, DynamoBackend
 from .kwargs_handlers import KwargsHandler
 
-T = TypeVar("T")
-
 ModeName = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 MODES: tuple[ModeName, ...] = get_args(ModeName)
-
-
-def given(settings: Mapping[str, Any] | None, name: str) -> Any:
-    """What somebody set; None where a setting is at its default."""
-    if settings is None:
-        return None
-    is_set = getattr(settings, "is_set", None)
-    return settings.get(name) if is_set is None or is_set(name) else None
-
-
-def fill(plugin: T, settings: Mapping[str, Any] | None, names: Mapping[str, str]) -> T:
-    """A copy of a plugin with what its user left open from the settings; ``names``: field -> setting."""
-    found = {field: given(settings, name) for field, name in names.items() if getattr(plugin, field) is None}
-    return replace(plugin, **{field: value for field, value in found.items() if value is not None})  # type: ignore[type-var]
 
 
 @dataclass
@@ -207,22 +193,8 @@ def choose_dynamo(plugin: TorchDynamoPlugin | None, settings: Mapping[str, Any] 
 
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------------
 
-_DEEPSPEED = {
-    "hf_ds_config": "deepspeed_config_file",
-    "gradient_clipping": "gradient_clipping",
-    "zero_stage": "zero_stage",
-    "offload_optimizer_device": "offload_optimizer_device",
-    "offload_param_device": "offload_param_device",
-    "offload_optimizer_nvme_path": "offload_optimizer_nvme_path",
-    "offload_param_nvme_path": "offload_param_nvme_path",
-    "zero3_init_flag": "zero3_init_flag",
-    "zero3_save_16bit_model": "zero3_save_16bit_model",
-    "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
-}
 
-
-@dataclass
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(DeepSpeedSettings):
     """ZeRO by the package DeepSpeed.
 
     Args:
@@ -241,89 +213,6 @@ class DeepSpeedPlugin:
         enable_msamp: not supported.
         msamp_opt_level: not supported.
     """
-
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: int | None = None
-    gradient_clipping: float | None = None
-    zero_stage: int | None = None
-    is_train_batch_min: bool = True
-    offload_optimizer_device: Literal["none", "cpu"] | None = None
-    offload_param_device: Literal["none", "cpu"] | None = None
-    offload_optimizer_nvme_path: str | None = None
-    offload_param_nvme_path: str | None = None
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool | None = None
-    transformer_moe_cls_names: str | None = None
-    enable_msamp: bool | None = None
-    msamp_opt_level: str | None = None
-
-    def filled(self, settings: Mapping[str, Any] | None) -> DeepSpeedPlugin:
-        """A copy with what is open from the settings."""
-        return fill(self, settings, _DEEPSPEED)
-
-    @property
-    def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration, read from its file; values ``"auto"`` are left out."""
-        from ..strategies.deepspeed.config import read_config
-
-        return read_config(getattr(self.hf_ds_config, "config", self.hf_ds_config))
-
-    def decided(self, name: str) -> Any:
-        """``gradient_accumulation_steps`` or ``gradient_clipping``: the configuration's, else the field's.
-
-        Raises:
-            ValueError: the two differ.
-        """
-        field, config = getattr(self, name), self.deepspeed_config.get(name)
-        if None not in (field, config) and field != config:
-            raise ValueError(
-                f"DeepSpeedPlugin({name}={field!r}) contradicts its configuration, which says {config!r}. Leave one "
-                "out."
-            )
-        return field if config is None else config
-
-    def options(self) -> dict[str, Any]:
-        """The arguments of DeepSpeedStrategy.
-
-        Raises:
-            NotImplementedError: a field that Paceline has nothing for.
-            ValueError: an unknown device.
-        """
-        for name in (
-            "offload_optimizer_nvme_path",
-            "offload_param_nvme_path",
-            "transformer_moe_cls_names",
-            "enable_msamp",
-            "msamp_opt_level",
-        ):
-            if getattr(self, name) not in (None, False, "", "none"):
-                raise NotImplementedError(
-                    f"DeepSpeedPlugin({name}={getattr(self, name)!r}) is not supported: Paceline clips, scales and "
-                    "saves what DeepSpeed keeps in memory, in 16 or 32 bits, and knows no experts. Leave it out."
-                )
-        if not self.is_train_batch_min or self.zero3_init_flag:
-            named = "is_train_batch_min=False" if not self.is_train_batch_min else "zero3_init_flag=True"
-            messages.info_once(
-                f"DeepSpeedPlugin({named}) has no effect: DeepSpeed is not told batch sizes, and splits a model when "
-                "it is prepared."
-            )
-        # Windows and clipping are the Accelerator's.
-        ours = ("gradient_accumulation_steps", "gradient_clipping")
-        config = {name: value for name, value in self.deepspeed_config.items() if name not in ours}
-        found: dict[str, Any] = {"config": config} if self.hf_ds_config is not None else {}
-        if self.zero_stage is not None:
-            found["stage"] = int(self.zero_stage)
-        for field, argument in (("optimizer", "offload_optimizer"), ("param", "offload_parameters")):
-            name = f"offload_{field}_device"
-            device = str(getattr(self, name) or "none").lower()
-            if device not in ("none", "cpu"):
-                raise ValueError(
-                    f"DeepSpeedPlugin({name}={device!r}): Paceline clips, scales and saves what lies in memory. Choose "
-                    "'cpu' or 'none'."
-                )
-            if device == "cpu":
-                found[argument] = True
-        return found
 
 
 def choose_accumulation(
@@ -350,7 +239,7 @@ def choose_accumulation(
     found = (plugin or GradientAccumulationPlugin()).to_dict()
     origin = getattr(settings, "origin", None)
     in_code = origin is None or origin("gradient_accumulation_steps").place == "code"
-    asked = given(settings, "gradient_accumulation_steps")
+    asked = if_set(settings, "gradient_accumulation_steps")
     if None not in (found["num_steps"], asked) and in_code and asked not in (1, found["num_steps"]):
         raise ValueError(
             f"Accelerator(gradient_accumulation_steps={asked}) contradicts GradientAccumulationPlugin(num_steps="

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..processes.devices import find_kind
+from ..processes.process_group import leave
 from ..settings import resolve
-from ..strategies import distributed
 from ..strategies.base import Strategy
-from .choose_strategy import Choice, choose
 from .enums import DistributedType
 from .kwargs_handlers import Handlers, InitProcessGroupKwargs
 from .process_info import Processes
+from .strategy_options import Choice, choose
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -180,7 +180,7 @@ class PartialState(Processes):
         if group is not None:
             torch.distributed.destroy_process_group(group)
         elif torch.distributed.is_initialized():
-            distributed.leave()
+            leave()
             _process.forget()
 
     def __repr__(self) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..strategies.batch_transfer import move
-from ..strategies.dtypes import convert
+from ..processes.device_transfer import convert, move
 from .device_map import torch_device
 from .empty_init import give
 from .module_sizes import named_tensors, names_of

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..processes import devices
-from ..strategies.fsdp.wrapping import repeated_elements
 from .device_map import Device, DeviceMap, is_offloaded, join_neighbors
+from .module_blocks import repeated_elements
 from .module_sizes import Sizes, named_tensors, size_in_bytes
 
 Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import messages
-from ..strategies.fsdp.wrapping import bottom_up
+from .module_blocks import bottom_up
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 

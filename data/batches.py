@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import messages
+from ..processes.device_transfer import ahead
 from ..processes.seed import mixed
-from ..strategies.batch_transfer import ahead
 from .combined_loader import CombinedLoader, close_iterator
 from .sample_order import can_jump, iterate, within_length
 from .stream_sharding import Shard

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..callbacks.base import overridden
 from ..checkpoint.hyperparameters import HyperparametersMixin
-from ..strategies import batch_transfer
+from ..processes import device_transfer
 from .combined_loader import length_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class DataModule(HyperparametersMixin):
         Define it for kinds of batches that Paceline cannot look into.
         """
         dtype = None if self.trainer is None else self.trainer.strategy.precision.input_dtype
-        return batch_transfer.move(batch, device, dtype)
+        return device_transfer.move(batch, device, dtype)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """After a batch came to the device. Return it, changed or not: the place for augmentation on the device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ..strategies.single_device import SingleDevice
+from ..strategies.base import SingleDevice
 from .finding import Case, Finding, duration, faster, hooks, listed, percent, there
 
 #: Shares of the time above which a finding is reported.

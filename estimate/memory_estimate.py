@@ -15,14 +15,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from .. import messages
 from ..data.batches import batch_size_of
-from ..strategies.base import Strategy
+from ..strategies.base import SingleDevice, Strategy
 from ..strategies.choose import SEVERAL, named
 from ..strategies.ddp import DDPStrategy
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.fsdp.strategy import FSDPStrategy
 from ..strategies.precision.choose import choose_precision
 from ..strategies.precision.mixed import MixedPrecision
-from ..strategies.single_device import SingleDevice
 from .simulated_training import PHASES, Rehearsal, optimizers_of
 
 if TYPE_CHECKING:

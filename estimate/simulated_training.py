@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from .. import messages
+from ..processes.device_transfer import in_dtype
 from ..processes.devices import find_kind
 from ..strategies.base import Strategy
-from ..strategies.dtypes import in_dtype
 from ..strategies.fsdp.strategy import FSDPStrategy
 from ..strategies.fsdp.wrapping import checkpoint_activations, choose_blocks
 from ..trainer.module import TrainingModule

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .. import messages
-from ..strategies.distributed import leave
+from ..processes.process_group import leave
 
 #: How long a rank that failed waits for the others to end their attempt by themselves, before it leaves the group, so
 #: that a collective in which they wait for it fails.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .files import CONFIG_VARIABLE, ConfigFile, find_file, own_file, read_file, write_file
 from .names import SETTINGS, Setting
-from .resolver import FLAGS, Given, Origin, Row, Settings, hand_over, resolve
+from .resolver import FLAGS, Given, Origin, Row, Settings, fill, hand_over, if_set, resolve
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -19,8 +19,10 @@ __all__ = [
     "Row",
     "Setting",
     "Settings",
+    "fill",
     "find_file",
     "hand_over",
+    "if_set",
     "own_file",
     "read_file",
     "resolve",

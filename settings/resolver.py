@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from .. import messages
 from .files import CONFIG_VARIABLE, ConfigFile, find_file, read_file
 from .names import SETTINGS, Setting
 
+T = TypeVar("T")
 Place = Literal["code", "flag", "env", "file", "default"]
 
 #: Which of the variables a launcher wrote because of its flags, comma separated. It is there in launched processes.
@@ -188,6 +190,20 @@ def _report(name: str, found: Iterable[_Said], of_code_only: bool) -> None:
     if lost:
         against = ", ".join(f"{one.value!r} from {one.origin.where}" for one in lost)
         messages.info_once(f"{name} is {first.value!r}, from {first.origin.where}; that counts, not {against}.")
+
+
+def if_set(settings: Mapping[str, Any] | None, name: str) -> Any:
+    """The value that somebody gave a setting; None if it has its default."""
+    if settings is None:
+        return None
+    is_set = getattr(settings, "is_set", None)
+    return settings.get(name) if is_set is None or is_set(name) else None
+
+
+def fill(one: T, settings: Mapping[str, Any] | None, names: Mapping[str, str]) -> T:
+    """A copy of a dataclass whose fields that are None come from the settings; ``names``: field -> setting."""
+    found = {field: if_set(settings, name) for field, name in names.items() if getattr(one, field) is None}
+    return replace(one, **{field: value for field, value in found.items() if value is not None})  # type: ignore[type-var]
 
 
 def hand_over(settings: Settings) -> dict[str, str]:

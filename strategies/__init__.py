@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .base import SingleDevice as SingleDevice
     from .base import Strategy as Strategy
     from .choose import choose_strategy as choose_strategy
     from .ddp import DDPStrategy as DDPStrategy
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from .precision import MixedPrecision as MixedPrecision
     from .precision import Precision as Precision
     from .precision import TruePrecision as TruePrecision
-    from .single_device import SingleDevice as SingleDevice
 
 __all__ = [
     "DDPStrategy",
@@ -40,7 +40,7 @@ _FILE_OF = {
     "MixedPrecision": "precision",
     "ModelParallelStrategy": "model_parallel.strategy",
     "Precision": "precision",
-    "SingleDevice": "single_device",
+    "SingleDevice": "base",
     "Strategy": "base",
     "TruePrecision": "precision",
     "choose_strategy": "choose",

@@ -1,4 +1,4 @@
-"""Names to Strategy objects. Every error about strategy, devices and nodes is raised here."""
+"""From names, options and settings to a Strategy. Every error about strategy, devices and nodes is raised here."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from .. import messages
 from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.devices import find_devices, find_kind
-from .base import Strategy
-from .distributed import DistributedStrategy
+from ..settings import Settings
+from .base import SingleDevice, Strategy
+from .distributed import DistributedStrategy, check_backend
+from .options import Options, options_in
 from .precision.base import Precision
 from .precision.choose import choose_precision
-from .single_device import SingleDevice
 
 ENTRY_POINTS = "paceline.strategies"
 
@@ -99,8 +100,9 @@ def choose_strategy(
     num_nodes: int = 1,
     precision: Any = None,
     plugins: Any = None,
+    options: Options | None = None,
 ) -> Strategy:
-    """The Strategy for a Trainer's arguments.
+    """The Strategy for the arguments of a Trainer or an Accelerator, placed on its devices but not set up yet.
 
     Args:
         strategy: a name, or a Strategy, whose own device and precision then count.
@@ -109,6 +111,7 @@ def choose_strategy(
         num_nodes: machines.
         precision: a name or a Precision.
         plugins: a Precision, or a list with one.
+        options: arguments for a strategy that is chosen by name; with "auto" they say which one.
 
     Raises:
         ValueError: an unknown name or a contradiction.
@@ -116,7 +119,10 @@ def choose_strategy(
     """
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
         raise ValueError(f"Trainer(num_nodes={num_nodes!r}) is not a number of machines. Pass 1 or more.")
+    options = options or Options()
     cluster = find_cluster()
+    if isinstance(strategy, Strategy):
+        options.refuse(type(strategy).__name__)
     if isinstance(strategy, DistributedStrategy):
         kind = find_kind(accelerator)
         _with_precision(strategy, precision, plugins, kind)
@@ -132,7 +138,24 @@ def choose_strategy(
             f"Trainer(strategy={strategy!r}) is {messages.a(strategy)}.{hint} Pass a name such as 'auto', or a "
             "Strategy object."
         )
-    return _by_name(strategy, accelerator, devices, num_nodes, precision, plugins, cluster)
+    kind = find_kind("cpu" if strategy == "cpu" and accelerator == "auto" else accelerator)
+    if strategy == "cpu" and kind != "cpu":
+        raise ValueError(
+            f"Trainer(strategy='cpu', accelerator={accelerator!r}) contradict each other. Leave one of them out."
+        )
+    backend = (options.process_group or {}).get("process_group_backend")
+    check_backend(backend, kind, f"{options.written.get('process_group')}(backend='nccl')")
+    chosen = choose_precision(precision, plugins, kind)
+    return _by_name(_name_for(strategy, options), kind, devices, num_nodes, chosen, options, cluster)
+
+
+def strategy_in(settings: Settings) -> Strategy | str:
+    """The strategy that ``use_fsdp`` and the like ask for, not placed yet; ``"auto"`` if any will do."""
+    options, cluster = options_in(settings), find_cluster()
+    if cluster is not None:
+        options.check_size(cluster.world_size)
+    name = _name_for("auto", options)
+    return name if name == "auto" else named(name, **options.arguments(name, SEVERAL[name][1]))
 
 
 def named(name: str, precision: Precision | None = None, **options: Any) -> DistributedStrategy:
@@ -141,45 +164,52 @@ def named(name: str, precision: Precision | None = None, **options: Any) -> Dist
     return getattr(import_module(f".{file}", __package__), kind)(precision=precision, **{**arguments, **options})
 
 
+def _name_for(name: str, options: Options) -> str:
+    """The name of the strategy that options and a name ask for together."""
+    wanted = options.wanted
+    if name == "auto":
+        return wanted or "auto"
+    if name not in SEVERAL:
+        options.refuse(repr(name))
+    elif wanted is not None and SEVERAL[name][:2] != SEVERAL[wanted][:2]:
+        raise ValueError(f"strategy={name!r} contradicts {options.given}, which asks for {wanted!r}. Leave one out.")
+    return name
+
+
 def _by_name(
-    strategy: str, accelerator: Any, devices: Any, num_nodes: int, precision: Any, plugins: Any, cluster: Cluster | None
+    name: str, kind: str, devices: Any, num_nodes: int, precision: Precision, options: Options, cluster: Cluster | None
 ) -> Strategy:
-    kind = find_kind("cpu" if strategy == "cpu" and accelerator == "auto" else accelerator)
-    if strategy == "cpu" and kind != "cpu":
-        raise ValueError(
-            f"Trainer(strategy='cpu', accelerator={accelerator!r}) contradict each other. Leave one of them out."
-        )
-    chosen = choose_precision(precision, plugins, kind)
-    made = _make(strategy, chosen)
-    if made is SingleDevice and strategy != "auto":
-        _refuse_cluster(repr(strategy), cluster)
-    one_device = made is SingleDevice and strategy != "auto" and devices == "auto"
+    made = _make(name, precision, options)
+    if made is SingleDevice and name != "auto":
+        _refuse_cluster(repr(name), cluster)
+    one_device = made is SingleDevice and name != "auto" and devices == "auto"
     found = find_devices(1, kind) if one_device else _places(devices, kind, cluster)
+    options.check_size(cluster.world_size if cluster is not None else len(found) * num_nodes)
     several = len(found) * num_nodes > 1 or cluster is not None
     if made is SingleDevice and several:
-        if strategy != "auto":
+        if name != "auto":
             raise ValueError(
-                f"Trainer(strategy={strategy!r}, devices={devices!r}, num_nodes={num_nodes}) contradict each other: "
+                f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}) contradict each other: "
                 "that strategy has one device. Leave one of them out."
             )
-        made = _make("ddp", chosen)
+        made = _make("ddp", precision, options)
     if isinstance(made, DistributedStrategy):
-        made.place(found, _nodes(num_nodes, cluster, made, strategy))
+        made.place(found, _nodes(num_nodes, cluster, made, name))
         return made
     if len(found) > 1 or num_nodes > 1:
         raise ValueError(
-            f"Trainer(strategy={strategy!r}, devices={devices!r}, num_nodes={num_nodes}): {made} has one process. "
+            f"Trainer(strategy={name!r}, devices={devices!r}, num_nodes={num_nodes}): {made} has one process. "
             "Derive it from paceline.strategies.DistributedStrategy, or leave devices and num_nodes out."
         )
-    return _checked(made(found[0], chosen), made)
+    return _checked(made(found[0], precision), made)
 
 
-def _make(strategy: str, precision: Precision) -> Any:
+def _make(strategy: str, precision: Precision, options: Options) -> Any:
     """A DistributedStrategy that is not placed yet, or what makes a strategy from a device and a precision."""
     if strategy in ("auto", *SingleDevice.names):
         return SingleDevice
     if strategy in SEVERAL:
-        return named(strategy, precision)
+        return named(strategy, precision, **options.arguments(strategy, SEVERAL[strategy][1]))
     others = registered()
     if strategy in others:
         made = others[strategy].load()

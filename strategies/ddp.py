@@ -47,11 +47,7 @@ class DDPStrategy(DistributedStrategy):
         ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``; or ``"fp16"`` or ``"bf16"``.
         model_averaging_period: with ``post_localSGD_hook``, average the parameters over all processes every so many
             steps (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
-        process_group_backend: None: gloo for the CPU, NCCL for CUDA.
-        init_method: a URL by which the processes find each other; None: by what their launcher says.
-        timeout: how long a collective waits for the other processes.
-        start_method: ``"auto"``, ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; see ``DistributedStrategy``.
-        numa: bind each process to the cores of its GPU's NUMA node.
+        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
         **ddp_options: what DistributedDataParallel takes: ``bucket_cap_mb``, ``gradient_as_bucket_view``,
             ``static_graph``, ``broadcast_buffers``, ...
     """
@@ -104,6 +100,8 @@ class DDPStrategy(DistributedStrategy):
                 f"hook too ({messages.names(HOOKS)}, or a function)."
             )
 
+    # ---- placement ---------------------------------------------------------------------------------------------------
+
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         super().place(devices, num_nodes)
         argument = "ddp_comm_hook" if self.hook[0] == "bf16" else "ddp_comm_wrapper"
@@ -111,8 +109,6 @@ class DDPStrategy(DistributedStrategy):
             raise ValueError(
                 f"DDPStrategy({argument}='bf16') needs NCCL, but this run is on {self.device.type!r}. Use 'fp16' there."
             )
-
-    # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def wrap_for_training(self, module: nn.Module) -> nn.Module:
         """The module in DistributedDataParallel, which gives every rank rank 0's weights."""
@@ -144,10 +140,6 @@ class DDPStrategy(DistributedStrategy):
         self._wrapped.module.step = step
         return self._wrapped
 
-    def before_evaluation(self, module: nn.Module) -> None:
-        if self.ddp_options.get("broadcast_buffers", True):
-            super().before_evaluation(module)
-
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         if self.model_averaging_period is not None:
             from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -158,7 +150,32 @@ class DDPStrategy(DistributedStrategy):
             )
         return super().setup_optimizers(optimizers)
 
-    # ---- one step --------------------------------------------------------------------------------------------------
+    def teardown(self) -> None:
+        super().teardown()
+        self._wrapped = self._averager = None
+        self._reduced = []
+
+    # ---- communication -----------------------------------------------------------------------------------------------
+
+    def before_evaluation(self, module: nn.Module) -> None:
+        if self.ddp_options.get("broadcast_buffers", True):
+            super().before_evaluation(module)
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        text = str(error)
+        if self._wrapped is not None and "Expected to have finished reduction in the prior iteration" in text:
+            reduced = set(map(id, self._reduced))  # also those that were frozen since
+            names = [name for name, p in self._wrapped.module.module.named_parameters() if id(p) in reduced]
+            found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
+            unused = [names[int(i)] for i in re.findall(r"\d+", found.group(1))] if found else []
+            listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""
+            return RuntimeError(
+                f"Parameters took no part in the loss of the step before, so their gradients never came{listed}. "
+                "Write strategy='ddp_find_unused_parameters_true' if that is meant (in a loop of your own "
+                "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]); it costs a "
+                "walk over the graph each step), freeze them (requires_grad_(False)), or use them in the step."
+            )
+        return super().explain(error)
 
     def sync_gradients(self, enabled: bool) -> None:
         self._synchronizes = enabled
@@ -168,6 +185,13 @@ class DDPStrategy(DistributedStrategy):
     def _communicate(self, enabled: bool) -> None:
         wrapped: Any = self._wrapped
         wrapped.require_backward_grad_sync = wrapped.module.communicates = enabled
+
+    def sync_next_backward(self) -> None:
+        wrapped = self._wrapped
+        if wrapped is not None and not wrapped.module.announced:
+            self._communicate(True)
+            wrapped.reducer.prepare_for_backward([])
+            wrapped.module.announced = True
 
     def left_gradients(self) -> bool:
         """True after one that no forward of the wrapper has announced: torch then reduces nothing, and says nothing.
@@ -185,6 +209,17 @@ class DDPStrategy(DistributedStrategy):
             return False  # it did not come here
         announced, step.announced = step.announced, False
         return not announced
+
+    def find_latecomers(self, module: nn.Module) -> None:
+        known = set(map(id, self._reduced))
+        late = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+        self._late = bool(late)
+        if late and self.world_size > 1:
+            messages.info_once(
+                f"{type(module).__name__} got parameters that need gradients after it was prepared ({late[0]}"
+                f"{', ...' if late[1:] else ''}). DistributedDataParallel does not know them, so gradients are reduced "
+                "again before each step. Add or thaw them before prepare() to save that."
+            )
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if not self._local:
@@ -208,23 +243,20 @@ class DDPStrategy(DistributedStrategy):
     def joinable(self) -> DistributedDataParallel | None:
         return self._wrapped
 
-    def find_latecomers(self, module: nn.Module) -> None:
-        known = set(map(id, self._reduced))
-        late = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
-        self._late = bool(late)
-        if late and self.world_size > 1:
-            messages.info_once(
-                f"{type(module).__name__} got parameters that need gradients after it was prepared ({late[0]}"
-                f"{', ...' if late[1:] else ''}). DistributedDataParallel does not know them, so gradients are reduced "
-                "again before each step. Add or thaw them before prepare() to save that."
-            )
+    def measure_communication(self) -> None:
+        if self._wrapped is not None and self.device.type != "cuda":
+            # Torch's own timers, on in one step of a hundred. For a GPU that is left so: reading them waits for it.
+            self._wrapped._set_ddp_runtime_logging_sample_rate(1)
 
-    def sync_next_backward(self) -> None:
-        wrapped = self._wrapped
-        if wrapped is not None and not wrapped.module.announced:
-            self._communicate(True)
-            wrapped.reducer.prepare_for_backward([])
-            wrapped.module.announced = True
+    def communication_seconds(self) -> dict[str, float] | None:
+        if self._wrapped is None or self.world_size == 1:
+            return None
+        told = self._wrapped._get_ddp_logging_data()
+        steps = float(told.get("iteration", 0))
+        whole, hidden = (told.get(f"avg_backward_{name}_time", 0) / 1e9 for name in ("comm", "compute_comm_overlap"))
+        return {"all": whole * steps, "exposed": max(0.0, whole - hidden) * steps, "steps": steps}
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         wrapped = self._wrapped
@@ -242,47 +274,13 @@ class DDPStrategy(DistributedStrategy):
             self._averager.average_parameters(optimizer.param_groups)
         return stepped
 
+    # ---- state -------------------------------------------------------------------------------------------------------
+
     def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         super().load_window_gradients(module, state)
         if self._wrapped is not None and not self._manual:
             # After a forward that communicated nothing the next one does not send rank 0's buffers.
             self._wrapped.require_forward_param_sync = False
-
-    def measure_communication(self) -> None:
-        if self._wrapped is not None and self.device.type != "cuda":
-            # Torch's own timers, on in one step of a hundred. For a GPU that is left so: reading them waits for it.
-            self._wrapped._set_ddp_runtime_logging_sample_rate(1)
-
-    def communication_seconds(self) -> dict[str, float] | None:
-        if self._wrapped is None or self.world_size == 1:
-            return None
-        told = self._wrapped._get_ddp_logging_data()
-        steps = float(told.get("iteration", 0))
-        whole, hidden = (told.get(f"avg_backward_{name}_time", 0) / 1e9 for name in ("comm", "compute_comm_overlap"))
-        return {"all": whole * steps, "exposed": max(0.0, whole - hidden) * steps, "steps": steps}
-
-    # ---- errors ----------------------------------------------------------------------------------------------------
-
-    def explain(self, error: BaseException) -> BaseException | None:
-        text = str(error)
-        if self._wrapped is not None and "Expected to have finished reduction in the prior iteration" in text:
-            reduced = set(map(id, self._reduced))  # also those that were frozen since
-            names = [name for name, p in self._wrapped.module.module.named_parameters() if id(p) in reduced]
-            found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
-            unused = [names[int(i)] for i in re.findall(r"\d+", found.group(1))] if found else []
-            listed = f": {', '.join(unused[:10])}{' ...' if len(unused) > 10 else ''}" if unused else ""
-            return RuntimeError(
-                f"Parameters took no part in the loss of the step before, so their gradients never came{listed}. "
-                "Write strategy='ddp_find_unused_parameters_true' if that is meant (in a loop of your own "
-                "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]); it costs a "
-                "walk over the graph each step), freeze them (requires_grad_(False)), or use them in the step."
-            )
-        return super().explain(error)
-
-    def teardown(self) -> None:
-        super().teardown()
-        self._wrapped = self._averager = None
-        self._reduced = []
 
 
 class _Step(nn.Module):

@@ -1,35 +1,33 @@
-"""Several processes, each with its device: how they find each other, and what they say to each other."""
+"""Several processes, each with its device: how they start, join a process group and communicate."""
 
 from __future__ import annotations
 
-import atexit
 import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.utils import _pytree as pytree
 
 from .. import messages
-from ..processes import gloo, launch
+from ..processes import launch
 from ..processes.cluster_environment import Cluster, find_cluster
+from ..processes.device_transfer import in_dtype
 from ..processes.hang_watch import Watch
 from ..processes.host_program import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
-from ..processes.rendezvous_store import shared_store
+from ..processes.process_group import host_room, join
 from ..processes.stop_agreement import Stop
 from ..processes.timings import timed
 from . import sync_batch_norm
-from .base import ReduceOp, Strategy, UnlikeTensorsError
+from .base import Strategy
+from .communication import ReduceOp, UnlikeTensorsError
 from .differentiable_collectives import all_gather
-from .dtypes import in_dtype
 from .precision.base import Precision
 
 if TYPE_CHECKING:
@@ -89,7 +87,7 @@ class DistributedStrategy(Strategy):
         self._abandoned = False
         self._synchronized: list[Any] = []
 
-    # ---- processes ----------------------------------------------------------------------------------------------
+    # ---- placement ---------------------------------------------------------------------------------------------------
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         """Say on which devices of how many machines to run; called by the Trainer before anything else.
@@ -100,14 +98,11 @@ class DistributedStrategy(Strategy):
         """
         self.devices, self._nodes = list(devices), num_nodes
         self._stand(find_cluster())
-        if self.process_group_backend == "nccl" and self.device.type != "cuda":
-            raise ValueError(
-                f"{type(self).__name__}(process_group_backend='nccl'): NCCL joins CUDA devices, but this run is on "
-                f"{self.device.type!r}. Leave it out: gloo is taken there, and NCCL on GPUs."
-            )
+        written = f"{type(self).__name__}(process_group_backend='nccl')"
+        check_backend(self.process_group_backend, self.device.type, written)
 
     def _stand(self, cluster: Cluster | None) -> None:
-        """Take the place a launcher gave this process; the first one while there is no launcher."""
+        """Take the rank and device a launcher gave this process; rank 0's while there is no launcher."""
         self._cluster = cluster
         local = cluster.local_rank if cluster else 0
         self.device = self.devices[local if local < len(self.devices) else 0]
@@ -117,6 +112,54 @@ class DistributedStrategy(Strategy):
         if os.environ.get(launch.LAUNCHED):
             launch.register_failure_hook()
 
+    def for_another_module(self) -> Self:
+        other = super().for_another_module()
+        other._synchronized = []
+        return other
+
+    def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
+        layers = sync_batch_norm.trained(module)
+        if self.num_data_ranks == 1 or not layers:
+            return
+        if synchronize:
+            self._synchronized += sync_batch_norm.synchronize(module, self.device)
+            return
+        messages.info_once(
+            f"{len(layers)} batch norms of {type(module).__name__} see one process's batch each, so the numbers differ "
+            f"from those of one process with all {self.num_data_ranks} batches. Trainer(sync_batchnorm=True) makes "
+            "them equal, at the cost of two small reductions a layer."
+        )
+
+    def same_model(self, module: nn.Module) -> None:
+        """Raise on every rank, naming the first difference, if the ranks built different models."""
+        owner, named = type(module).__name__, list(module.named_parameters())
+        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
+        values = [(name, p.detach().to(in_dtype(p.dtype, torch.float64))) for name, p in named if not p.is_meta]
+        sums = {name: str(value.sum().item()) for name, value in values}
+        found = self.gather_objects((shapes, sums))
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != shapes:
+                pairs = zip(shapes, theirs, strict=False)
+                counts = (f"{len(shapes)} parameters", f"{len(theirs)} parameters")
+                here, there = next(((a, b) for a, b in pairs if a != b), counts)
+                raise RuntimeError(
+                    f"{owner} differs between the ranks: rank {self.global_rank} has {here}, rank {rank} has {there}. "
+                    "Build the same model on every rank: no layer may depend on the rank or on what a rank's share of "
+                    "the data holds."
+                )
+        odd = [name for name in sums if any(other.get(name) != sums[name] for _, other in found)]
+        if odd:
+            messages.info_once(
+                f"The ranks built {owner} with different weights ({', '.join(odd[:5])}{' ...' if odd[5:] else ''}); "
+                "all start from rank 0's. Call seed_everything before you build it to have the same ones each time."
+            )
+
+    @property
+    def device_ids(self) -> list[int]:
+        return [idx if device.index is None else device.index for idx, device in enumerate(self.devices)]
+
+    # ---- communication: the processes --------------------------------------------------------------------------------
+
     @property
     def launcher(self) -> Callable[..., Any] | None:
         if dist.is_initialized() or find_cluster() is not None or len(self.devices) * self._nodes == 1:
@@ -124,7 +167,7 @@ class DistributedStrategy(Strategy):
         return self._launch
 
     def _launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Start the processes: the command runs again and comes here again in each, or they call the function."""
+        """Start the processes: either each runs the command again and gets here again, or each calls the function."""
         kind, count = self.device.type, len(self.devices)
         method = start_method_in(find_host(), self.start_method, fork_obstacle(kind), self._nodes)
         if method == "popen":
@@ -185,34 +228,8 @@ class DistributedStrategy(Strategy):
         return self._cluster.num_nodes if self._cluster else self._nodes
 
     @property
-    def device_ids(self) -> list[int]:
-        return [idx if device.index is None else device.index for idx, device in enumerate(self.devices)]
-
-    # ---- module ----------------------------------------------------------------------------------------------------
-
-    def for_another_module(self) -> Self:
-        other = super().for_another_module()
-        other._synchronized = []
-        return other
-
-    def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
-        layers = sync_batch_norm.trained(module)
-        if self.num_data_ranks == 1 or not layers:
-            return
-        if synchronize:
-            self._synchronized += sync_batch_norm.synchronize(module, self.device)
-            return
-        messages.info_once(
-            f"{len(layers)} batch norms of {type(module).__name__} see one process's batch each, so the numbers differ "
-            f"from those of one process with all {self.num_data_ranks} batches. Trainer(sync_batchnorm=True) makes "
-            "them equal, at the cost of two small reductions a layer."
-        )
-
-    # ---- communication ---------------------------------------------------------------------------------------------
-
-    @property
     def talks(self) -> bool:
-        """Whether there is somebody to talk to: others, who have been met, and no error that they may not have had."""
+        """Whether this process communicates: there are others, they have joined, and no error has ended its run."""
         return self._host is not None and self.world_size > 1 and not self._abandoned
 
     @property
@@ -228,13 +245,31 @@ class DistributedStrategy(Strategy):
 
     @contextmanager
     def _at(self, place: str) -> Iterator[None]:
-        """Say where this rank waits; an error that comes of waiting then says where the others are."""
+        """Say where this rank waits; if waiting fails, the error then says where the others are."""
         watch = self._watch
         if watch is None:
             yield
             return
         with watch.waiting(place):
             yield
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        return self._watch.explain(error) if self._watch is not None else None
+
+    def abandon(self, error: BaseException) -> None:
+        """Until the run ends this rank no longer waits for the others, which may not have failed."""
+        launch.note_failure(error)
+        self._abandoned = True
+
+    def teardown(self) -> None:
+        self._abandoned = False
+        sync_batch_norm.release(self._synchronized)
+        self._synchronized = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_host": None, "_watch": None, "_beside": None, "progress": str}
+
+    # ---- communication: collectives ----------------------------------------------------------------------------------
 
     def reduce(self, tensor: Tensor, op: ReduceOp = "mean", group: Any = None) -> Tensor:
         if op not in _OPS:
@@ -270,12 +305,6 @@ class DistributedStrategy(Strategy):
                 "one shape, or gather a number that each rank computes.",
                 found,
             )
-
-    def unlike(self, description: T, group: Any = None) -> list[T]:
-        if not self.talks or (group is None and self._same(repr(description), self.timeout)):
-            return []
-        found = self.gather_objects(description, group)
-        return found if any(other != found[0] for other in found) else []
 
     def gather_objects(self, obj: T, group: Any = None) -> list[T]:
         """Every rank's object, in rank order, on every rank. Pickled over the host: for small things."""
@@ -324,6 +353,23 @@ class DistributedStrategy(Strategy):
                 "them inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
 
+    def before_evaluation(self, module: nn.Module) -> None:
+        """Give all processes rank 0's buffers, which are the ones that a checkpoint holds.
+
+        The running statistics of a batch norm, for example, depend on the batches that a process has seen.
+        """
+        if self.talks:
+            same_buffers(module, self.data_group)
+
+    def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reduce accumulated gradients that no further backward will reduce."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = self.reduce(parameter.grad, "mean")
+
+    # ---- communication: agreement ------------------------------------------------------------------------------------
+
     def agree(self, flag: bool, all: bool = False) -> bool:
         if not self.talks:
             return flag
@@ -343,13 +389,11 @@ class DistributedStrategy(Strategy):
         work.wait(timeout)
         return bool(both[0] == -both[1])
 
-    def abandon(self, error: BaseException) -> None:
-        """From here to the end of the run this rank no longer waits for the others, who may not have failed."""
-        launch.note_failure(error)
-        self._abandoned = True
-
-    def explain(self, error: BaseException) -> BaseException | None:
-        return self._watch.explain(error) if self._watch is not None else None
+    def unlike(self, description: T, group: Any = None) -> list[T]:
+        if not self.talks or (group is None and self._same(repr(description), self.timeout)):
+            return []
+        found = self.gather_objects(description, group)
+        return found if any(other != found[0] for other in found) else []
 
     def begin_run(self, run: Any) -> None:
         if self._watch is not None:
@@ -365,52 +409,14 @@ class DistributedStrategy(Strategy):
     def reports(self) -> dict[int, str] | None:
         return self._watch.reports() if self._watch is not None and self.world_size > 1 else super().reports()
 
-    def same_model(self, module: nn.Module) -> None:
-        """Raise on every rank, naming the first difference, if the ranks built different models."""
-        owner, named = type(module).__name__, list(module.named_parameters())
-        shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
-        values = [(name, p.detach().to(in_dtype(p.dtype, torch.float64))) for name, p in named if not p.is_meta]
-        sums = {name: str(value.sum().item()) for name, value in values}
-        found = self.gather_objects((shapes, sums))
-        for rank, (theirs, _) in enumerate(found):
-            if theirs != shapes:
-                pairs = zip(shapes, theirs, strict=False)
-                counts = (f"{len(shapes)} parameters", f"{len(theirs)} parameters")
-                here, there = next(((a, b) for a, b in pairs if a != b), counts)
-                raise RuntimeError(
-                    f"{owner} differs between the ranks: rank {self.global_rank} has {here}, rank {rank} has {there}. "
-                    "Build the same model on every rank: no layer may depend on the rank or on what a rank's share of "
-                    "the data holds."
-                )
-        odd = [name for name in sums if any(other.get(name) != sums[name] for _, other in found)]
-        if odd:
-            messages.info_once(
-                f"The ranks built {owner} with different weights ({', '.join(odd[:5])}{' ...' if odd[5:] else ''}); "
-                "all start from rank 0's. Call seed_everything before you build it to have the same ones each time."
-            )
 
-    def before_evaluation(self, module: nn.Module) -> None:
-        """Give all processes the first one's buffers, which are those that a checkpoint holds.
-
-        Running statistics of batch norm, say, follow the batches that a process has seen.
-        """
-        if self.talks:
-            same_buffers(module, self.data_group)
-
-    def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reduce gradients that were accumulated without communication, when no backward follows that would do it."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad = self.reduce(parameter.grad, "mean")
-
-    def teardown(self) -> None:
-        self._abandoned = False
-        sync_batch_norm.release(self._synchronized)
-        self._synchronized = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_host": None, "_watch": None, "_beside": None, "progress": str}
+def check_backend(backend: str | None, kind: str, written: str) -> None:
+    """Raise if NCCL is asked for on another kind of device than CUDA; ``written``: what the user wrote."""
+    if backend == "nccl" and kind != "cuda":
+        raise ValueError(
+            f"{written}: NCCL joins CUDA devices, but this run is on {kind!r}. Leave it out: gloo is used there, and "
+            "NCCL on GPUs."
+        )
 
 
 @torch.no_grad()
@@ -426,79 +432,3 @@ def same_buffers(module: nn.Module, group: Any) -> None:
             dist.broadcast(together, group=group, group_src=0)
             for buffer, values in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(values.view_as(buffer))
-
-
-def join(
-    cluster: Cluster | None, backend: str, timeout: timedelta, device: torch.device, init_method: str | None = None
-) -> None:
-    """Join the process group of this process's cluster, or make one of its own; nothing if there is one."""
-    if dist.is_initialized():
-        return
-    with_device: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    if cluster is None:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
-    else:
-        cluster.export()
-        where: dict[str, Any] = (
-            {"init_method": init_method} if init_method else {"store": shared_store(cluster, timeout)}
-        )
-        rank, world_size = cluster.rank, cluster.world_size
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **where, **with_device)
-        launch.note_joined()
-    atexit.register(leave)
-
-
-def leave() -> None:
-    """Leave the process group; called when the process ends."""
-    global _room
-    if _room is not None:
-        _room.watch.close()
-        _room = None
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@dataclass
-class _Room:
-    """What all strategies of a process group share.
-
-    Attributes:
-        watch: its thread.
-        groups: gloo groups by their time limit.
-    """
-
-    watch: Watch
-    groups: dict[timedelta, Any] = field(default_factory=dict)
-
-    def is_open(self) -> bool:
-        """Whether the process group is still the one it was made for."""
-        try:
-            return all(dist.get_process_group_ranks(group) for group in self.groups.values())
-        except KeyError:
-            return False
-
-
-_room: _Room | None = None
-
-
-def host_room(timeout: timedelta) -> tuple[Any, Watch]:
-    """The gloo group and the watch of the process group; made by the first run in it, on every rank alike.
-
-    Args:
-        timeout: how long a collective of the gloo group waits.
-    """
-    global _room
-    if _room is None or not _room.is_open():
-        if _room is not None:
-            _room.watch.close()
-        _room = _Room(Watch(dist.get_rank(), dist.get_world_size()))
-        atexit.register(_end_threads, _room.watch)
-    if timeout not in _room.groups:
-        _room.groups[timeout] = dist.new_group(backend="gloo", timeout=timeout)
-    return _room.groups[timeout], _room.watch
-
-
-def _end_threads(watch: Watch) -> None:
-    """Called when the process ends: a thread inside torch that needs Python then aborts it."""
-    watch.close()
-    gloo.let_go()

@@ -32,9 +32,9 @@ from paceline.callbacks.base import FIT_PSEUDO_CODE
 from paceline.cli.main import main
 from paceline.data.combined_loader import MODES
 from paceline.messages import PacelineWarning
+from paceline.processes.process_group import leave
 from paceline.settings import SETTINGS
 from paceline.strategies.choose import SEVERAL, SingleDevice
-from paceline.strategies.distributed import leave
 from paceline.strategies.precision.choose import ALIASES, NAMES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

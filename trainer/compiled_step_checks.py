@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import LBFGS, Optimizer
 
 from ..callbacks.loss_guard import LossGuard
+from ..strategies.base import SingleDevice
 from ..strategies.compile_networks import scope_of
-from ..strategies.single_device import SingleDevice
 from .bind_steps import takes_iterator
 from .hooks import overridden
 

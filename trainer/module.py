@@ -16,14 +16,14 @@ from typing_extensions import Self, Unpack
 from .. import messages
 from ..callbacks.base import overridden
 from ..checkpoint.hyperparameters import HyperparametersMixin
-from ..strategies.batch_transfer import move
+from ..processes.device_transfer import move
 from ..strategies.one_cycle_schedules import MAY_END, advance
 from .metric_records import Group, Options
 from .module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from ..loggers.base import Logger
-    from ..strategies.base import ReduceOp
+    from ..strategies.communication import ReduceOp
     from .arguments import ClipAlgorithm
     from .metrics import MetricStore
     from .optimizers import ManagedOptimizer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..strategies.batch_transfer import move
+from ..processes.device_transfer import move
 
 if TYPE_CHECKING:
     import torch

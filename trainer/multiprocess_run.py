@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from .. import messages
 from ..processes.launch import told_if_stopped_early
+from ..processes.process_group import leave
 from ..processes.seed import host_random_states, random_states, set_random_states
-from ..strategies.distributed import leave
 from .checkpoint_contents import left_for_checkpoints
 from .hooks import overridden
 from .module import TrainingModule

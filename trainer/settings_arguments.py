@@ -9,9 +9,9 @@ from typing import Any
 
 from .. import messages
 from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-from ..processes.cluster_environment import find_cluster
 from ..settings import Given, Row, Settings, resolve
 from ..strategies.base import Strategy
+from ..strategies.choose import strategy_in
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.precision.base import Precision
 
@@ -182,20 +182,13 @@ def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
         return
     chosen, (place, where) = settings["strategy"], settings.origin("strategy")
     if place == "default":
-        yield "strategy", (_made(settings), " and ".join(settings.origin(name).where for name in switches))
+        yield "strategy", (strategy_in(settings), " and ".join(settings.origin(name).where for name in switches))
         return
     word = _word(chosen)
     for switch in switches:
         if not any(part in word.lower() for part in _SWITCHES[switch]):
             asked = settings.origin(switch).where
             messages.info_once(f"strategy is {word!r}, from {where}; that counts, not {switch} from {asked}.")
-
-
-def _made(settings: Settings) -> Strategy | str:
-    """The strategy with all that the settings say about it, as the Accelerator makes it."""
-    from ..accelerator.choose_strategy import Choice, by_name
-
-    return by_name(None, Choice(settings=settings).filled(), find_cluster(), alone=False)
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:

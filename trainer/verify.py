@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from ..callbacks.base import Callback
 from ..data.loaders import release_shuffling, seed_shuffling
+from ..processes.device_transfer import convert, in_dtype
 from ..processes.host_program import fork_obstacle
 from ..strategies.base import Strategy
 from ..strategies.distributed import DistributedStrategy
-from ..strategies.dtypes import convert, in_dtype
 from .trainer import Trainer
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
 from ..checkpoint.restore_parts import PARTS
+from ..processes.process_group import leave
 from ..processes.seed import random_states, set_random_states
-from ..strategies.distributed import leave
 from ..trainer.run import Request, Run
 from ..trainer.start_run import find_module
 from ..trainer.trainer import Trainer

@@ -18,7 +18,7 @@ from ...big_model.infer_device_map import smallest_parts
 from ...big_model.module_sizes import Sizes, compute_module_sizes, named_tensors, non_persistent_buffers
 from ...big_model.offload import OffloadedWeightsLoader, Part
 from ...big_model.weight_files import mapped_tensors
-from ...strategies.dtypes import in_dtype
+from ...processes.device_transfer import in_dtype
 
 
 def set_module_tensor_to_device(

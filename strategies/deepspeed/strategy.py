@@ -56,11 +56,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_parameters: keep weights on the host where they are not in use (stage 3).
         config: a DeepSpeed configuration, a dict or the path of a JSON file. It wins over these arguments; what the
             Trainer decides (batch size, accumulation, clipping, precision) it can only repeat.
-        process_group_backend: None: gloo for the CPU, NCCL for CUDA.
-        init_method: a URL by which the processes find each other; None: by what their launcher says.
-        timeout: how long a collective waits for the other processes.
-        start_method: ``"auto"``, ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; see ``DistributedStrategy``.
-        numa: bind each process to the cores of its GPU's NUMA node.
+        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
@@ -109,7 +105,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._pieces: dict[int, zero_partitions.Piece] = {}
         self._overflow: Tensor | None = None
 
-    # ---- processes ----------------------------------------------------------------------------------------------
+    # ---- placement ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Join the process group, then let DeepSpeed use that same group."""
@@ -132,8 +128,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         return configuration.full_config(
             self.config, self.stage, self.precision.name, self.offload_optimizer, self.offload_parameters
         )
-
-    # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Layers made in it are split at once under stage 3, once there is a process group (in ``configure_model``)."""
@@ -236,7 +230,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         accumulate = getattr(trainer, "accumulate_grad_batches", 1)
         configuration.refuse_other_batch_size(self.config, micro, self.num_data_ranks, accumulate)
 
-    # ---- one step --------------------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_engine": None, "_root": None, "_pieces": {}, "_overflow": None}
+
+    # ---- communication -----------------------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(enabled)
@@ -247,6 +244,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._engine.allreduce_gradients()
         else:  # reduced with each backward
             self._engine.optimizer.finalize_gradient_accumulation_boundary()
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         loss = self.precision.scale_loss(loss)
@@ -332,7 +331,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             ours = optimizer.param_groups[index]
             theirs.update((key, value) for key, value in ours.items() if key != "params")
 
-    # ---- state -----------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         if not any(zero_partitions.is_split(parameter) for parameter in module.parameters()):
@@ -382,9 +381,6 @@ class DeepSpeedStrategy(DistributedStrategy):
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
         """None: they lie in DeepSpeed's own buffers."""
         return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_engine": None, "_root": None, "_pieces": {}, "_overflow": None}
 
 
 class _Root(nn.Module):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import empty as dtensor_empty
 from ... import messages
 from ...big_model.deferred_weights import Waiting, noting
 from ...big_model.materialize import Materializer
+from ...big_model.module_blocks import bottom_up
 from ...big_model.sharded_loading import HOLDER
 from ...processes.host_program import StartMethod
 from .. import sharded_tensors
@@ -26,7 +27,7 @@ from ..distributed import DistributedStrategy
 from ..precision.base import Precision, gradients
 from ..precision.mixed import MixedPrecision
 from . import accumulated_gradients
-from .wrapping import Policy, bottom_up, check_shapes, checkpoint_activations, choose_blocks
+from .wrapping import Policy, check_shapes, checkpoint_activations, choose_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,11 +79,7 @@ class FSDPStrategy(DistributedStrategy):
             gradient of zero there. Without it all must use the same. Which blocks run must not differ in any case.
         state_dict_type: ``"full"``: checkpoints are one file, gathered on rank 0; ``"sharded"``: a folder to which each
             process writes its part. Both load under every strategy and number of processes.
-        process_group_backend: None: gloo for the CPU, NCCL for CUDA.
-        init_method: a URL by which the processes find each other; None: by what their launcher says.
-        timeout: how long a collective waits for the other processes.
-        start_method: ``"auto"``, ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; see ``DistributedStrategy``.
-        numa: bind each process to the cores of its GPU's NUMA node.
+        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
     """
 
     names: ClassVar[tuple[str, ...]] = ("fsdp", "fsdp_cpu_offload", "hybrid_shard")
@@ -145,7 +142,7 @@ class FSDPStrategy(DistributedStrategy):
         self._synced = True
         self._manual = self._inside = self._in_parts = False
 
-    # ---- processes ----------------------------------------------------------------------------------------------
+    # ---- placement: the processes as a mesh --------------------------------------------------------------------------
 
     def place(self, devices: Sequence[torch.device], num_nodes: int = 1) -> None:
         super().place(devices, num_nodes)
@@ -192,11 +189,11 @@ class FSDPStrategy(DistributedStrategy):
             )
         return self.device_mesh
 
-    # ---- module and optimizers -------------------------------------------------------------------------------------
-
     def for_another_module(self) -> Self:
         self._mesh()  # one for all of them
         return super().for_another_module()
+
+    # ---- placement: the module in shards -----------------------------------------------------------------------------
 
     @contextmanager
     def init_context(self) -> Iterator[None]:
@@ -318,6 +315,8 @@ class FSDPStrategy(DistributedStrategy):
             with self._at("giving every rank rank 0's weights"):
                 _broadcast(tensors)
 
+    # ---- placement: steps and optimizers -----------------------------------------------------------------------------
+
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         """Run the step as the forward of the sharded root: its parameters are whole in there."""
         if self.mixed_precision is None or not isinstance(self.precision, MixedPrecision):
@@ -371,7 +370,34 @@ class FSDPStrategy(DistributedStrategy):
         self.precision.setup_optimizers(optimizers)
         return optimizers
 
-    # ---- one step --------------------------------------------------------------------------------------------------
+    def explain(self, error: BaseException) -> BaseException | None:
+        if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+            return RuntimeError(
+                "A parameter that lies in parts met a plain tensor. The parameters of a module that FSDPStrategy wraps "
+                "are whole only while that module's forward runs: do not use them from outside of it (such as "
+                "self.block.weight), leave the module out of wrap=..., and outside of a step use trainer.predict or "
+                "trainer.strategy.model_state(module)."
+            )
+        if isinstance(error, (RuntimeError, NotImplementedError)) and any(sign in str(error) for sign in _NO_SUCH_OP):
+            return RuntimeError(
+                f"torch cannot run an operation on a tensor that lies in parts: {str(error).splitlines()[0]} Under "
+                "FSDPStrategy parameters, gradients and optimizer state are such tensors outside of a step. If it is "
+                "the optimizer, use another one (SGD, AdamW and most others work); in a hook of your own, take the "
+                "part of this process, parameter.to_local(). Or use strategy='ddp'."
+            )
+        return super().explain(error)
+
+    def teardown(self) -> None:
+        failed = self._abandoned
+        super().teardown()
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            if failed and hasattr(holder, "reset_iter_state"):
+                holder.reset_iter_state()
+            holder.broken = failed and not hasattr(holder, "reset_iter_state")
+            holder.reshard()
+
+    # ---- communication -----------------------------------------------------------------------------------------------
 
     def sync_gradients(self, enabled: bool) -> None:
         if enabled is not self._synced:
@@ -381,6 +407,8 @@ class FSDPStrategy(DistributedStrategy):
     def complete_gradients(self, optimizer: Optimizer) -> None:
         self.sync_gradients(True)
         self._holder._get_fsdp_state()._root_post_backward_final_callback()
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         if loss._backward_hooks is None:  # it did not leave the step in a form in which torch found it
@@ -416,7 +444,7 @@ class FSDPStrategy(DistributedStrategy):
         for part in sharded_tensors.local_parts(p.grad for p in parameters if p.grad is not None):
             part.clamp_(-clip_value, clip_value)
 
-    # ---- state -----------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def states_in_parts(self) -> Iterator[bool]:
@@ -479,35 +507,6 @@ class FSDPStrategy(DistributedStrategy):
 
     def load_window_gradients(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         accumulated_gradients.put_back(self._holder, module, state, self.device)
-
-    # ---- errors ----------------------------------------------------------------------------------------------------
-
-    def explain(self, error: BaseException) -> BaseException | None:
-        if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
-            return RuntimeError(
-                "A parameter that lies in parts met a plain tensor. The parameters of a module that FSDPStrategy wraps "
-                "are whole only while that module's forward runs: do not use them from outside of it (such as "
-                "self.block.weight), leave the module out of wrap=..., and outside of a step use trainer.predict or "
-                "trainer.strategy.model_state(module)."
-            )
-        if isinstance(error, (RuntimeError, NotImplementedError)) and any(sign in str(error) for sign in _NO_SUCH_OP):
-            return RuntimeError(
-                f"torch cannot run an operation on a tensor that lies in parts: {str(error).splitlines()[0]} Under "
-                "FSDPStrategy parameters, gradients and optimizer state are such tensors outside of a step. If it is "
-                "the optimizer, use another one (SGD, AdamW and most others work); in a hook of your own, take the "
-                "part of this process, parameter.to_local(). Or use strategy='ddp'."
-            )
-        return super().explain(error)
-
-    def teardown(self) -> None:
-        failed = self._abandoned
-        super().teardown()
-        holder, self._holder = self._holder, None
-        if holder is not None:
-            if failed and hasattr(holder, "reset_iter_state"):
-                holder.reset_iter_state()
-            holder.broken = failed and not hasattr(holder, "reset_iter_state")
-            holder.reshard()
 
 
 class _Holder(nn.Module):

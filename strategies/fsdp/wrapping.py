@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ... import messages
+from ...big_model.module_blocks import NO_FORWARD, of_repeated_classes, outermost, repeated_elements
 
 #: A class, its name, a smallest number of parameters, ``f(name, module) -> bool``, several classes, or a word.
 Policy = Any
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_NO_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
 def choose_blocks(root: nn.Module, policy: Policy) -> dict[str, nn.Module]:
@@ -54,7 +52,7 @@ def find_modules(root: nn.Module, policy: Policy, argument: str, smallest: bool 
     candidates = {
         name: module
         for name, module in root.named_modules()
-        if name and type(module) not in _NO_FORWARD and any(True for _ in module.parameters())
+        if name and type(module) not in NO_FORWARD and any(True for _ in module.parameters())
     }
     if smallest and isinstance(policy, int) and not isinstance(policy, bool):
         found = _by_size(root, candidates, policy)
@@ -110,7 +108,7 @@ def _by_size(root: nn.Module, candidates: dict[str, nn.Module], least: int) -> d
 def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """The repeated block: of the classes that containers hold at least twice, the one with the most parameters."""
     outer = repeated_elements(root)
-    kinds = {type(module) for module in _of_repeated_classes(outer).values()}
+    kinds = {type(module) for module in of_repeated_classes(outer).values()}
     if not kinds:
         messages.info_once(
             f"FSDP found no repeated block in {type(root).__name__}, so all of it is gathered at once. For a large "
@@ -122,30 +120,6 @@ def _repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     kind = type(next(iter(blocks.values()))).__name__
     messages.info_once(f"FSDP gathers the {len(blocks)} {kind} modules of {type(root).__name__} one by one.")
     return blocks
-
-
-def repeated_elements(root: nn.Module) -> dict[str, nn.Module]:
-    """What containers hold of a class at least twice, by name: blocks.
-
-    What lies inside such a block is part of it, also if it repeats there (the layers of its own containers, experts).
-    """
-    elements: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    for name, module in root.named_modules():
-        for key, child in module.named_children() if isinstance(module, CONTAINERS) else ():
-            if id(child) not in seen and type(child) not in _NO_FORWARD and any(True for _ in child.parameters()):
-                seen.add(id(child))
-                elements[f"{name}.{key}" if name else key] = child
-    return _outermost(_of_repeated_classes(elements))
-
-
-def _of_repeated_classes(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    counts = Counter(type(module) for module in found.values())
-    return {name: module for name, module in found.items() if counts[type(module)] > 1}
-
-
-def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    return {name: module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)}
 
 
 def _size(found: dict[str, nn.Module]) -> int:
@@ -198,20 +172,5 @@ def checkpoint_activations(root: nn.Module, policy: Policy, blocks: dict[str, nn
             f"{type(root).__name__} has none. Name the classes: activation_checkpointing=[...]."
         )
     found = blocks if policy is True else find_modules(root, policy, "activation_checkpointing")
-    for module in _outermost(found).values():
+    for module in outermost(found).values():
         vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
-
-
-def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, children before their parent: the order in which layers are usually made."""
-    seen: set[int] = set()
-
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        for key, child in module.named_children():
-            yield from visit(f"{name}.{key}" if name else key, child)
-        yield name, module
-
-    return visit("", root)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ... import messages
-from ..batch_transfer import move
+from ...processes.device_transfer import move
 from . import microbatches as micro
 from .pipeline_schedule import Call, Plan
 from .pipeline_stages import Passage, Stages

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from ...big_model.module_blocks import bottom_up
 from .. import sharded_tensors
-from ..base import move_optimizer_state
 from ..distributed import DistributedStrategy
-from ..fsdp.wrapping import bottom_up
+from ..placement import move_optimizer_state
 from ..precision.base import Precision, gradients
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class PipelineSteps(Base):
         self._fill_replicas = self.asked["dp_shard"] == "auto" and self.asked["dp_replicate"] == 1
         self.asked["dp_shard"] = 1
 
-    # ---- processes ----------------------------------------------------------------------------------------------
+    # ---- placement ---------------------------------------------------------------------------------------------------
 
     def _mesh_shape(self) -> tuple[int, ...]:
         if self._fill_replicas:  # what the other sizes leave are copies of the pipeline
@@ -83,8 +83,6 @@ class PipelineSteps(Base):
         super().setup_environment()
         if not known:
             self.pipeline.meet(self.mesh)
-
-    # ---- module and optimizers -------------------------------------------------------------------------------------
 
     def _noting(self) -> AbstractContextManager[Any]:
         return nullcontext()  # each process has the whole module before it is split
@@ -113,9 +111,6 @@ class PipelineSteps(Base):
                 splitter.check(name)
         splitter.finish()
 
-    def _group_of_overflow(self) -> Any:
-        return None if self.mesh is None else self.mesh["tp"].get_group()  # the stages agree after this
-
     def _give_values(self, module: nn.Module) -> None:
         """Rank 0's values for all, one tensor at a time on the device; what has no memory gets initial ones first."""
         self._materialize(module, torch.device("cpu"))
@@ -137,17 +132,29 @@ class PipelineSteps(Base):
             self.precision.scaler._unscale_grads_ = self._unscale_parts
         return optimizers
 
+    def _group_of_overflow(self) -> Any:
+        return None if self.mesh is None else self.mesh["tp"].get_group()  # the stages agree after this
+
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
         logs = step if hasattr(step, "take") else None
         return self.pipeline.bind_step(self.precision.bind_forward(step), logs, training)
 
-    # ---- one step --------------------------------------------------------------------------------------------------
+    def teardown(self) -> None:
+        self.pipeline.rest()
+        DistributedStrategy.teardown(self)
+
+    # ---- communication -----------------------------------------------------------------------------------------------
+
+    def compute_metric(self, metric: Any) -> Any:
+        return self.pipeline.compute_metric(metric)
 
     def sync_gradients(self, enabled: bool) -> None:
         self.pipeline.syncs = enabled
 
     def complete_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self.pipeline.held.reduce_gradients()
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         self.pipeline.backward(loss, how)
@@ -174,10 +181,7 @@ class PipelineSteps(Base):
         with implicit_replication():  # an optimizer's lists hold whole and split parameters together
             return DistributedStrategy.optimizer_step(self, optimizer, closure)
 
-    def compute_metric(self, metric: Any) -> Any:
-        return self.pipeline.compute_metric(metric)
-
-    # ---- state -----------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         state = _put_together(module.state_dict())
@@ -203,10 +207,6 @@ class PipelineSteps(Base):
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
         """None: each stage has those of its own layers."""
         return None
-
-    def teardown(self) -> None:
-        self.pipeline.rest()
-        DistributedStrategy.teardown(self)
 
 
 def _put_together(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class ModelParallelStrategy(FSDPStrategy):
         self._splitter: Splitter | None = None
         self._data_group: Any = None
 
-    # ---- processes ----------------------------------------------------------------------------------------------
+    # ---- placement: the processes as a mesh --------------------------------------------------------------------------
 
     def _mesh_shape(self) -> tuple[int, ...]:
         self.axis_sizes = find_sizes(self.asked, self.world_size, self.world_size // self.num_nodes)
@@ -180,38 +180,14 @@ class ModelParallelStrategy(FSDPStrategy):
         return self.global_rank // inner % self.axis_sizes[axis]
 
     @property
-    def data_rank(self) -> int:
-        return self.place_on("dp_replicate") * self.axis_sizes["dp_shard"] + self.place_on("dp_shard")
-
-    @property
-    def num_data_ranks(self) -> int:
-        return self.axis_sizes["dp_replicate"] * self.axis_sizes["dp_shard"]
-
-    @property
-    def data_group(self) -> Any:
-        if self.num_data_ranks == self.world_size or self.mesh is None:
-            return None
-        if self._data_group is None:
-            self._data_group = self.mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
-        return self._data_group
-
-    def compute_metric(self, metric: Any) -> Any:
-        """The value over each share of the data once: processes that split layers have seen the same samples."""
-        group = self.data_group
-        if group is None:
-            return super().compute_metric(metric)
-        before, metric.process_group = metric.process_group, group
-        try:
-            return metric.compute()
-        finally:
-            metric.process_group = before
-
-    @property
     def spreads_data(self) -> bool:
         """Whether parameters are sharded or replicated over processes that see different data."""
         return self.num_data_ranks * self.axis_sizes["cp"] > 1 or self._needs_sharding
 
-    # ---- module and optimizers -------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"mesh": None, "_flat": None}
+
+    # ---- placement: the module in parts ------------------------------------------------------------------------------
 
     def _shard(self, module: nn.Module) -> None:
         self._splitter = splitter = self._make_splitter(module)
@@ -302,11 +278,59 @@ class ModelParallelStrategy(FSDPStrategy):
             return super().bind_step(step, wrapped, training)
         return DistributedStrategy.bind_step(self, step, wrapped, training)
 
-    # ---- one step --------------------------------------------------------------------------------------------------
+    def explain(self, error: BaseException) -> BaseException | None:
+        size, text = self.axis_sizes.get("tp", 1), str(error)
+        if size > 1 and isinstance(error, RuntimeError):
+            if "is invalid for input of size" in text or "must match the size of tensor" in text:
+                return RuntimeError(
+                    f"{text}. With tensor_parallel={size} an attention computes 1/{size} of its heads on each process, "
+                    "so q, k and v are narrower there than the module's input. Leave the width to be found: "
+                    "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
+                    "hold this process's number), y.reshape(batch, length, -1) after it; or leave the layer out "
+                    "with plan={...}."
+                )
+            if "mixed torch.Tensor and DTensor" in text:
+                return RuntimeError(
+                    "A parameter that lies in parts met a plain tensor. Call the layer it belongs to instead of "
+                    "using its weight directly (self.layer(x), not x @ self.layer.weight.T), leave that layer out "
+                    "with plan={...}, and outside of a step use trainer.strategy.model_state(module)."
+                )
+        return super().explain(error)
+
+    # ---- communication -----------------------------------------------------------------------------------------------
+
+    @property
+    def data_rank(self) -> int:
+        return self.place_on("dp_replicate") * self.axis_sizes["dp_shard"] + self.place_on("dp_shard")
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.axis_sizes["dp_replicate"] * self.axis_sizes["dp_shard"]
+
+    @property
+    def data_group(self) -> Any:
+        if self.num_data_ranks == self.world_size or self.mesh is None:
+            return None
+        if self._data_group is None:
+            self._data_group = self.mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+        return self._data_group
+
+    def compute_metric(self, metric: Any) -> Any:
+        """The value over each share of the data once: processes that split layers have seen the same samples."""
+        group = self.data_group
+        if group is None:
+            return super().compute_metric(metric)
+        before, metric.process_group = metric.process_group, group
+        try:
+            return metric.compute()
+        finally:
+            metric.process_group = before
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         if self.spreads_data:
             super().complete_gradients(optimizer)
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
         backward = super().backward if self.spreads_data else partial(DistributedStrategy.backward, self)
@@ -330,32 +354,10 @@ class ModelParallelStrategy(FSDPStrategy):
         with implicit_replication():  # an optimizer's lists hold whole and split parameters together
             return super().optimizer_step(optimizer, closure)
 
+    # ---- state -------------------------------------------------------------------------------------------------------
+
     def window_gradients(self, module: nn.Module) -> dict[str, Any] | None:
         return super().window_gradients(module) if self.spreads_data and self.axis_sizes["tp"] == 1 else None
-
-    # ---- errors ----------------------------------------------------------------------------------------------------
-
-    def explain(self, error: BaseException) -> BaseException | None:
-        size, text = self.axis_sizes.get("tp", 1), str(error)
-        if size > 1 and isinstance(error, RuntimeError):
-            if "is invalid for input of size" in text or "must match the size of tensor" in text:
-                return RuntimeError(
-                    f"{text}. With tensor_parallel={size} an attention computes 1/{size} of its heads on each process, "
-                    "so q, k and v are narrower there than the module's input. Leave the width to be found: "
-                    "q.view(batch, length, self.num_heads, -1) before the attention (attributes such as num_heads "
-                    "hold this process's number), y.reshape(batch, length, -1) after it; or leave the layer out "
-                    "with plan={...}."
-                )
-            if "mixed torch.Tensor and DTensor" in text:
-                return RuntimeError(
-                    "A parameter that lies in parts met a plain tensor. Call the layer it belongs to instead of "
-                    "using its weight directly (self.layer(x), not x @ self.layer.weight.T), leave that layer out "
-                    "with plan={...}, and outside of a step use trainer.strategy.model_state(module)."
-                )
-        return super().explain(error)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"mesh": None, "_flat": None}
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from ... import messages
-from .base import Precision
+from .base import Precision, TruePrecision
 from .mixed import MixedPrecision
-from .true import TruePrecision
 
 PrecisionName = Literal["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
 PrecisionAlias = Literal["64", "32", "16", "bf16", "no", "fp32", "fp16", 64, 32, 16]

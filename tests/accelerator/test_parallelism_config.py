@@ -10,13 +10,15 @@ from rank_processes import ranks
 from paceline.accelerator.parallelism_config import ParallelismConfig, TorchTensorParallelConfig
 from paceline.accelerator.process_state import PartialState
 from paceline.settings import resolve
+from paceline.strategies.options import Options
 
 
 def test_j6_the_product_of_the_sizes_must_be_the_number_of_processes() -> None:
     config = ParallelismConfig(dp_replicate_size=2, tp_size=3)
-    config.check(6)
-    with pytest.raises(ValueError, match=r"dp_replicate_size=2, tp_size=3\): 2 x 3 = 6 processes .* processes is 4\."):
-        config.check(4)
+    options = Options(mesh=config.options(), written={"mesh": config.written})
+    options.check_size(6)
+    with pytest.raises(ValueError, match=r"dp_replicate_size=2, tp_size=3\) asks for 6 processes, .* processes is 4"):
+        options.check_size(4)
 
 
 def test_sizes_and_names_of_dimensions() -> None:

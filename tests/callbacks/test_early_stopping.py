@@ -15,7 +15,7 @@ from paceline.callbacks.base import Callback
 from paceline.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from paceline.callbacks.model_checkpoint import ModelCheckpoint
 from paceline.messages import PacelineWarning
-from paceline.strategies.single_device import SingleDevice
+from paceline.strategies.base import SingleDevice
 from paceline.trainer.optimizers import configure
 
 NAN, INF = math.nan, math.inf

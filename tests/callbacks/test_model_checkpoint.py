@@ -26,7 +26,7 @@ from paceline.checkpoint import atomic_write, owned_files
 from paceline.checkpoint import single_file as checkpoint_file
 from paceline.loggers.base import DummyLogger
 from paceline.messages import PacelineWarning
-from paceline.strategies.single_device import SingleDevice
+from paceline.strategies.base import SingleDevice
 from paceline.trainer.checkpoint_saver import Saver
 
 NAN = math.nan

@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline import Trainer
 from paceline.strategies import SingleDevice, Strategy
-from paceline.strategies.base import move_optimizer_state
+from paceline.strategies.placement import move_optimizer_state
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 INTERFACE = (

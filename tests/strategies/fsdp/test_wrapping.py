@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.strategies.fsdp.wrapping import bottom_up, checkpoint_activations, choose_blocks
+from paceline.strategies.fsdp.wrapping import checkpoint_activations, choose_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -110,12 +110,6 @@ def test_a_block_with_a_tied_parameter_stays_with_the_root(caplog: pytest.LogCap
 def test_a_module_at_two_places_is_no_tied_parameter() -> None:
     layer = Layer()
     assert names("auto", nn.Sequential(layer, Layer(), layer)) == ["0", "1"]
-
-
-def test_bottom_up_visits_children_first_and_each_module_once() -> None:
-    layer = Layer()
-    visited = [name for name, _ in bottom_up(nn.ModuleDict({"a": layer, "b": layer}))]
-    assert visited == ["a.mlp.0", "a.mlp.1", "a.mlp.2", "a.mlp", "a.gate", "a", ""]
 
 
 def test_checkpointed_activations_change_neither_names_nor_gradients() -> None:

@@ -14,7 +14,7 @@ from paceline import Trainer, TrainingModule, messages
 from paceline.big_model.dispatch import attach_layerwise_casting_hooks
 from paceline.compat.accelerate.big_model import set_module_tensor_to_device
 from paceline.estimate.memory_estimate import estimate_memory
-from paceline.strategies.dtypes import convert, in_dtype
+from paceline.processes.device_transfer import convert, in_dtype
 
 BECOMES = {
     "64-true": (torch.float64, torch.complex128),

@@ -1,4 +1,4 @@
-"""Bring batches to where the model is: one pinned, non-blocking copy for each tensor, whatever the batch is made of."""
+"""Bring batches to the model's device, one pinned, non-blocking copy per tensor, and tensors to another dtype."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import functools
 import inspect
 from collections import UserList, deque
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .dtypes import in_dtype
-
+M = TypeVar("M", bound=nn.Module)
 TensorFunction = Callable[[Tensor], Tensor]
 
 
@@ -255,3 +254,22 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 def _unchanged(value: Any) -> Any:
     return value
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    """The dtype that tensors of another get where floating-point ones become ``wanted``.
+
+    Complex ones stay complex: float64 goes with complex128; the smaller types, most of which have no complex partner
+    that torch computes in, leave them as they are. Whole numbers and bools stay.
+    """
+    if kind.is_floating_point:
+        return wanted
+    return torch.complex128 if kind.is_complex and wanted == torch.float64 else kind
+
+
+def convert(module: M, wanted: torch.dtype, non_blocking: bool = False) -> M:
+    """Convert a module's parameters and buffers, where ``module.to(wanted)`` would cut off what is imaginary."""
+    return module._apply(lambda tensor: tensor.to(in_dtype(tensor.dtype, wanted), non_blocking=non_blocking))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from paceline.strategies.batch_transfer import Mover, ahead, move, mover
+from paceline.processes.device_transfer import Mover, ahead, move, mover
 
 META = torch.device("meta")
 

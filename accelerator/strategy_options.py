@@ -1,0 +1,182 @@
+"""What an Accelerator was given about its strategy: handlers, plugins and settings, as plain options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch.amp.grad_scaler import GradScaler
+
+from .. import messages
+from ..processes.cluster_environment import find_cluster
+from ..processes.devices import count, find_kind
+from ..settings import if_set
+from ..strategies.base import Strategy
+from ..strategies.choose import choose_strategy
+from ..strategies.options import Options
+from ..strategies.precision import MixedPrecision, Precision
+from ..strategies.precision.choose import choose_precision
+from .enums import PrecisionType
+from .fsdp_plugin import FullyShardedDataParallelPlugin
+from .kwargs_handlers import NO_EIGHT_BITS, Handlers
+from .parallelism_config import ParallelismConfig
+from .plugins import DeepSpeedPlugin
+
+_NAMES: dict[str, Literal["16-mixed", "bf16-mixed"]] = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an Accelerator was given, as far as it decides the Strategy; what is None is decided by ``settings``.
+
+    Attributes:
+        handlers: from ``sort_handlers``.
+        fsdp_plugin: of the Accelerator.
+        deepspeed_plugin: one, or a dict with one.
+        parallelism_config: of the Accelerator.
+        settings: values by name; those of ``mixed_precision``, ``cpu`` and ``strategy`` include what code said.
+    """
+
+    handlers: Handlers = field(default_factory=Handlers)
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None
+    parallelism_config: ParallelismConfig | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def filled(self) -> Choice:
+        """The same with plugins that the settings ask for (``use_fsdp``, ...), and their open fields decided.
+
+        Raises:
+            TypeError: a plugin of another class.
+        """
+        one, settings = self.deepspeed_plugin, self.settings
+        if isinstance(one, Mapping):
+            one = _only(one)
+        return Choice(
+            self.handlers,
+            _checked("fsdp_plugin", self.fsdp_plugin, FullyShardedDataParallelPlugin, settings, "use_fsdp"),
+            _checked("deepspeed_plugin", one, DeepSpeedPlugin, settings, "use_deepspeed"),
+            _checked(
+                "parallelism_config", self.parallelism_config, ParallelismConfig, settings, "use_parallelism_config"
+            ),
+            settings,
+        )
+
+    def options(self) -> Options:
+        """What handlers and plugins say about a strategy.
+
+        Raises:
+            ValueError: a value that a plugin does not have, or two plugins that exclude each other.
+            NotImplementedError: something that Paceline does not have.
+        """
+        sizes = self.parallelism_config
+        given: dict[str, tuple[Any, str]] = {
+            "fsdp": (self.fsdp_plugin, "fsdp_plugin"),
+            "deepspeed": (self.deepspeed_plugin, "deepspeed_plugin"),
+            "mesh": (sizes, "" if sizes is None else sizes.written),
+            "ddp": (self.handlers.ddp, "DistributedDataParallelKwargs"),
+            "process_group": (self.handlers.process_group, "InitProcessGroupKwargs"),
+        }
+        found = {name: one.options() for name, (one, _) in given.items() if one is not None}
+        return Options(**found, written={name: text for name, (_, text) in given.items()})
+
+
+def choose(choice: Choice) -> Strategy:
+    """The Strategy, placed on its device but not set up yet (``setup_environment``)."""
+    choice = choice.filled()
+    strategy, cpu = choice.settings.get("strategy") or "auto", bool(choice.settings.get("cpu"))
+    kind = find_kind("cpu" if cpu else "auto")
+    precision = precision_of(choice, kind)
+    if isinstance(strategy, Strategy) and type(precision) is Precision:
+        precision = None
+    alone = find_cluster() is None
+    if alone and kind == "cuda":
+        _say_unused(count("cuda"))
+    accelerator, devices = "cpu" if cpu else "auto", 1 if alone else "auto"
+    return choose_strategy(strategy, accelerator, devices, precision=precision, options=choice.options())
+
+
+def _checked(name: str, plugin: Any, kind: Any, settings: Mapping[str, Any], switch: str) -> Any:
+    if plugin is None:
+        return kind().filled(settings) if settings.get(switch) else None
+    if not isinstance(plugin, kind):
+        hint = f" Did you mean {plugin.__name__}()?" if isinstance(plugin, type) else ""
+        raise TypeError(f"Accelerator({name}={plugin!r}) is {messages.a(plugin)}.{hint} Pass a {kind.__name__}.")
+    return plugin.filled(settings)
+
+
+def _only(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
+    if len(plugins) != 1:
+        raise NotImplementedError(
+            f"Accelerator(deepspeed_plugin=...) got {len(plugins)} plugins ({', '.join(map(str, plugins))}). Pass one: "
+            "all prepared models share its configuration."
+        )
+    return next(iter(plugins.values()))
+
+
+def _say_unused(present: int) -> None:
+    if present > 1:
+        script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "train.py"
+        messages.info_once(
+            f"This process uses 1 of the {present} GPUs that it sees. To use all of them: "
+            f"paceline launch --num_processes {present} {script} (or torchrun --nproc-per-node {present} {script}); to "
+            "leave it at one, set CUDA_VISIBLE_DEVICES=0."
+        )
+
+
+# ---- precision -------------------------------------------------------------------------------------------------------
+
+
+def precision_of(choice: Choice, kind: str) -> Precision:
+    """The Precision for ``mixed_precision`` with what the handlers say; says once which have no effect.
+
+    Args:
+        choice: what the Accelerator was given, filled.
+        kind: of device.
+
+    Raises:
+        NotImplementedError: fp8.
+        ValueError: an unknown word, or one that the DeepSpeed configuration contradicts.
+    """
+    asked = if_set(choice.settings, "mixed_precision")
+    if isinstance(asked, Precision):
+        return asked
+    word = None if asked is None else str(asked).lower()
+    if word == "fp8":
+        raise NotImplementedError(f"Accelerator(mixed_precision='fp8'): {NO_EIGHT_BITS}")
+    if isinstance(choice.deepspeed_plugin, DeepSpeedPlugin):
+        true = _sixteen_bits(choice.deepspeed_plugin, word)
+        if true is not None:
+            return choose_precision(true, None, kind)
+    scaler, autocast = choice.handlers.grad_scaler, choice.handlers.autocast
+    if scaler is not None and word != "fp16":
+        messages.info_once(
+            f"GradScalerKwargs has no effect with mixed_precision={word or 'no'!r}: only 'fp16' scales losses."
+        )
+    if word in (None, "no"):
+        return Precision()
+    if word not in _NAMES:
+        known = [name for name in PrecisionType.list() if name != "fp8"]
+        raise ValueError(messages.unknown("mixed_precision", asked, known, ", or pass a Precision"))
+    arguments: dict[str, Any] = {}
+    if autocast is not None:
+        arguments = {"autocast": autocast.enabled, "cache": autocast.cache_enabled}
+    if word == "fp16" and scaler is not None:
+        arguments["scaler"] = GradScaler(kind, **scaler.to_kwargs())
+    return MixedPrecision(_NAMES[word], kind, **arguments)
+
+
+def _sixteen_bits(plugin: DeepSpeedPlugin, word: str | None) -> str | None:
+    """DeepSpeed's own 16-bit mode, if its configuration asks for one; ``word`` may only repeat it."""
+    config = plugin.deepspeed_config
+    found = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), None)
+    if found is None:
+        return None
+    if word not in (None, found):
+        raise ValueError(
+            f"The DeepSpeed configuration says {found}.enabled=true, but mixed_precision is {word!r}. Leave "
+            f"mixed_precision out, or {found!r} out of the configuration."
+        )
+    return "bf16-true" if found == "bf16" else "16-true"

@@ -1,0 +1,294 @@
+"""FSDP as launchers, settings files and plugins describe it, and the arguments of FSDPStrategy that this means."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ... import messages
+from ...settings import fill
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+#: What a block has at least, with SIZE_BASED_WRAP.
+MIN_NUM_PARAMS = 100_000_000
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+#: The setting that each field can come from.
+_FROM = {
+    "fsdp_version": "fsdp_version",
+    "sharding_strategy": "fsdp_sharding_strategy",
+    "reshard_after_forward": "fsdp_reshard_after_forward",
+    "backward_prefetch": "fsdp_backward_prefetch",
+    "auto_wrap_policy": "fsdp_auto_wrap_policy",
+    "cpu_offload": "fsdp_offload_params",
+    "ignored_modules": "fsdp_ignored_modules",
+    "state_dict_type": "fsdp_state_dict_type",
+    "use_orig_params": "fsdp_use_orig_params",
+    "sync_module_states": "fsdp_sync_module_states",
+    "forward_prefetch": "fsdp_forward_prefetch",
+    "activation_checkpointing": "fsdp_activation_checkpointing",
+    "activation_checkpointing_offload": "fsdp_activation_checkpointing_offload",
+    "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
+    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "min_num_params": "fsdp_min_num_params",
+}
+
+
+@dataclass
+class FSDPSettings:
+    """FSDP in the words of FSDP 1 and 2; ``FullyShardedDataParallelPlugin`` describes the fields.
+
+    A field that is None is not set.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Callable[..., Any] | str | None = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[nn.Module] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | str | None = None
+    min_num_params: int | None = None
+
+    def filled(self, settings: Mapping[str, Any] | None) -> Self:
+        """A copy with what is open from the settings."""
+        return fill(self, settings, _FROM)
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of FSDPStrategy; says once which fields have no effect.
+
+        Raises:
+            ValueError: a value that its field does not have, or two fields that contradict each other.
+            NotImplementedError: a field that Paceline has nothing for.
+        """
+        self._refuse()
+        found: dict[str, Any] = {
+            **self._sharding(),
+            "wrap": self._wrap(),
+            "cpu_offload": _offload(self.cpu_offload) or None,
+            "activation_checkpointing": _truth(self.activation_checkpointing) or None,
+            "mixed_precision": _policy(self.mixed_precision_policy),
+        }
+        if self.state_dict_type is not None:
+            kind = _word("state_dict_type", self.state_dict_type, STATES)
+            if kind == "LOCAL_STATE_DICT":
+                raise ValueError(
+                    f"{type(self).__name__}(state_dict_type='LOCAL_STATE_DICT') loads on the same processes "
+                    "only, and FSDP2 has none. Choose 'SHARDED_STATE_DICT', which loads everywhere."
+                )
+            found["state_dict_type"] = "sharded" if kind == "SHARDED_STATE_DICT" else "full"
+        self._say()
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _refuse(self) -> None:
+        fixes = {
+            "ignored_modules": "FSDP does not reduce the gradients of what it leaves out. Freeze those modules "
+            "(requires_grad_(False)) and let them be sharded, or keep them out of the prepared model.",
+            "param_init_fn": "layers on the meta device are filled by their own reset_parameters(), or by "
+            "_init_weights(module) of the model around them. Write one of the two.",
+            "activation_checkpointing_offload": "recomputed activations stay on the device. Use "
+            "activation_checkpointing alone.",
+        }
+        for name, fix in fixes.items():
+            value = getattr(self, name)
+            if value not in (None, False, "") and value != []:
+                raise NotImplementedError(f"{type(self).__name__}({name}=...) is not supported: {fix}")
+        if self.fsdp_version not in (None, 1, 2):
+            raise ValueError(
+                f"{type(self).__name__}(fsdp_version={self.fsdp_version!r}): there are FSDP 1 and 2. Write 2."
+            )
+
+    def _sharding(self) -> dict[str, Any]:
+        asked, reshard = self.sharding_strategy, self.reshard_after_forward
+        if reshard is not None and not _is_truth(reshard):
+            if asked is not None and _word("", asked, SHARDING) != _word("reshard_after_forward", reshard, SHARDING):
+                raise ValueError(
+                    f"{type(self).__name__}(sharding_strategy={asked!r}, reshard_after_forward={reshard!r}) "
+                    "contradict each other. Leave one out."
+                )
+            asked, reshard = reshard, None
+        name = None if asked is None else _word("sharding_strategy", asked, SHARDING)
+        if name == "NO_SHARD":
+            raise ValueError(
+                f"{type(self).__name__}(sharding_strategy='NO_SHARD') shards nothing, which is what DDP does. "
+                "Leave it (use_fsdp) out."
+            )
+        keeps = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+        if self.fsdp_version == 1:
+            reshard = None  # there the sharding strategy says it; launchers write both
+        if keeps and reshard is not None and _truth(reshard):
+            raise ValueError(
+                f"{type(self).__name__}(sharding_strategy={name!r}) keeps weights from forward to backward, "
+                f"but reshard_after_forward={reshard!r} frees them. Leave one out."
+            )
+        keeps = keeps or (reshard is not None and not _truth(reshard))
+        return {
+            "sharding": "hybrid" if name in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") else None,
+            "reshard_after_forward": False if keeps else None,
+        }
+
+    def _wrap(self) -> Any:
+        policy, names, least = self.auto_wrap_policy, self._class_names(), self.min_num_params
+        if policy is not None and not isinstance(policy, str):
+            return _torch_policy(policy)
+        if policy is None:
+            return names or (int(least) if least else "auto")
+        word = _word("auto_wrap_policy", policy, WRAPPING)
+        if word == "NO_WRAP":
+            return "root"
+        if word == "SIZE_BASED_WRAP":
+            return int(least) if least else MIN_NUM_PARAMS
+        return names or "auto"
+
+    def _class_names(self) -> list[str]:
+        names = self.transformer_cls_names_to_wrap or []
+        return [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else list(names)
+
+    def _say(self) -> None:
+        """Name the fields that ask for something else than what always happens."""
+        asked = {
+            "fsdp_version=1": self.fsdp_version == 1,
+            f"backward_prefetch={self.backward_prefetch!r}": self.backward_prefetch is not None
+            and _word("backward_prefetch", self.backward_prefetch, PREFETCH) != "BACKWARD_PRE",
+            "forward_prefetch=True": _truth(self.forward_prefetch),
+            "limit_all_gathers=False": not self.limit_all_gathers,
+            "use_orig_params=False": self.use_orig_params is not None and not _truth(self.use_orig_params),
+            "sync_module_states=False": self.sync_module_states is not None and not _truth(self.sync_module_states),
+            "cpu_ram_efficient_loading=True": _truth(self.cpu_ram_efficient_loading),
+            "state_dict_config": self.state_dict_config is not None,
+            "optim_state_dict_config": self.optim_state_dict_config is not None,
+        }
+        named = [name for name, is_asked in asked.items() if is_asked]
+        if named:
+            messages.info_once(
+                f"{type(self).__name__}: {', '.join(named)} without effect. This is FSDP2: it starts "
+                "from rank 0's weights, keeps the original parameters, fetches the next block while one computes, and "
+                "whole states are gathered on the CPU of rank 0."
+            )
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, bool) or str(value).lower() in ("true", "false", "yes", "no", "1", "0")
+
+
+def _truth(value: Any) -> bool:
+    return str(value).lower() in ("true", "yes", "1")
+
+
+def _word(field: str, value: Any, words: tuple[str, ...]) -> str:
+    """The word that a string, torch's enum or its number (from 1) stands for."""
+    text = str(getattr(value, "name", value)).upper()
+    if text.isdecimal() and 1 <= int(text) <= len(words):
+        return words[int(text) - 1]
+    if text not in words:
+        hint = messages.did_you_mean(text, words)
+        raise ValueError(
+            f"Unknown {field} for FullyShardedDataParallelPlugin {value!r}.{hint} Choose {messages.names(words)}."
+        )
+    return text
+
+
+def _offload(asked: Any) -> Any:
+    """What FSDPStrategy takes for False, True, FSDP 1's ``CPUOffload`` or FSDP2's policy."""
+    if isinstance(asked, (bool, str)) or asked is None:
+        return _truth(asked)
+    return asked.offload_params if hasattr(asked, "offload_params") else asked
+
+
+def _policy(asked: Any) -> Any:
+    """FSDP2's policy for itself, FSDP 1's, a dict of its arguments or a dtype's name."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if asked is None or isinstance(asked, MixedPrecisionPolicy):
+        return asked
+    if isinstance(asked, (str, torch.dtype)):
+        dtype = _dtype(asked)
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if isinstance(asked, Mapping):
+        for name in asked:
+            if name not in names:
+                raise ValueError(messages.unknown("key in mixed_precision_policy", name, names))
+        found: dict[str, Any] = {
+            key: value if isinstance(value, bool) else _dtype(value) for key, value in asked.items()
+        }
+        return MixedPrecisionPolicy(**found)
+    if hasattr(asked, "param_dtype") and hasattr(asked, "buffer_dtype"):
+        if asked.buffer_dtype not in (None, torch.float32):
+            raise ValueError(
+                f"FullyShardedDataParallelPlugin(mixed_precision_policy=...) has buffer_dtype={asked.buffer_dtype}, "
+                "which FSDP2 has not: buffers keep the dtype that the model gives them. Leave it out."
+            )
+        return MixedPrecisionPolicy(
+            param_dtype=asked.param_dtype,
+            reduce_dtype=asked.reduce_dtype,
+            cast_forward_inputs=bool(asked.cast_forward_inputs or asked.cast_root_forward_inputs),
+        )
+    raise TypeError(
+        f"FullyShardedDataParallelPlugin(mixed_precision_policy={asked!r}) is {messages.a(asked)}. Pass a "
+        "torch.distributed.fsdp.MixedPrecisionPolicy, a dict of its arguments, or 'bf16' or 'fp16'."
+    )
+
+
+def _dtype(name: Any) -> Any:
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    text = str(name).lower().removeprefix("torch.")
+    if text not in DTYPES:
+        raise ValueError(messages.unknown("dtype in mixed_precision_policy", name, DTYPES))
+    return DTYPES[text]
+
+
+def _torch_policy(given: Any) -> Any:
+    """What FSDPStrategy takes for a policy of torch.distributed.fsdp.wrap; a plain function is taken as it is."""
+    policy: Any = given
+    told: Mapping[str, Any] = given.keywords if isinstance(given, functools.partial) else {}
+    classes = told.get("transformer_layer_cls") or told.get("module_classes")
+    if classes or told.get("min_num_params"):
+        return tuple(classes) if classes else told["min_num_params"]
+    if hasattr(policy, "_module_classes"):
+        return tuple(policy._module_classes)
+    if hasattr(policy, "_lambda_fn"):
+        return lambda _, module: bool(policy._lambda_fn(module))
+    if not callable(policy):
+        raise TypeError(
+            f"FullyShardedDataParallelPlugin(auto_wrap_policy={policy!r}) is {messages.a(policy)}. Pass one of "
+            f"{messages.names(name.lower() for name in WRAPPING)}, or a policy of torch.distributed.fsdp.wrap."
+        )
+    if {"module", "recurse", "nonwrapped_numel"} <= set(inspect.signature(policy).parameters):
+        return lambda _, module: bool(
+            policy(module=module, recurse=False, nonwrapped_numel=sum(p.numel() for p in module.parameters()))
+        )
+    return policy

@@ -1,0 +1,131 @@
+"""What plugins, handlers and settings say about a strategy, as arguments of the strategy classes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import messages
+from ..settings import Settings
+from .deepspeed.settings import DeepSpeedSettings
+from .fsdp.settings import FSDPSettings
+
+#: Dimensions of a mesh in plugins and settings, and the arguments of ModelParallelStrategy for them.
+SIZES = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "tp": "tensor_parallel"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments for each class of strategies; None: nothing was said about it.
+
+    Attributes:
+        fsdp: of FSDPStrategy.
+        deepspeed: of DeepSpeedStrategy.
+        mesh: of ModelParallelStrategy; the product of its sizes is the number of processes.
+        ddp: of DDPStrategy.
+        process_group: of every strategy for several processes.
+        written: for each of these, what the user wrote, for errors.
+    """
+
+    fsdp: Mapping[str, Any] | None = None
+    deepspeed: Mapping[str, Any] | None = None
+    mesh: Mapping[str, Any] | None = None
+    ddp: Mapping[str, Any] | None = None
+    process_group: Mapping[str, Any] | None = None
+    written: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.deepspeed is not None and (self.fsdp is not None or self.mesh is not None):
+            other = self.written["fsdp" if self.fsdp is not None else "mesh"]
+            raise ValueError(
+                f"{self.written['deepspeed']} and {other} contradict each other: DeepSpeed spreads the model itself. "
+                "Leave one out (use_deepspeed, use_fsdp and use_parallelism_config of the settings count too)."
+            )
+
+    @property
+    def given(self) -> str:
+        """Everything the user wrote; empty if there is nothing."""
+        return " and ".join(text for name, text in self.written.items() if getattr(self, name) is not None)
+
+    @property
+    def size(self) -> int:
+        """Number of processes in the mesh; 1 without one."""
+        return math.prod((self.mesh or {}).get(argument, 1) for argument in SIZES.values())
+
+    @property
+    def wanted(self) -> str | None:
+        """Name of the strategy that these options need; None: any will do."""
+        mesh = self.mesh or {}
+        if self.deepspeed is not None:
+            return "deepspeed"
+        if mesh.get("tensor_parallel", 1) > 1:
+            return "model_parallel"
+        return "fsdp" if self.fsdp is not None or mesh.get("data_parallel_shard", 1) > 1 else None
+
+    def arguments(self, name: str, kind: str) -> dict[str, Any]:
+        """The arguments of the strategy with this name and class; says once which options have no effect on it."""
+        if self.ddp is not None and kind != "DDPStrategy":
+            messages.info_once(
+                f"{self.written['ddp']} has no effect with strategy {name!r}, which does not use "
+                "DistributedDataParallel."
+            )
+        own = {"DDPStrategy": self.ddp, "DeepSpeedStrategy": self.deepspeed}.get(kind, self.fsdp)
+        found = {**(self.process_group or {}), **(own or {})}
+        mesh = self.mesh if self.mesh is not None and self.size > 1 else {}
+        if kind == "FSDPStrategy":
+            return found | {argument: size for argument, size in mesh.items() if argument.startswith("data_parallel")}
+        if kind != "ModelParallelStrategy":
+            return found
+        if mesh and found.pop("sharding", None) == "hybrid":
+            raise ValueError(
+                f"{self.written['fsdp']} asks for HYBRID_SHARD, but {self.written['mesh']} splits layers. Write "
+                "dp_replicate_size and dp_shard_size instead of HYBRID_SHARD."
+            )
+        return found | dict(mesh)
+
+    def refuse(self, strategy: str) -> None:
+        """Raise if anything was said, since this strategy takes no options."""
+        if self.given:
+            raise ValueError(
+                f"{self.given} cannot change strategy {strategy}. Give the strategy object these arguments, or leave "
+                "strategy out."
+            )
+
+    def check_size(self, num_processes: int) -> None:
+        """Raise if the product of the mesh's sizes is not the number of processes."""
+        if self.mesh is not None and self.size != num_processes:
+            raise ValueError(
+                f"{self.written['mesh']} asks for {self.size} processes, but the number of processes is "
+                f"{num_processes}. Change a size, or start as many: paceline launch --num_processes {self.size} ..."
+            )
+
+
+def mesh_options(sizes: Mapping[str, int], written: str) -> dict[str, Any]:
+    """The arguments of ModelParallelStrategy for sizes by dimension; ``written``: what the user wrote, for errors.
+
+    Raises:
+        NotImplementedError: sequences are split.
+    """
+    if sizes["cp"] > 1 or sizes["sp"] > 1:
+        raise NotImplementedError(
+            f"{written} splits sequences, so that a model returns a part of each, while the loss is computed outside "
+            "of it, on whole ones. Write Trainer(strategy=ModelParallelStrategy(context_parallel=...)), whose step has "
+            "both inside, or leave cp_size and sp_size out."
+        )
+    return {argument: sizes[dim] for dim, argument in SIZES.items()}
+
+
+def options_in(settings: Settings) -> Options:
+    """What ``use_fsdp``, ``use_deepspeed`` and ``use_parallelism_config`` ask for, with the settings of each."""
+    written = {"fsdp": "use_fsdp", "deepspeed": "use_deepspeed", "mesh": "use_parallelism_config"}
+    found: dict[str, Any] = {
+        name: kind().filled(settings).options()
+        for name, kind in (("fsdp", FSDPSettings), ("deepspeed", DeepSpeedSettings))
+        if settings[written[name]]
+    }
+    if settings["use_parallelism_config"]:
+        sizes = {dim: settings[f"parallelism_config_{dim}_size"] for dim in (*SIZES, "cp", "sp")}
+        found["mesh"] = mesh_options(sizes, "use_parallelism_config")
+    return Options(**found, written=written)

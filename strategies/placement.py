@@ -1,0 +1,112 @@
+"""Where tensors live: the first third of a :class:`.base.Strategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..big_model.deferred_weights import Waiting
+from ..processes.device_transfer import mover
+from .foreach_optimizers import prefer_foreach
+from .precision.base import Precision
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+T = TypeVar("T")
+
+
+class Placement:
+    """Brings modules, optimizers and batches to a device and into the dtypes of a precision.
+
+    Everything here runs when a run starts, never in a step. By default the whole module is on one device. A subclass
+    overrides ``setup_module`` to shard it, ``wrap_for_training`` and ``bind_step`` if a training step goes through a
+    wrapper, ``setup_optimizers`` if optimizers must change, and ``init_context`` if layers are created elsewhere.
+
+    Args:
+        device: where the module and the batches live.
+        precision: dtypes and loss scaling; full float32 if None.
+    """
+
+    #: Weights of the module set up last that have no values yet; each module that is set up gets a new one.
+    waiting: Waiting = Waiting()
+
+    def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
+        self.device = torch.device(device)
+        self.precision = precision or Precision()
+        self.precision.use_on(self.device)
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Indices of the devices used by the processes on this machine, one each; on the CPU 0, 1, ..."""
+        return [self.device.index or 0]
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Context that creates layers on this strategy's device, in the precision's dtype."""
+        return self.precision.init_context(self.device)
+
+    def empty_init_context(self) -> AbstractContextManager[Any]:
+        """Context that creates layers without memory; they get it when they are set up."""
+        raise NotImplementedError(
+            f"Trainer.init_module(empty_init=True): {type(self).__name__} holds the whole module in each process and "
+            "does not leave weights uninitialized. Leave it out, or use FSDPStrategy."
+        )
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Convert the module's dtype, bring it to the device, and shard it if the strategy shards.
+
+        Layers without memory get memory and their initial values.
+        """
+        module = self.precision.convert_module(module)
+        self._materialize(module, self.device)
+        return module.to(self.device)
+
+    def _materialize(self, module: nn.Module, device: torch.device) -> None:
+        self.waiting = Waiting(module)
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            from ..big_model.materialize import materialize
+
+            self.waiting.unfilled = materialize(module, device, self.waiting.noted)
+            self.waiting.take_memory(module, device)
+
+    def settle_batch_norm(self, module: nn.Module, synchronize: bool) -> None:
+        """Let batch norms see the batches of all processes, if ``synchronize``. Called before :meth:`setup_module`."""
+
+    def wrap_for_training(self, module: nn.Module) -> nn.Module:
+        """Wrap a module that is set up, for a strategy whose training step goes through a wrapper."""
+        return module
+
+    def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
+        """Return what the loop calls in place of a module's bound step. Called once, when the run starts.
+
+        Args:
+            step: ``module.training_step``, ``validation_step``, ...
+            wrapped: what :meth:`wrap_for_training` returned, in a fit; a wrapper that must see the forward pass routes
+                it here.
+            training: whether it is the training step.
+        """
+        return self.precision.bind_forward(step)
+
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Take the user's optimizers, return those to use. State that exists already is moved to the device."""
+        self.precision.setup_optimizers(optimizers)
+        for optimizer in optimizers:
+            move_optimizer_state(optimizer, self.device)
+        prefer_foreach(optimizers)
+        return optimizers
+
+    def batch_mover(self) -> Callable[[Any], Any] | None:
+        """Return what brings a batch to the device and the precision's input dtype; None if there is nothing to do."""
+        return mover(self.device, self.precision.input_dtype)
+
+
+def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Bring optimizer state to ``device``; a ``step`` counter that lives on the CPU on purpose stays there."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.device != device and key != "step":
+                state[key] = value.to(device)
