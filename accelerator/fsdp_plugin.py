@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .. import messages
+from ..torch_private import classes_of_policy, function_of_policy
 from .plugins import fill
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -302,10 +303,11 @@ def _torch_policy(given: Any) -> Any:
     classes = told.get("transformer_layer_cls") or told.get("module_classes")
     if classes or told.get("min_num_params"):
         return tuple(classes) if classes else told["min_num_params"]
-    if hasattr(policy, "_module_classes"):
-        return tuple(policy._module_classes)
-    if hasattr(policy, "_lambda_fn"):
-        return lambda _, module: bool(policy._lambda_fn(module))
+    wrapped, decide = classes_of_policy(policy), function_of_policy(policy)
+    if wrapped is not None:
+        return wrapped
+    if decide is not None:
+        return lambda _, module: bool(decide(module))
     if not callable(policy):
         raise TypeError(
             f"FullyShardedDataParallelPlugin(auto_wrap_policy={policy!r}) is {messages.a(policy)}. Pass one of "
