@@ -22,6 +22,7 @@ from ..big_model.device_map import spread_in
 from ..big_model.sharded_loading import all_or_none
 from ..processes.stop_agreement import Stop
 from ..processes.thread_stacks import stacks
+from ..torch_private import multiply_each_
 from .foreach_optimizers import prefer_foreach
 from .precision.base import Precision, gradients
 
@@ -310,7 +311,7 @@ class Strategy:
         """Multiply every gradient of ``optimizer`` by ``factor``, a number or a scalar tensor, in place."""
         grads = gradients(optimizer)
         if grads:
-            torch._foreach_mul_(grads, factor)  # type: ignore[reportPrivateImportUsage]
+            multiply_each_(grads, factor)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Take fp16's loss scale out of the gradients; a second call before the step does nothing."""

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
-from torch.utils import _pytree as pytree
 
 from .. import messages
 from ..processes import gloo, launch
@@ -26,6 +24,7 @@ from ..processes.host_program import START_METHODS, StartMethod, find_host, fork
 from ..processes.rendezvous_store import shared_store
 from ..processes.stop_agreement import Stop
 from ..processes.timings import timed
+from ..torch_private import pytree
 from . import sync_batch_norm
 from .base import ReduceOp, Strategy, UnlikeTensorsError
 from .differentiable_collectives import all_gather
@@ -436,7 +435,8 @@ def join(
         return
     with_device: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if cluster is None:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
+        store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
         where: dict[str, Any] = (

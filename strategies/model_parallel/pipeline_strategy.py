@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from ...torch_private import unscale_with
 from .. import sharded_tensors
 from ..base import move_optimizer_state
 from ..distributed import DistributedStrategy
@@ -134,7 +135,7 @@ class PipelineSteps(Base):
         self.pipeline.setup_optimizers(optimizers)
         self.precision.setup_optimizers(optimizers)
         if self.precision.scaler is not None:
-            self.precision.scaler._unscale_grads_ = self._unscale_parts
+            unscale_with(self.precision.scaler, self._unscale_parts)
         return optimizers
 
     def bind_step(self, step: Callable[..., T], wrapped: nn.Module, training: bool = False) -> Callable[..., T]:
