@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from .. import messages
 from ..processes.seed import host_random_states, random_states, set_random_states
 from ..strategies.distributed import leave
+from ..torch_private import COMPILED_CALL, FSDP_ATTRIBUTES, FSDP_MARK
 from .checkpoint_contents import left_for_checkpoints
 from .hooks import overridden
 from .module import TrainingModule
@@ -49,11 +50,8 @@ _OF_A_FIT: dict[str, Callable[[], Any]] = {
     "lr_scheduler_configs": list,
     "_left": lambda: None,
 }
-#: What ``fully_shard`` adds to a module.
-_SHARDED = "_is_fsdp_managed_module"
-_OF_SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 #: Attributes of a module that are torch's, or tie it to its run.
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", "_compiled_call_impl"}
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", COMPILED_CALL}
 
 
 def run_elsewhere(trainer: Trainer, launcher: Callable[..., Any], request: Request) -> Any:
@@ -274,7 +272,7 @@ def _portable(
     attributes: dict[str, Any], anchors: dict[str, Any], left_out: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
     """Those that can be brought to another process."""
-    found = {n: value for n, value in attributes.items() if n not in left_out and not n.startswith(_OF_SHARDING)}
+    found = {n: value for n, value in attributes.items() if n not in left_out and not n.startswith(FSDP_ATTRIBUTES)}
     if _try(found, anchors) is not None:
         return found
     return {name: value for name, value in found.items() if _try(value, anchors) is not None}
@@ -312,9 +310,9 @@ class _WriterOfLayers(_Writer):
     """Layers as they were before they were split, with room for the weights that lie in parts."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module) and (_SHARDED in vars(obj) or "forward" in vars(obj)):
+        if isinstance(obj, nn.Module) and (FSDP_MARK in vars(obj) or "forward" in vars(obj)):
             own = vars(obj) | {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
-            own = {name: v for name, v in own.items() if not name.startswith(_OF_SHARDING) and name != "forward"}
+            own = {name: v for name, v in own.items() if not name.startswith(FSDP_ATTRIBUTES) and name != "forward"}
             return object.__new__, (type(obj).__mro__[2 if isinstance(obj, FSDPModule) else 0],), own
         if isinstance(obj, DTensor):
             room = torch.empty(obj.shape, dtype=obj.dtype)
