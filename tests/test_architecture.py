@@ -17,15 +17,14 @@ from typing import NamedTuple
 import pytest
 
 #: The rooms, higher ones first, and which others each may import from. The root, where the public names stand, may
-#: import all; all may import what is in OPEN. Two pairs know each other: a strategy loads the weights of big models,
-#: whose hooks move tensors as a strategy does; the Trainer has tuning callbacks, and a tuner runs Trainers.
+#: import all; all may import what is in OPEN. One pair knows each other: a strategy loads the weights of big models,
+#: whose hooks move tensors as a strategy does.
 ARROWS = {
     "cli": {"accelerator", "estimate", "doctor", "data", "report", "checkpoint", "big_model", "processes", "settings"},
     "compat": {"accelerator", "memory", "big_model", "strategies", "processes", "settings"},
     "estimate": {"trainer", "data", "strategies", "processes"},
     "tuner": {"trainer", "memory", "data", "callbacks", "checkpoint", "strategies", "processes", "loggers"},
     "trainer": {
-        "tuner",
         "accelerator",
         "doctor",
         "profilers",
