@@ -248,7 +248,7 @@ class Accelerator(Facts):
         """
         if is_prepared(model) or id(model) in self._placements:
             return model
-        from .models import compiler_of
+        from ..torch_private import compiler_of
 
         prepared = start_model(self, model, device_placement, evaluation_mode)
         finish_model(self, prepared, compiler_of(model))

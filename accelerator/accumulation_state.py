@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .. import messages
+from ..torch_private import is_in_parts
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
@@ -115,7 +116,7 @@ def _fits(placements: list[PreparedModel], index: int, gradients: Gradients | No
 
 def _in_parts(placements: list[PreparedModel], index: int) -> bool:
     parameters = placements[index].module.parameters() if index < len(placements) else ()
-    return any(hasattr(parameter, "_local_tensor") for parameter in parameters)
+    return any(map(is_in_parts, parameters))
 
 
 def _restore_counts(

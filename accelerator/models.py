@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from .. import messages
 from ..strategies.base import Strategy
+from ..torch_private import compiler_of, inside_compiled, is_initialized, pytree
 from .errors import answer, nobody
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -107,7 +106,7 @@ class PreparedModel:
     def __setstate__(self, state: dict[str, Any]) -> None:
         gradients = state["gradients"]
         vars(self).update({name: value for name, value in state.items() if name != "gradients"})
-        if "_parameters" not in vars(self.module):
+        if not is_initialized(self.module):
             raise TypeError(
                 f"{type(self.module).__name__} holds the Accelerator, or an optimizer, that it was prepared with, and "
                 "neither can be made before the other. Pickle the Accelerator, which brings the module, or keep it out "
@@ -215,15 +214,9 @@ def unwrapped(model: Any) -> Any:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
         elif compiler_of(model) is not None:
-            model = model._orig_mod
+            model = inside_compiled(model)
         else:
             return model
-
-
-def compiler_of(model: Any) -> Callable[[Any], Any] | None:
-    """What compiles a function as ``torch.compile(module)`` was told to; None if a module was not."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return model.dynamo_ctx if dynamo is not None and isinstance(model, dynamo.OptimizedModule) else None
 
 
 def migrated(model: nn.Module) -> nn.Module:

@@ -189,6 +189,8 @@ class ParallelismConfig:
         """
         from torch.distributed.device_mesh import init_device_mesh
 
+        from ..torch_private import flatten_mesh
+
         if not self.active_mesh_dims:
             return None
         sizes = tuple(self.size(dim) for dim in self.active_mesh_dims)
@@ -199,7 +201,7 @@ class ParallelismConfig:
             ("dp_cp", self.dp_cp_dim_names),
         ):
             if dims:
-                mesh[tuple(dims)]._flatten(name)
+                flatten_mesh(mesh[tuple(dims)], name)
         self.device_mesh = mesh
         return mesh
 

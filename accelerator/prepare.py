@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from .. import messages
+from ..torch_private import compiler_of
 from .errors import answer
 from .loaders import PreparedLoader, prepare_data_loader
-from .models import PreparedModel, compiler_of, is_prepared, migrated
+from .models import PreparedModel, is_prepared, migrated
 from .optimizers import AcceleratedOptimizer
 from .schedulers import AcceleratedScheduler
 

@@ -15,6 +15,7 @@ from ..checkpoint.rank_files import buffers_apart, digest, entry_of, put_back_bu
 from ..checkpoint.restore import load_weights, optimizer_problem, restore_precision, versions
 from ..checkpoint.sharded_folder import together
 from ..processes import seed
+from ..torch_private import is_in_parts
 from .accumulation_state import forget_windows, gather_windows, placements_of, restore_windows
 from .loader_positions import FirstUse, Loaded
 
@@ -149,8 +150,7 @@ def _of_this_rank(accelerator: Accelerator, custom: list[Any]) -> dict[str, Any]
 def _fingerprint(value: Any) -> Any:
     """Equal for equal plain data; of tensors a checksum."""
     if isinstance(value, Tensor):
-        whole = not hasattr(value, "_local_tensor")
-        return (str(value.dtype), tuple(value.shape), digest(value.detach().cpu()) if whole else b"")
+        return (str(value.dtype), tuple(value.shape), b"" if is_in_parts(value) else digest(value.detach().cpu()))
     if isinstance(value, dict):
         return [(repr(key), _fingerprint(inner)) for key, inner in value.items()]
     if isinstance(value, (list, tuple)):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import messages
+from ..torch_private import change_count
 from . import sharded_loading
 from .empty_init import put
 from .weight_files import Pages, mapped_tensors
@@ -96,7 +97,7 @@ def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtyp
 
 
 def _attach(own: Tensor, note: Note) -> None:
-    vars(own)[_NOTE] = (note, own._version)
+    vars(own)[_NOTE] = (note, change_count(own))
     if type(own) is nn.Parameter:
         own.__class__ = NotedParameter
 
@@ -111,7 +112,7 @@ def _notes(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Note]]:
         note, version = vars(parameter).get(_NOTE, (None, 0))
         if note is None or not parameter.is_meta:
             continue
-        if parameter._version != version:
+        if change_count(parameter) != version:
             raise RuntimeError(_lost(name, "changed in place"))
         yield name, parameter, note
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import messages
+from ..torch_private import APPLY
 from .module_sizes import named_tensors
 
 #: A device: the number of an accelerator, ``"cpu"``, ``"disk"``, or what ``torch.device`` takes.
@@ -114,7 +115,7 @@ class Refusal:
 
 def spread_in(module: nn.Module) -> nn.Module | None:
     """The first module in a module that a device map has spread; None if none was."""
-    return next((part for part in module.modules() if isinstance(vars(part).get("_apply"), Refusal)), None)
+    return next((part for part in module.modules() if isinstance(vars(part).get(APPLY), Refusal)), None)
 
 
 def join_neighbors(device_map: Mapping[str, Device]) -> DeviceMap:

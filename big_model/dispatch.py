@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..torch_private import APPLY
 from .device_map import Refusal, check_device_map, device_of, is_offloaded, main_device_of, torch_device
 from .empty_init import give
 from .hooks import (
@@ -330,8 +331,8 @@ def _take_off(model: nn.Module) -> None:
             if not others:
                 remove_hook_from_module(part)
     for part in model.modules():
-        if isinstance(vars(part).get("_apply"), Refusal):
-            del vars(part)["_apply"]
+        if isinstance(vars(part).get(APPLY), Refusal):
+            del vars(part)[APPLY]
 
 
 def _places(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
@@ -374,4 +375,4 @@ def _runner(model: nn.Module, name: str) -> str:
 def _forbid_moves(model: nn.Module, offloaded: bool) -> None:
     where = "the host's memory or disk" if offloaded else "several devices"
     for part in (model, *(one for one in model.modules() if isinstance(vars(one).get("_hf_hook"), AlignDevicesHook))):
-        vars(part)["_apply"] = Refusal(type(part).__name__, where)
+        vars(part)[APPLY] = Refusal(type(part).__name__, where)

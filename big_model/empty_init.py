@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..torch_private import own_buffers, own_parameters
+
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
     """Within, modules are made with parameters that have shapes and no values, on the meta device: no memory, no time.
@@ -52,7 +54,7 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
             return
         values = param.detach().to(device)
         if values.device != param.device:
-            module._parameters[name] = made.setdefault(param, like(param, values))
+            own_parameters(module)[name] = made.setdefault(param, like(param, values))
 
     nn.Module.register_parameter = place  # type: ignore[method-assign]
     try:
@@ -73,7 +75,7 @@ def put(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
     for name in names:
         place, _, last = name.rpartition(".")
         part = model.get_submodule(place)
-        held: dict[str, Any] = part._parameters if last in part._parameters else part._buffers
+        held: dict[str, Any] = own_parameters(part) if last in own_parameters(part) else own_buffers(part)
         held[last] = tensor
 
 

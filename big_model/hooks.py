@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..processes.device_transfer import convert, move
+from ..torch_private import APPLY, own_buffers, own_parameters
 from .device_map import torch_device
 from .empty_init import give
 from .module_sizes import named_tensors, names_of
@@ -150,7 +151,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     """Give a module and all in it their own forwards back; what stands in the way of moving it goes too."""
     remove_hook_from_module(module, recurse=True)
     for part in module.modules():
-        vars(part).pop("_apply", None)
+        vars(part).pop(APPLY, None)
     vars(module).pop("hf_device_map", None)
 
 
@@ -343,8 +344,8 @@ class LayerwiseCastingHook(ModelHook):
 def _tensor(module: nn.Module, name: str) -> Tensor:
     place, _, last = name.rpartition(".")
     owner = module.get_submodule(place)
-    found = owner._parameters.get(last)
-    return found if found is not None else owner._buffers[last]  # type: ignore[return-value]
+    found = own_parameters(owner).get(last)
+    return found if found is not None else own_buffers(owner)[last]  # type: ignore[return-value]
 
 
 def default_device() -> torch.device:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import messages
+from ..torch_private import own_buffers, own_parameters
 from .module_blocks import bottom_up
 
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -94,7 +95,7 @@ class Materializer:
         """Within, methods that fill a module find nothing they could change in the place of what has values."""
         put_away: list[tuple[dict[str, Any], str, Tensor]] = []
         for owner in module.modules():
-            for held in (owner._parameters, owner._buffers):
+            for held in (own_parameters(owner), own_buffers(owner)):
                 for key, value in held.items():
                     if value is not None and not value.is_meta and (id(owner), key) in self._given:
                         put_away.append((held, key, value))
@@ -109,7 +110,7 @@ class Materializer:
 
     def _take_memory(self, module: nn.Module, keys: Collection[str]) -> None:
         """As ``to_empty``, but a tied parameter stays one, and what nobody fills afterwards can be told."""
-        for held in (module._parameters, module._buffers):
+        for held in (own_parameters(module), own_buffers(module)):
             for key, value in held.items():
                 if value is None or key not in keys:
                     continue
@@ -123,7 +124,7 @@ class Materializer:
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    both = (*module._parameters.items(), *module._buffers.items())
+    both = (*own_parameters(module).items(), *own_buffers(module).items())
     return [(key, value) for key, value in both if value is not None]
 
 

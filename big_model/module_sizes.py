@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..torch_private import unsaved_buffers
+
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -107,7 +109,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return {
         f"{name}.{key}" if name else key
         for name, part in module.named_modules(remove_duplicate=False)
-        for key in part._non_persistent_buffers_set
+        for key in unsaved_buffers(part)
     }
 
 

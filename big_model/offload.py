@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import messages
+from ..torch_private import change_count
 from .module_sizes import as_dtype
 from .weight_files import Pages, advise_needed, copy_into, is_aligned, map_file, short_lived, tensors_of_safetensors
 
@@ -250,7 +251,7 @@ class _Lodger:
 
     def fetch(self) -> _Fetched:
         """Read it, and copy it if it does not run where it lies. May run in a thread of its own."""
-        version = _version(self.tensor)
+        version = change_count(self.tensor)
         if not self.copied:
             if self.mapped:
                 advise_needed(self.home)
@@ -266,7 +267,7 @@ class _Lodger:
         if not _same_memory(self.tensor.data, self.home):
             self._settle(Pages())
             fetched = self.fetch()
-        elif fetched.version != _version(self.tensor):
+        elif fetched.version != change_count(self.tensor):
             fetched = self.fetch()
         self._there = fetched
         if fetched.values is not None:
@@ -287,7 +288,7 @@ class _Lodger:
 
     def _was_changed(self, there: Tensor, version: int | None) -> bool:
         if isinstance(self.tensor, nn.Parameter) and version is not None:
-            return _version(self.tensor) != version
+            return change_count(self.tensor) != version
         return there.device.type != "cpu" or not torch.equal(there, self.home)  # batch statistics leave no trace
 
     def give_back(self) -> None:
@@ -299,13 +300,6 @@ class _Lodger:
         """Have the tensor hold values with which anything may be computed from now on, without :meth:`enter`."""
         if self.mapped and self.copied and _same_memory(self.tensor.data, self.home):
             self.tensor.data = self.home.clone(memory_format=torch.contiguous_format)
-
-
-def _version(tensor: Tensor) -> int | None:
-    try:
-        return tensor._version
-    except RuntimeError:  # it was made in inference mode
-        return None
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:

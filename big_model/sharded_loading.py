@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..torch_private import local_shape_and_offset
 from .empty_init import put
 from .weight_files import Pages, copy_into
 
@@ -44,9 +45,7 @@ def part_of(whole: Tensor, like: DTensor) -> Tensor:
         for dim in {placement.dim for placement in placements if hasattr(placement, "dim")}:
             part = _pick(part, dim, _indices(like, dim))
     else:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, placements)
+        shape, offset = local_shape_and_offset(like)
         for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
             part = part.narrow(dim, start if length else 0, length)
     if part.shape != held.shape:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import messages
+from ..torch_private import INNER_SCHEDULERS, LAST_RATES, BatchNorm, own_modules
 from .base import Callback
 from .weight_averaging import checked_count
 
@@ -82,7 +82,7 @@ class BaseFinetuning(Callback):
                 "Pass layers such as pl_module.backbone or [pl_module.stem, pl_module.blocks]."
             )
         unique = {id(module): module for module in found}.values()
-        return [m for m in unique if not m._modules or any(p is not None for p in m._parameters.values())]
+        return [m for m in unique if not own_modules(m) or any(True for _ in m.parameters(recurse=False))]
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Parameter]:
@@ -95,7 +95,7 @@ class BaseFinetuning(Callback):
         """
         seen: set[int] = set()
         for module in BaseFinetuning.flatten_modules(modules):
-            if isinstance(module, _BatchNorm) and not train_bn:
+            if isinstance(module, BatchNorm) and not train_bn:
                 continue
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad == requires_grad and id(parameter) not in seen:
@@ -111,7 +111,7 @@ class BaseFinetuning(Callback):
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
         """Freeze the parameters that one layer owns itself; a BatchNorm layer's running statistics stand still."""
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad = False
@@ -125,7 +125,7 @@ class BaseFinetuning(Callback):
             train_bn: leave BatchNorm layers trainable.
         """
         for module in BaseFinetuning.flatten_modules(modules):
-            if isinstance(module, _BatchNorm) and train_bn:
+            if isinstance(module, BatchNorm) and train_bn:
                 _make_layer_trainable(module)
             else:
                 BaseFinetuning.freeze_module(module)
@@ -163,7 +163,7 @@ class BaseFinetuning(Callback):
         """
         trained = {id(p) for p in BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)}
         for module in BaseFinetuning.flatten_modules(modules):
-            if train_bn or not isinstance(module, _BatchNorm):
+            if train_bn or not isinstance(module, BatchNorm):
                 _make_layer_trainable(module)
         trained &= {id(p) for group in optimizer.param_groups for p in group["params"]}
         params = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
@@ -196,7 +196,7 @@ class BaseFinetuning(Callback):
         for name, parameter in parameters.items():
             parameter.requires_grad = name in trainable
         for name, module in pl_module.named_modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BatchNorm):
                 module.track_running_stats = name in tracking
         for optimizer, groups in zip(trainer.optimizers, added, strict=True):
             before = len(optimizer.param_groups)
@@ -231,7 +231,7 @@ class BaseFinetuning(Callback):
             self._added[index] += self._names(pl_module, optimizer.param_groups[before:])
         self._trainable = [name for name, p in pl_module.named_parameters() if p.requires_grad]
         self._tracking = [
-            name for name, m in pl_module.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats
+            name for name, m in pl_module.named_modules() if isinstance(m, BatchNorm) and m.track_running_stats
         ]
 
     def _names(self, pl_module: TrainingModule, groups: list[dict[str, Any]]) -> list[list[str]]:
@@ -259,7 +259,7 @@ class BaseFinetuning(Callback):
 
 
 def _make_layer_trainable(layer: nn.Module) -> None:
-    if isinstance(layer, _BatchNorm):
+    if isinstance(layer, BatchNorm):
         layer.track_running_stats = layer.running_mean is not None
     for parameter in layer.parameters(recurse=False):
         parameter.requires_grad = True
@@ -274,13 +274,13 @@ def _extend_schedulers(trainer: Trainer, optimizer: Optimizer, before: int) -> N
 
 
 #: What a scheduler keeps for each group: as attributes, and in the group itself.
-_LISTS = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
+_LISTS = ("base_lrs", LAST_RATES, "max_lrs", "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 _GROUP_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 
 def _extend_scheduler(scheduler: Any, index: int) -> None:
     """Let a scheduler treat group ``index`` as it treats the first group, learning rates in proportion."""
-    for child in getattr(scheduler, "_schedulers", ()):
+    for child in getattr(scheduler, INNER_SCHEDULERS, ()):
         _extend_scheduler(child, index)
     first, group = scheduler.optimizer.param_groups[0], scheduler.optimizer.param_groups[index]
     ratio = group["lr"] / first["lr"] if first["lr"] else 1.0

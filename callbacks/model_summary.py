@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .. import messages
+from ..torch_private import pytree
 from .base import Callback
 from .summary_table import fitted
 
@@ -200,10 +201,8 @@ def _mode(training: bool | None) -> str:
 
 def _as_it_is(module: nn.Module, inputs: Any) -> None:
     """Run forward where the module's first parameter lives."""
-    from torch.utils._pytree import tree_map_only
-
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    _call(module, tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
+    _call(module, pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
 
 
 def _as_trained(trainer: Trainer) -> Callable[[nn.Module, Any], None]:
@@ -230,7 +229,7 @@ def _summarize(module: nn.Module, max_depth: int, run: Callable[[nn.Module, Any]
     layers = dict(_layers(module, max_depth))
     rows = {name: _row(name, layer) for name, layer in layers.items()}
     summary = Summary(list(rows.values()))
-    loose = [p for p in module._parameters.values() if p is not None]
+    loose = list(module.parameters(recurse=False))
     if loose and max_depth != 0:
         summary.layers.append(Layer("other params", "n/a", _count(loose), any(map(is_lazy, loose))))
     parameters = list(module.parameters())

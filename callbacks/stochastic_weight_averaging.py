@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
 from .. import messages
+from ..torch_private import BatchNorm
 from .base import Callback, overridden
 from .weight_averaging import (
     CURRENT_KEY,
@@ -289,9 +289,9 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
         configs.append(SimpleNamespace(**ours))
 
 
-def _training_layers(module: nn.Module) -> dict[str, _BatchNorm]:
+def _training_layers(module: nn.Module) -> dict[str, BatchNorm]:
     """The BatchNorm layers whose statistics a training step changes."""
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm) and layer.training}
 
 
 def _statistics(module: nn.Module) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from .. import messages
+from ..torch_private import own_buffers, own_modules, own_parameters
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -144,17 +145,17 @@ def _averaged_places(module: nn.Module, use_buffers: bool) -> Iterator[tuple[str
     """Name, owner and key of every tensor to average; tied tensors come once for each name."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = prefix + "." if prefix else ""
-        for key, parameter in owner._parameters.items():
+        for key, parameter in own_parameters(owner).items():
             if hasattr(parameter, "ds_id"):
                 raise NotImplementedError(
                     f"Weights cannot be averaged under DeepSpeed's stage 3, which leaves a piece of {dot + key} on "
                     "a rank. Use strategy='deepspeed_stage_2' or 'fsdp'."
                 )
             if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
-                yield dot + key, owner._parameters, key
-        for key, buffer in owner._buffers.items() if use_buffers else ():
+                yield dot + key, own_parameters(owner), key
+        for key, buffer in own_buffers(owner).items() if use_buffers else ():
             if buffer is not None and (buffer.is_floating_point() or buffer.is_complex()) and _is_finite(buffer):
-                yield dot + key, owner._buffers, key
+                yield dot + key, own_buffers(owner), key
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -173,7 +174,7 @@ def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
         *path, key = name.split(".")
         node = root
         for part in path:
-            if part not in node._modules:
+            if part not in own_modules(node):
                 node.add_module(part, nn.Module())
             node = node.get_submodule(part)
         node.register_buffer(key, tensor)

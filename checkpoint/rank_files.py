@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import messages
 from ..strategies.base import Strategy
+from ..torch_private import unsaved_buffers
 
 
 def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool) -> Any:
@@ -84,7 +85,7 @@ def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
         f"{place}.{name}" if place else name: buffer
         for place, part in module.named_modules()
         for name, buffer in part.named_buffers(recurse=False)
-        if name not in part._non_persistent_buffers_set
+        if name not in unsaved_buffers(part)
     }
     return {name: one for name, one in saved.items() if type(one) is Tensor and one.numel() and not one.is_meta}
 

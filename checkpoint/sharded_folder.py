@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .. import messages
 from ..strategies.base import Strategy
+from ..torch_private import NAMES_IN_INDEX
 from . import atomic_write, manifest, single_file, storage
 from .manifest import CONTENTS
 from .storage import Location, Remote, location
@@ -297,9 +298,7 @@ class _Metadata(pickle.Unpickler):
 
 _INDEX_NAMES = {
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    *NAMES_IN_INDEX,
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
     ("pathlib", "PurePosixPath"),

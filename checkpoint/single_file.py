@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import messages
+from ..torch_private import storage_key
 from . import atomic_write, manifest, storage
 from .manifest import FORMAT
 from .plain_data import plain
@@ -135,7 +136,7 @@ def _storage_sizes(value: Any) -> dict[int, int]:
     """Bytes of every storage that tensors somewhere in ``value`` use, by the storage's address."""
     if isinstance(value, Tensor):
         storage = value.untyped_storage()
-        return {storage._cdata: storage.nbytes()}
+        return {storage_key(storage): storage.nbytes()}
     sizes: dict[int, int] = {}
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     for item in inner:

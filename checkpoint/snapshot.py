@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..torch_private import local_part, storage_key, with_local_part
+
 #: What a tensor lies in on the host: its size in bytes, and whether a GPU can write to it directly.
 _Kind = tuple[int, bool]
 _LEAVES = (int, str, float, bool, bytes, type(None))
@@ -34,8 +36,8 @@ class Buffers:
         storages: dict[int, Any] = {}
         for tensor in _tensors(state):
             if _is_simple(tensor):
-                storage = _local(tensor).untyped_storage()
-                storages.setdefault(storage._cdata, storage)
+                storage = local_part(tensor).untyped_storage()
+                storages.setdefault(storage_key(storage), storage)
         room = self._room({key: _kind(storage) for key, storage in storages.items()})
         devices = set()
         for key, storage in storages.items():
@@ -61,8 +63,8 @@ class Buffers:
 
 def size_bytes(state: Any) -> int:
     """Bytes of the memory that the tensors in a state use on this process."""
-    storages = (_local(tensor).untyped_storage() for tensor in _tensors(state) if _is_simple(tensor))
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    storages = (local_part(tensor).untyped_storage() for tensor in _tensors(state) if _is_simple(tensor))
+    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _tensors(value: Any) -> Any:
@@ -78,14 +80,9 @@ def _tensors(value: Any) -> Any:
             yield from _tensors(inner)
 
 
-def _local(tensor: Any) -> Tensor:
-    """The tensor, or this process's part of one that lies in parts."""
-    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
-
-
 def _is_simple(tensor: Tensor) -> bool:
     """Whether a tensor is bytes in memory and nothing else; the few others are cloned."""
-    local = _local(tensor)
+    local = local_part(tensor)
     plain = local.layout == torch.strided and not local.is_meta and not local.is_quantized
     return plain and not local.is_conj() and not local.is_neg()
 
@@ -122,12 +119,12 @@ def _copied(value: Any, room: dict[int, Tensor], known: dict[int, Any]) -> Any:
 def _copied_tensor(value: Tensor, room: dict[int, Tensor], known: dict[int, Any]) -> Tensor:
     if not _is_simple(value):
         return value if value.is_meta else value.detach().clone().cpu()
-    local = _local(value)
-    place = room[local.untyped_storage()._cdata].untyped_storage()
+    local = local_part(value)
+    place = room[storage_key(local.untyped_storage())].untyped_storage()
     view = torch.empty(0, dtype=local.dtype)
     view.set_(place, local.storage_offset(), local.size(), local.stride())  # pyright: ignore[reportCallIssue,reportArgumentType]
     if local is not value:
-        return type(value)(view, value._spec, requires_grad=False)  # pyright: ignore[reportCallIssue,reportAttributeAccessIssue]
+        return with_local_part(value, view)
     if isinstance(value, nn.Parameter):
         view = nn.Parameter(view, value.requires_grad)
     elif value.requires_grad:

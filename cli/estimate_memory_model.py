@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from .. import messages
 from ..big_model.weight_files import weight_files
 from ..data.batches import batch_size_of
 from ..estimate.tensor_lifetimes import Ledger
+from ..torch_private import FakeTensorMode, pytree, storage_key
 
 #: Tokens of a sequence where none is asked for; fewer if the model has fewer positions.
 SEQUENCE_LENGTH = 512
@@ -187,7 +186,7 @@ def _of_torch(file: Path) -> dict[str, Size]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+    return storage_key(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def size_of(tensor: Tensor) -> Size:

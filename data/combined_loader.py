@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .. import messages
+from ..torch_private import forget_iterator, running_iterator, shut_down_workers
 from .sample_order import iterate, length_of, pass_over, within_length
 
 Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
@@ -162,10 +163,9 @@ class CombinedLoader:
     def reset(self) -> None:
         """Drop what earlier passes left, worker processes of persistent loaders included."""
         for loader in self._flattened:
-            running = getattr(loader, "_iterator", None)
-            if isinstance(loader, DataLoader) and running is not None:
-                loader._iterator = None
-                running._shutdown_workers()
+            if isinstance(loader, DataLoader) and (running := running_iterator(loader)) is not None:
+                forget_iterator(loader)
+                shut_down_workers(running, persistent=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of those loaders that have one."""
@@ -284,10 +284,8 @@ def close_iterator(iterator: Iterator[Any]) -> None:
     """End a half-read iterator: close a generator, shut the workers of a DataLoader down unless they are persistent."""
     if isinstance(iterator, Generator):
         iterator.close()
-        return
-    shutdown = getattr(iterator, "_shutdown_workers", None)
-    if shutdown is not None and not getattr(iterator, "_persistent_workers", False):
-        shutdown()
+    else:
+        shut_down_workers(iterator)
 
 
 def _closing(limited: tuple[Iterator[Any], Iterator[Any]]) -> Iterator[Any]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from ..torch_private import makes_torchs_iterators
+
 
 class Rows:
     """The samples of a ``TensorDataset``, or of a ``Subset`` of one, as tensors whose rows are taken.
@@ -53,7 +55,7 @@ def rows_of(loader: DataLoader[Any]) -> Rows | None:
     """
     if loader.num_workers or loader.batch_sampler is None or loader.collate_fn is not default_collate:
         return None
-    if type(loader)._get_iterator is not DataLoader._get_iterator:
+    if not makes_torchs_iterators(loader):
         return None
     data: Any = loader.dataset
     places: list[Tensor] = []

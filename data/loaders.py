@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from .. import messages
 from ..processes.seed import host_random_states, mixed
+from ..torch_private import forget_iterator
 from .combined_loader import CombinedLoader, holds_loaders, length_of
 from .stream_sharding import Shard
 
@@ -278,7 +279,8 @@ def shard_of(loader: Any) -> Any:
 def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """A copy of a loader with some attributes replaced, those included that a loader refuses to have set."""
     clone = copy.copy(loader)
-    clone.__dict__.update(attributes, _iterator=None)  # no running iterator in common
+    clone.__dict__.update(attributes)
+    forget_iterator(clone)  # no running iterator in common
     return clone
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from ..processes import seed as randomness
+from ..torch_private import dataset_iterator, index_sampler, pins_memory, running_iterator
 from .in_memory import rows_of
 from .stream_sharding import Shard
 from .worker_processes import start_iterating
@@ -241,8 +242,7 @@ def _stops_inside(loader: Any, iterator: Iterator[Any]) -> bool:
     """Whether an iterator that is read to its end asks nothing of the user's for more than its length."""
     if takes_indices(loader):
         return can_jump(loader) or _ends_by_itself(_sampler_of(loader))
-    fetcher = getattr(iterator, "_dataset_fetcher", None)  # of torch's iterator, without workers
-    return type(getattr(fetcher, "dataset_iter", iterator)) in RUN_NOTHING
+    return type(dataset_iterator(iterator)) in RUN_NOTHING
 
 
 def _is_asked_for_its_end(loader: Any) -> bool:
@@ -279,7 +279,10 @@ def can_jump(loader: Any) -> bool:
 
     A running iterator with persistent workers took its sampler when it was made.
     """
-    return takes_indices(loader) and (loader._iterator is None or type(loader._iterator._index_sampler) is Order)
+    if not takes_indices(loader):
+        return False
+    running = running_iterator(loader)
+    return running is None or type(index_sampler(running)) is Order
 
 
 def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[Any]:
@@ -293,12 +296,13 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     """
     if not can_jump(loader):
         return start_iterating(loader)
-    running, workers, rows, sampler = loader._iterator, loader.num_workers > 0, rows_of(loader), _sampler_of(loader)
+    running, workers, rows = running_iterator(loader), loader.num_workers > 0, rows_of(loader)
+    sampler = _sampler_of(loader)
     as_torch_does = not start and (seed is None or not workers) and _ends_by_itself(sampler)
     if running is None and rows is None and as_torch_does:
         return start_iterating(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    order = Order(sampler, workers, rows is not None) if running is None else running._index_sampler
+    order = Order(sampler, workers, rows is not None) if running is None else index_sampler(running)
     order.start, order.seed = start, seed
     loader.__dict__[name] = order  # the loader refuses a plain assignment; its iterator reads it once
     try:
@@ -306,7 +310,7 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
     finally:
         loader.__dict__[name] = sampler
     order.reach()
-    return iterator if rows is None else rows.batches(order.opened, iterator._pin_memory)  # type: ignore[attr-defined]
+    return iterator if rows is None else rows.batches(order.opened, pins_memory(iterator))
 
 
 def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:

@@ -27,6 +27,7 @@ from .. import messages
 from ..processes.devices import available_memory
 from ..processes.main_guard import require_main_guard
 from ..processes.rank_failure import signal_name
+from ..torch_private import workers_of
 
 #: Whoever sends SIGTERM can be told apart on Linux; where it cannot, workers must go on obeying it.
 _KNOWS_SENDER = hasattr(signal, "sigwaitinfo")
@@ -104,7 +105,7 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
     finally:
         loader.worker_init_fn = users
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    STARTED[loader] = getattr(iterator, "_workers", [])
+    STARTED[loader] = workers_of(iterator)
     if threading.current_thread() is threading.main_thread():
         _explain_when_told()
     return iterator
@@ -175,7 +176,7 @@ def _asked(trace: TracebackType | None) -> list[Any]:
     """The workers of the loader that took a batch from one of them when an error came up; none if none did."""
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == dataloader.__file__:
-            return getattr(trace.tb_frame.f_locals.get("self"), "_workers", [])
+            return workers_of(trace.tb_frame.f_locals.get("self"))
         trace = trace.tb_next
     return []
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from ..strategies.base import Strategy
+from ..torch_private import is_compiled
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -91,4 +92,4 @@ class TrainerSubject:
 
 def has_compiled(modules: Sequence[nn.Module]) -> bool:
     """Whether one of the modules, or a part of one, is compiled."""
-    return any(part._compiled_call_impl is not None for module in modules for part in module.modules())
+    return any(is_compiled(part) for module in modules for part in module.modules())

@@ -13,17 +13,17 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import messages
+from ..torch_private import TorchDispatchMode, compiler_is_loaded, find_unique, off_compiling, on_compiling, read_number
 from .step_clock import INDEX, Clock
 
 #: Operators whose result the host must see before it goes on, and how they are usually written.
 _WAITS = {
-    "_local_scalar_dense": "reads a number out of a tensor (.item(), float(), bool(), if, print)",
-    "nonzero": "asks how many elements are not zero (nonzero, where, a boolean index)",
-    "masked_select": "asks how many elements are selected (masked_select)",
-    "_unique2": "asks how many values there are (unique)",
+    read_number: "reads a number out of a tensor (.item(), float(), bool(), if, print)",
+    torch.ops.aten.nonzero: "asks how many elements are not zero (nonzero, where, a boolean index)",
+    torch.ops.aten.masked_select: "asks how many elements are selected (masked_select)",
+    find_unique: "asks how many values there are (unique)",
 }
 
 
@@ -67,9 +67,9 @@ class StepWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
-        name = func._schema.name.partition("::")[2]
-        if name in _WAITS and not torch.cuda.is_initialized():
-            self._note(_WAITS[name])
+        what = _WAITS.get(func.overloadpacket)
+        if what is not None and not torch.cuda.is_initialized():
+            self._note(what)
         return func(*args, **(kwargs or {}))
 
     def _note(self, what: str) -> None:
@@ -159,16 +159,13 @@ class Compilations:
 
     def begin(self) -> None:
         """Watch, where something is compiled at all: else torch's compiler is not even imported."""
-        if "torch._dynamo" not in sys.modules:
+        if not compiler_is_loaded():
             return
-        from torch._dynamo.callback import callback_handler
-
         from ..strategies.recompile_watch import watch_compiling
 
         self._watch = watch_compiling()
         self._known = Counter(self._watch.recompilations)
-        callback_handler.register_start_callback(self._enter)
-        callback_handler.register_end_callback(self._leave)
+        on_compiling(self._enter, self._leave)
 
     def _enter(self, *_: Any) -> None:
         self._before = self._clock.enter(INDEX["compile"])
@@ -178,13 +175,8 @@ class Compilations:
 
     def end(self) -> None:
         """Watch no more."""
-        if self._watch is None:
-            return
-        from torch._dynamo.callback import callback_handler
-
-        if self._enter in callback_handler.start_callbacks:
-            callback_handler.remove_start_callback(self._enter)
-            callback_handler.remove_end_callback(self._leave)
+        if self._watch is not None:
+            off_compiling(self._enter, self._leave)
 
     def found(self) -> list[tuple[str, int, str]]:
         """Functions that were compiled again: name, how often, the last reason; the most frequent first."""

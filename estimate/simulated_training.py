@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from .. import messages
 from ..processes.device_transfer import in_dtype
@@ -20,6 +18,7 @@ from ..processes.devices import find_kind
 from ..strategies.base import Strategy
 from ..strategies.fsdp.strategy import FSDPStrategy
 from ..strategies.fsdp.wrapping import checkpoint_activations, choose_blocks
+from ..torch_private import FakeTensorMode, fake_store, pytree
 from ..trainer.module import TrainingModule
 from ..trainer.optimizers import configure
 from ..trainer.step import clear_gradients
@@ -271,9 +270,7 @@ def fake_group(strategy: FSDPStrategy) -> Iterator[None]:
             "Estimating a sharded training makes a process group of its own, and this process is in one already. "
             "Estimate before it is joined, or on the command line: paceline estimate-memory."
         )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=strategy.world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=strategy.world_size, store=fake_store())
     try:
         strategy._mesh()
         yield

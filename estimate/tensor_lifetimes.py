@@ -11,10 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..torch_private import (
+    DataDependentOutputException,
+    TorchDispatchMode,
+    grouped_mm,
+    local_part,
+    pytree,
+    read_number,
+    storage_key,
+)
 
 #: What memory holds. ``gathered``: weights of other processes and what carries gradients to them; ``temporary``: what
 #: an operation or a backward needs for a moment.
@@ -59,13 +66,13 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it says first which operations it is made of, and what it sends
         kwargs = kwargs or {}
-        if func is torch.ops.aten._grouped_mm.default:
+        if func is grouped_mm.default:
             result = _grouped(*args, **kwargs)
         else:
             try:
                 result = func(*args, **kwargs)
             except DataDependentOutputException:
-                if func is not torch.ops.aten._local_scalar_dense.default:
+                if func is not read_number.default:
                     raise
                 self.guessed = True
                 dtype = args[0].dtype
@@ -76,8 +83,8 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _see(self, tensor: Tensor) -> int:
-        storage = _local(tensor).untyped_storage()
-        key = storage._cdata
+        storage = local_part(tensor).untyped_storage()
+        key = storage_key(storage)
         if key not in self._living:
             self._living[key] = [len(self._born), 0]
             self._born.append(self.phases[-1][1])
@@ -86,7 +93,7 @@ class Ledger(TorchDispatchMode):
         return self._living[key][0]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        entry = self._living.get(storage._cdata)
+        entry = self._living.get(storage_key(storage))
         size = storage.nbytes()
         if entry is not None and size != entry[1]:
             self._events.append((entry[0], size - entry[1]))
@@ -118,7 +125,7 @@ class Ledger(TorchDispatchMode):
 
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            entry = self._living.get(storage._cdata)
+            entry = self._living.get(storage_key(storage))
             if entry is not None:
                 self._kinds.setdefault(entry[0], "gathered")  # FSDP empties and fills what it gathers
                 self._resized(storage)
@@ -169,10 +176,6 @@ class Ledger(TorchDispatchMode):
             if total > best.bytes and counts(names[bisect_right(starts, index) - 1]):
                 best = Moment(total, dict(now), names[bisect_right(starts, index) - 1])
         return best
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:

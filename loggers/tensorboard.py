@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import messages
+from ..torch_private import event_writer
 from .folder import FolderLogger, call_at_exit, to_disk
 from .values import flat, number
 
@@ -248,7 +249,7 @@ class TensorBoardLogger(FolderLogger):
 
     def _record(self, values: Iterable[Any], step: int, now: float) -> None:
         summary = _tensorboard("compat.proto.summary_pb2").Summary(value=values)
-        writer = self.experiment._get_file_writer()
+        writer = event_writer(self.experiment)
         try:
             writer.add_summary(summary, step, now)
         except OSError as error:  # of its thread

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable
 from itertools import count
@@ -12,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from .. import messages
 from ..processes.process_group import leave
+from ..torch_private import default_store, forget_layouts, timeout_of
 
 #: How long a rank that failed waits for the others to end their attempt by themselves, before it leaves the group, so
 #: that a collective in which they wait for it fails.
@@ -57,13 +56,13 @@ class Together:
     def meet(self) -> bool:
         """Whether there are other processes; looks again as long as there was no group."""
         if self._store is None and dist.is_initialized() and dist.get_world_size() > 1:
-            self._kept = distributed_c10d._get_default_store()  # it may be this process that serves it
+            self._kept = default_store()  # it may be this process that serves it
             self._store = self._kept.clone()
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             group: Any = dist.group.WORLD
-            self._backend = distributed_c10d._world.pg_backend_config[group]
+            self._backend = dist.get_backend_config(group)
             self._device = getattr(group, "bound_device_id", None)
-            self._timeout = group._get_backend(torch.device(self._device or "cpu")).options._timeout
+            self._timeout = timeout_of(group, torch.device(self._device or "cpu"))
         return self._store is not None
 
     def _key(self, what: str) -> str:
@@ -131,11 +130,5 @@ class Together:
 
 def _forget_meshes() -> None:
     """Let go of what torch remembers of sharded tensors, with their meshes and the groups in them."""
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None:
-        propagator = tensors.DTensor._op_dispatcher.sharding_propagator
-        found = [getattr(getattr(propagator, name), "cache_clear", None) for name in dir(propagator)]
-        for clear in (*found, getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)):
-            if callable(clear):
-                clear()
+    forget_layouts()
     gc.collect()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .. import messages
 from ..data.batches import batch_size_of
+from ..torch_private import local_part, pytree
 from .out_of_memory_retry import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def measure(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], devic
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)  # of a DTensor, this process's part
+    local = map(local_part, tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in local if tensor.device.type == device.type)
 
 

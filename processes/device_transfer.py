@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ..torch_private import APPLY
+
 M = TypeVar("M", bound=nn.Module)
 TensorFunction = Callable[[Tensor], Tensor]
 
@@ -272,4 +274,4 @@ def in_dtype(kind: torch.dtype, wanted: torch.dtype) -> torch.dtype:
 
 def convert(module: M, wanted: torch.dtype, non_blocking: bool = False) -> M:
     """Convert a module's parameters and buffers, where ``module.to(wanted)`` would cut off what is imaginary."""
-    return module._apply(lambda tensor: tensor.to(in_dtype(tensor.dtype, wanted), non_blocking=non_blocking))
+    return getattr(module, APPLY)(lambda tensor: tensor.to(in_dtype(tensor.dtype, wanted), non_blocking=non_blocking))

@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from .. import messages
+from ..torch_private import default_store
 from .stop_agreement import Run, StopVote
 from .thread_stacks import stacks
 
@@ -60,7 +61,7 @@ class Watch:
         self._runs = 0
         self.vote: StopVote | None = None
         if world_size > 1:
-            store: Any = distributed_c10d._get_default_store()
+            store: Any = default_store()
             self._store: Any = distributed_c10d.PrefixStore("paceline/where", store.clone())
             self._thread = threading.Thread(target=self._listen, name="paceline-watch", daemon=True)
             self._thread.start()

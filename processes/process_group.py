@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from . import gloo, launch
 from .cluster_environment import Cluster
@@ -25,7 +24,7 @@ def join(
         return
     with_device: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if cluster is None:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
         where: dict[str, Any] = (

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import messages
 from ..big_model.device_map import spread_in
 from ..big_model.sharded_loading import all_or_none
+from ..torch_private import multiply_each_
 from .communication import Communication
 from .placement import Placement
 from .precision.base import gradients
@@ -172,7 +173,7 @@ class Strategy(Placement, Communication, State):
         """Multiply every gradient of ``optimizer`` by ``factor``, a number or a scalar tensor, in place."""
         grads = gradients(optimizer)
         if grads:
-            torch._foreach_mul_(grads, factor)  # type: ignore[reportPrivateImportUsage]
+            multiply_each_(grads, factor)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Take fp16's loss scale out of the gradients; a second call before the step does nothing."""

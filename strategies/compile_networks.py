@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import messages
+from ..torch_private import COMPILED_CALL, compiler_of, inside_compiled, is_compiled, plain_call
 from .recompile_watch import watch_compiling
 
 #: What ``Trainer(compile=)`` compiles: the networks that steps call, the whole training step, the same as a CUDA graph.
@@ -48,7 +48,7 @@ def compile_in_place(module: nn.Module, settings: bool | str | Mapping[str, Any]
     if arguments.pop("regional", False) and compile_repeated(module, arguments):
         return
     for target in (module, *_networks(module)):
-        if target._compiled_call_impl is None:
+        if not is_compiled(target):
             compile_one(target, arguments)
 
 
@@ -81,12 +81,14 @@ def compile_one(module: nn.Module, settings: Mapping[str, Any]) -> None:
         module.compile(**settings)
         return
 
+    plain = plain_call(module)
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return plain(*args, **kwargs)
 
     # What is compiled is kept, and counted, by code object: one for all would reach torch's limit with a few layers.
     call.__code__ = call.__code__.replace(co_name=type(module).__name__)
-    module._compiled_call_impl = torch.compile(call, **settings)
+    setattr(module, COMPILED_CALL, torch.compile(call, **settings))
 
 
 def _networks(module: nn.Module) -> list[nn.Module]:
@@ -101,11 +103,11 @@ def _networks(module: nn.Module) -> list[nn.Module]:
 
 def uncompiled(module: Any) -> Any:
     """The module inside ``torch.compile(module)``; anything else as it is."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
+    compiler = compiler_of(module)
+    if compiler is None:
         return module
-    inner = module._orig_mod
-    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
+    inner = inside_compiled(module)
+    setattr(inner, COMPILED_CALL, compiler(plain_call(inner)))
     messages.info_once(
         "A module wrapped by torch.compile was given: its forward is compiled in place, its steps stay Python. "
         "Trainer(compile=True) also compiles the networks the steps call."

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import messages
 from ..processes.host_program import StartMethod
+from ..torch_private import communication_times, time_every_step
 from .distributed import DistributedStrategy
 from .precision.base import Precision
 
@@ -246,12 +247,12 @@ class DDPStrategy(DistributedStrategy):
     def measure_communication(self) -> None:
         if self._wrapped is not None and self.device.type != "cuda":
             # Torch's own timers, on in one step of a hundred. For a GPU that is left so: reading them waits for it.
-            self._wrapped._set_ddp_runtime_logging_sample_rate(1)
+            time_every_step(self._wrapped)
 
     def communication_seconds(self) -> dict[str, float] | None:
         if self._wrapped is None or self.world_size == 1:
             return None
-        told = self._wrapped._get_ddp_logging_data()
+        told = communication_times(self._wrapped)
         steps = float(told.get("iteration", 0))
         whole, hidden = (told.get(f"avg_backward_{name}_time", 0) / 1e9 for name in ("comm", "compute_comm_overlap"))
         return {"all": whole * steps, "exposed": max(0.0, whole - hidden) * steps, "steps": steps}

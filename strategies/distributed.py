@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .. import messages
 from ..processes import launch
@@ -24,6 +23,7 @@ from ..processes.host_program import START_METHODS, StartMethod, find_host, fork
 from ..processes.process_group import host_room, join
 from ..processes.stop_agreement import Stop
 from ..processes.timings import timed
+from ..torch_private import pytree
 from . import sync_batch_norm
 from .base import Strategy
 from .communication import ReduceOp, UnlikeTensorsError

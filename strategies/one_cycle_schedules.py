@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, SequentialLR
 
 from .. import messages
+from ..torch_private import INNER_SCHEDULERS
 
 #: Schedules that may end, or hold one that does: :func:`advance` moves them, their own ``step`` all others.
 MAY_END = (OneCycleLR, SequentialLR, ChainedScheduler)
@@ -32,7 +33,7 @@ def advance(scheduler: Any) -> None:
 def _one_cycles(scheduler: Any) -> list[OneCycleLR]:
     if isinstance(scheduler, OneCycleLR):
         return [scheduler]
-    inner = scheduler._schedulers if isinstance(scheduler, (SequentialLR, ChainedScheduler)) else ()
+    inner = getattr(scheduler, INNER_SCHEDULERS, ())
     return [one for other in inner for one in _one_cycles(other)]
 
 

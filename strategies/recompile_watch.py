@@ -14,8 +14,6 @@ from .. import messages
 MANY = 4
 #: Shorter compilations are not worth a line, in seconds.
 WORTH_SECONDS = 0.5
-#: The logger to which torch explains each recompilation, if it is asked to.
-_REASONS = "torch._dynamo.guards.__recompiles"
 _FUNCTION = re.compile(r"Recompiling function (\S+)")
 _SIZE = re.compile(r"tensor '([^']+)' (?:size|rank|stride) mismatch[^\n]*")
 #: What held when torch compiled last, with the line that reads it.
@@ -99,18 +97,13 @@ _watch = CompileWatch()
 
 def watch_compiling() -> CompileWatch:
     """Watch what torch.compile does from here on; costs nothing where nothing is compiled."""
-    from torch._dynamo import guards  # noqa: F401 (it sets the level of its logger when it is imported)
-    from torch._dynamo.callback import callback_handler
-    from torch._logging._internal import log_state  # `set_logs` would undo what the user has asked of torch's logs
+    from ..torch_private import on_compiling, recompilations
 
-    if _watch.begin not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_watch.begin)
-        callback_handler.register_end_callback(_watch.end)
-    reasons = logging.getLogger(_REASONS)
+    on_compiling(_watch.begin, _watch.end)
+    reasons = recompilations()
     if _watch not in reasons.handlers:
         if not reasons.isEnabledFor(logging.DEBUG) or reasons.level == logging.NOTSET:
             reasons.setLevel(logging.DEBUG)
             reasons.propagate = False  # torch's own lines are for who asked for them (TORCH_LOGS=recompiles)
-        log_state.enable_artifact("recompiles")
         reasons.addHandler(_watch)
     return _watch

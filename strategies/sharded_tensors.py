@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from ..torch_private import multiply_each_, norm_of_each
+
 
 def whole(value: Any, keep: bool, known: dict[int, Tensor] | None = None) -> Any:
     """A state with each tensor whole, on the CPU. Every process must call; those that do not ``keep`` get no values.
@@ -128,7 +130,7 @@ def _power_sum(locals_: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
-    return torch._foreach_norm(tensors, norm_type, dtype=_wide(tensors[0].dtype))  # type: ignore[reportPrivateImportUsage]
+    return norm_of_each(tensors, norm_type, dtype=_wide(tensors[0].dtype))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -150,7 +152,7 @@ def multiply(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
         devices.setdefault(part.device, []).append(part)
     for device, parts in devices.items():
         here = factor.to(device) if isinstance(factor, Tensor) else factor
-        torch._foreach_mul_(parts, here)  # type: ignore[reportPrivateImportUsage]
+        multiply_each_(parts, here)
 
 
 def cut_if_fits(value: Any, own: Any) -> Any:

@@ -6,20 +6,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..torch_private import BatchNormOfAnyShape
 from .differentiable_collectives import all_reduce
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class AcrossProcesses(nn.modules.batchnorm._BatchNorm):
+class AcrossProcesses(BatchNormOfAnyShape):
     """Batch norm whose mean and variance are those of all processes' batches together; gradients go through both.
 
     ``torch.nn.SyncBatchNorm`` does the same on GPUs only, so this one serves the CPU. The mean is taken first, the
     variance around it then: two small reductions a layer, without the cancellation of E[x^2] - E[x]^2.
     """
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Any number of dimensions from 2 on: channels are dimension 1."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:

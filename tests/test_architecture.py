@@ -8,14 +8,16 @@ import inspect
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import pytest
+
 #: The rooms, higher ones first, and which others each may import from. The root, where the public names stand, may
-#: import all; all may import its ``messages``.
+#: import all; all may import what is in OPEN.
 ARROWS = {
     "cli": {"accelerator", "estimate", "doctor", "data", "report", "checkpoint", "big_model", "processes", "settings"},
     "compat": {"accelerator", "memory", "big_model", "strategies", "processes", "settings"},
@@ -58,6 +60,8 @@ ARROWS = {
     "loggers": set(),
 }
 ROOMS = tuple(ARROWS)
+#: Files at the root that every room may import.
+OPEN = {"messages", "torch_private"}
 #: What a room may name for the type checker only.
 TYPING_ARROWS = {
     "callbacks": {"strategies", "trainer", "tuner"},
@@ -72,6 +76,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 FILES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 #: Packages that cost a user's start, or that need not be installed: only functions may import them.
 LAZY = {
@@ -105,6 +110,12 @@ class Import(NamedTuple):
     line: int
 
 
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a file, whose tree is asked for many times."""
+    return list(ast.walk(tree))
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -133,7 +144,7 @@ def statements(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, 
 def imports_of(path: Path) -> Iterator[Import]:
     source = module_name(path)
     package = source if path.name == "__init__.py" else source.rpartition(".")[0]
-    for node, typing, top in statements(ast.parse(path.read_text())):
+    for node, typing, top in statements(TREES[path]):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(source, alias.name, False, typing, top and not typing, node.lineno)
@@ -162,14 +173,13 @@ def test_arrows_between_rooms_point_down() -> None:
     for i in IMPORTS:
         source, target = room(i.source), room(i.target)
         allowed = ARROWS[source] | (TYPING_ARROWS.get(source, set()) if i.typing else set()) if source else set(ROOMS)
-        if i.own and target != source and target not in allowed and i.target != "messages":
+        if i.own and target != source and target not in allowed and i.target not in OPEN:
             wrong.append(f"{i.source}:{i.line} imports {i.target or 'the root'}")
     assert not wrong
 
 
 def test_rooms_are_listed_above_those_they_import_from() -> None:
-    up = [(a, b) for a, below in ARROWS.items() for b in below if ROOMS.index(b) < ROOMS.index(a)]
-    assert up == [("trainer", "tuner")]
+    assert not [(a, b) for a, below in ARROWS.items() for b in below if ROOMS.index(b) < ROOMS.index(a)]
 
 
 def test_every_relative_import_names_a_module_that_exists() -> None:
@@ -231,7 +241,7 @@ def code_lines(path: Path, first: int = 1, last: int | None = None) -> int:
 def lines_of_code(path: Path) -> set[int]:
     source = path.read_text()
     text_lines: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(TREES[path]):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             text_lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines: set[int] = set()
@@ -247,7 +257,7 @@ def test_no_file_is_longer_than_600_lines_of_code() -> None:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(TREES[path]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -267,7 +277,7 @@ def test_nothing_prints_on_its_own_and_nothing_asserts() -> None:
         path = ROOT / name
         # `trainer.print` and `module.print` print: that is what a user calls them for.
         own = [range(f.lineno, (f.end_lineno or f.lineno) + 1) for f in functions(path) if f.name == "print"]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(TREES[path]):
             if isinstance(node, ast.Assert):
                 found.append(f"{name}: assert in line {node.lineno}")
             calls_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
@@ -283,10 +293,14 @@ def test_the_source_is_ascii_and_says_what_is_not_what_was() -> None:
         assert not [word for word in ("TODO", "FIXME", "XXX", "HACK") if word in text], name
 
 
-def test_every_public_class_method_and_function_is_described() -> None:
+def imported() -> list[ModuleType]:
+    """All modules but programs."""
     programs = {module for module in MODULES if module.rpartition(".")[2] == "__main__"}
-    imported = [importlib.import_module(f"paceline.{module}".rstrip(".")) for module in sorted(MODULES - programs)]
-    assert not [f"{module.__name__}.{name}" for module in imported for name in undescribed(module)]
+    return [importlib.import_module(f"paceline.{module}".rstrip(".")) for module in sorted(MODULES - programs)]
+
+
+def test_every_public_class_method_and_function_is_described() -> None:
+    assert not [f"{module.__name__}.{name}" for module in imported() for name in undescribed(module)]
 
 
 def undescribed(module: ModuleType) -> Iterator[str]:
@@ -322,3 +336,200 @@ def test_a_sleep_is_found_in_a_program_too_that_a_test_starts() -> None:
 
 def sleeps(text: str) -> bool:
     return re.search(r"\b(time|asyncio)\.sleep\b|from (time|asyncio) import .*\bsleep\b", text) is not None
+
+
+# ---- what is not public in torch -------------------------------------------------------------------------------------
+
+#: Attributes of other libraries that are not public, and one of ours that lies on tensors of torch.
+NOT_PUBLIC = {
+    "sys": {"_getframe", "_current_frames"},
+    "os": {"_exit"},
+    "runpy": {"_run_module_as_main"},
+    "multiprocessing": {"_inheriting"},
+    "argparse": {"_option_string_actions"},
+    "torchmetrics": {"_copy_state_dict", "_forward_cache", "_reduce_states", "_to_sync", "_update_count"},
+    "transformers": {"_init_weights", "_model_mapping", "_no_split_modules", "_tied_weights_keys"},
+    "deepspeed": {"_hp_mapping"},
+    "accelerate": {"_hf_hook", "_old_forward"},
+    "paceline": {"_split_over"},
+}
+#: What torch asks subclasses to define, by class.
+TO_DEFINE = {"ParallelStyle": {"_apply"}}
+#: What metaclasses give every class.
+OF_METACLASSES = {"_abc_impl", "_backward_cls"}
+#: What a ``NamedTuple`` has.
+OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+#: Attributes of an Accelerator that other files read, and that are named as one of torch's.
+OF_ACCELERATOR = {"_schedulers"}
+READS = {"getattr", "setattr", "hasattr", "delattr"}
+PRIVATE = ROOT / "torch_private.py"
+
+
+def is_private(name: str | None) -> bool:
+    return bool(name) and re.fullmatch(r"_[A-Za-z]\w*", name or "") is not None
+
+
+def names_of_torch(tree: ast.AST) -> set[str]:
+    """The names that a file's imports of torch bind, at its top or in a function."""
+    found = set()
+    for node in nodes(tree):
+        if isinstance(node, ast.Import):
+            mine = [alias for alias in node.names if alias.name.partition(".")[0] == "torch"]
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in mine}
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "torch":
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def private_imports(tree: ast.AST) -> Iterator[str]:
+    """Imports of something private in torch."""
+    for node in nodes(tree):
+        if isinstance(node, ast.Import):
+            paths = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for path in paths:
+            first, *rest = path.split(".")
+            if first == "torch" and any(map(is_private, rest)):
+                yield f"{node.lineno}: {path}"
+
+
+def private_chains(tree: ast.AST) -> Iterator[str]:
+    """Attributes that begin with a name of torch and go over something private."""
+    known = names_of_torch(tree)
+    for node in nodes(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            base: ast.expr = node.value
+            while isinstance(base, ast.Attribute | ast.Call | ast.Subscript):
+                base = base.func if isinstance(base, ast.Call) else base.value
+            if isinstance(base, ast.Name) and base.id in known:
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def private_paths(tree: ast.AST) -> Iterator[str]:
+    """Texts, other than descriptions, that name something private in torch."""
+    described = {
+        id(node.value) for node in nodes(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in nodes(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in described:
+            for found in re.findall(r"\btorch(?:\.\w+)*\._[A-Za-z]\w*", node.value):
+                yield f"{node.lineno}: {found}"
+
+
+def mentions(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
+    """Private attributes that a file mentions: the name, of what, and the line."""
+    for node in nodes(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.attr, ast.unparse(node.value), node.lineno
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in READS:
+            name = node.args[1] if len(node.args) > 1 else None
+            if isinstance(name, ast.Constant) and is_private(name.value):
+                yield name.value, ast.unparse(node.args[0]), node.lineno
+
+
+def classes(tree: ast.AST) -> Iterator[ast.ClassDef]:
+    return (node for node in nodes(tree) if isinstance(node, ast.ClassDef))
+
+
+def defined_in(owner: ast.ClassDef) -> set[str]:
+    """The private attributes that a class defines: methods, fields, slots, what it assigns to ``self``."""
+    found: set[str | None] = set()
+    for node in ast.walk(owner):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr if ast.unparse(node.value) in ("self", "cls") else None)
+        elif isinstance(node, ast.keyword):  # vars(self).update(_x=...)
+            found.add(node.arg)
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):  # vars(self)["_x"] = ...
+            found.add(node.slice.value if isinstance(node.slice.value, str) else None)
+    return {name for name in found if name is not None and is_private(name)}
+
+
+def owned() -> set[str]:
+    """The private names that torch_private.py has: as attributes, as texts, as methods that it overrides."""
+    found: set[str] = set()
+    for node in nodes(TREES[PRIVATE]):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+    return {name for name in found if is_private(name)}
+
+
+OTHERS = {path.relative_to(ROOT).as_posix(): tree for path, tree in TREES.items() if path != PRIVATE}
+OWNED = owned()
+
+
+@pytest.mark.parametrize("look", [private_imports, private_chains, private_paths])
+def test_only_one_file_names_what_is_private_in_torch(look: Callable[[ast.AST], Iterator[str]]) -> None:
+    assert not [f"{name}:{found}" for name, tree in OTHERS.items() for found in look(tree)]
+
+
+def test_no_other_file_mentions_an_attribute_that_this_one_has() -> None:
+    assert "_local_tensor" in OWNED
+    wrong = []
+    for name, tree in OTHERS.items():
+        ours = set().union(*map(defined_in, classes(tree))) | OF_TUPLES
+        for attribute, base, line in mentions(tree):
+            ours_here = base in ("self", "cls") and attribute in ours
+            ours_there = base.rpartition(".")[2] in ("accelerator", "_accelerator") and attribute in OF_ACCELERATOR
+            if attribute in OWNED and not ours_here and not ours_there:
+                wrong.append(f"{name}:{line}: {base}.{attribute}")
+        for node in nodes(tree):
+            if isinstance(node, ast.Constant) and node.value in OWNED - ours:
+                wrong.append(f"{name}:{node.lineno}: {node.value!r}")
+            elif isinstance(node, ast.keyword) and node.arg in OWNED - ours:
+                wrong.append(f"{name}:{node.lineno}: {node.arg}=")
+    assert not wrong
+
+
+def test_every_private_attribute_is_ours_or_listed() -> None:
+    ours = set().union(*(defined_in(owner) for tree in TREES.values() for owner in classes(tree)), OF_TUPLES)
+    listed = set().union(*NOT_PUBLIC.values())
+    found = {(attribute, f"{name}:{line}") for name, tree in OTHERS.items() for attribute, _, line in mentions(tree)}
+    assert not sorted((attribute, where) for attribute, where in found if attribute not in ours | listed)
+    assert listed <= {attribute for attribute, _ in found}
+
+
+def test_no_class_overrides_a_private_method_of_torch() -> None:
+    wrong = []
+    for module in imported():
+        if module.__name__ != "paceline.torch_private":
+            own = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__]
+            wrong += [
+                f"{module.__name__}.{found}" for kind in own if inspect.isclass(kind) for found in overrides(kind)
+            ]
+    assert not wrong
+
+
+def overrides(kind: type) -> Iterator[str]:
+    """The private methods that a class has in the place of those of a class of torch."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "torch":
+            both = (vars(kind).keys() & vars(base).keys()) - TO_DEFINE.get(base.__name__, set()) - OF_METACLASSES
+            yield from (f"{kind.__name__}.{name} of {base.__name__}" for name in both if is_private(name))
+
+
+@pytest.mark.parametrize(
+    ("look", "text"),
+    [
+        (private_imports, "import torch._dynamo.config as dynamo"),
+        (private_imports, "def f():\n    from torch.nn.modules.batchnorm import _BatchNorm"),
+        (private_imports, "from torch._C import x"),
+        (private_chains, "import torch\ntorch.ops.aten._unique2.default"),
+        (private_chains, "from torch import nn\nnn.modules.conv._ConvNd"),
+        (private_chains, "import torch.distributed as dist\ndist.group.WORLD._get_backend()"),
+        (private_chains, "from torch.utils.data import DataLoader\nDataLoader(x)._iterator"),
+        (private_paths, "import sys\nsys.modules.get('torch._dynamo')"),
+    ],
+)
+def test_the_private_of_torch_is_found(look: Callable[[ast.AST], Iterator[str]], text: str) -> None:
+    assert list(look(ast.parse(text)))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..torch_private import HAS_STEPPED, keep_address, let_trace_groups
+
 #: Where torch's wrappers are defined.
 _TORCHS = inspect.getfile(Optimizer)
 #: What belongs to the class itself rather than to its instances.
@@ -38,12 +40,11 @@ class TracedOptimizer:
         body: dict[str, Any] = {"param_groups": property(lambda _: groups)}
         for kind in type(optimizer).__mro__[:-1]:
             body = {name: value for name, value in vars(kind).items() if name not in _OF_CLASS} | body
-        if "_init_group" in body:  # torch has its own way to trace it, for which gradients must be there before
-            body["_init_group"] = getattr(body["_init_group"], "_torchdynamo_orig_callable", body["_init_group"])
+        let_trace_groups(body)
         self.seen: Any = object.__new__(type(type(optimizer).__name__, (), body))
         self.seen.__dict__ = vars(optimizer)
         self.raw_step = _without_torch_wrappers(type(optimizer).step)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler warns where nobody called step()
+        setattr(optimizer, HAS_STEPPED, True)  # a scheduler warns where nobody called step()
         self.refresh()
 
     def refresh(self) -> None:
@@ -83,7 +84,7 @@ class TracedOptimizer:
                     state["step"] = torch.as_tensor(state["step"]).to(parameter.device)
                 for value in (*state.values(), parameter) if static else ():
                     if isinstance(value, Tensor):
-                        torch._dynamo.mark_static_address(value)
+                        keep_address(value)
 
 
 class _Data:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..strategies.compile_networks import arguments_of, scope_of
 from ..strategies.recompile_watch import advice_for, watch_compiling
+from ..torch_private import compiler_errors, on_compiling, tracing_whole_steps
 from .compiled_optimizer import TracedOptimizer
 from .compiled_step_checks import check_optimizers, check_trainer, cycles_momentum
 from .microbatch_metrics import Heard, listened
@@ -48,23 +49,18 @@ class Switches:
 
     def install(self) -> Switches:
         """Be told when torch compiles; returns itself."""
-        from torch._dynamo.callback import callback_handler
-
-        if self._begin not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(self._begin)
-            callback_handler.register_end_callback(self._end)
+        on_compiling(self._begin, self._end)
         return self
 
     def _begin(self, *_: Any) -> None:
         if not self.wanted:
             return
-        import torch._dynamo.config as dynamo
         import torch.compiler.config as compiler
 
         # What a step reads of counters (``batch_idx``, ``self.global_step``) is no constant to compile anew for.
         sources = ",".join(filter(None, (compiler.dynamic_sources, "L['args'][1]")))
         self._on = ExitStack()
-        self._on.enter_context(dynamo.patch(trace_autograd_ops=True, allow_unspec_int_on_nn_module=True))
+        self._on.enter_context(tracing_whole_steps())
         self._on.enter_context(compiler.patch(dynamic_sources=sources))  # type: ignore[attr-defined]
 
     def _end(self, *_: Any) -> None:
@@ -90,8 +86,6 @@ class WholeStep:
     """
 
     def __init__(self, run: Run, forward: Callable[..., Any]) -> None:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
         self.run, self.forward, self.strategy = run, forward, run.strategy
         self.owner = type(run.module).__name__
         self.module, self.store = run.module, run.metrics
@@ -106,7 +100,8 @@ class WholeStep:
         self.unit: float | None = None
         self.heard: list[Heard] = []
         self.replays = scope_of(run.trainer.compile) == "graphs"
-        self.failures, self.limit = (TorchDynamoException, FailOnRecompileLimitHit), FailOnRecompileLimitHit
+        self.failures = compiler_errors()
+        self.limit = self.failures[1]
         self.switches = _switches.install()
         self.watch = watch_compiling()
         self.arguments = {**arguments_of(run.trainer.compile), "fullgraph": True}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.optim import LBFGS, Optimizer
 
 from ..callbacks.loss_guard import LossGuard
 from ..strategies.base import SingleDevice
 from ..strategies.compile_networks import scope_of
+from ..torch_private import is_of_scheduler, step_hooks
 from .bind_steps import takes_iterator
 from .hooks import overridden
 
@@ -105,11 +106,10 @@ def check_optimizers(run: Run) -> None:
         _refuse(run, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
     if cycles_momentum(run) and scope_of(run.trainer.compile) == "graphs":
         _refuse(run, "a scheduler changes momentum, which a CUDA graph holds fixed", "Pass cycle_momentum=False")
-    hooks: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    if any(hooks):
+    if step_hooks(optimizer):
         _refuse(run, f"{name} has hooks of its step", "Do what they do in on_train_batch_end")
     own = vars(optimizer).get("step")
-    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+    if own is not None and not is_of_scheduler(own):
         _refuse(run, f"step of this {name} was replaced", "Define step in a class")
     if overridden(optimizer, "zero_grad", Optimizer) is not None:
         _refuse(run, f"{name}.zero_grad is not part of the graph", "Leave it out")

@@ -8,10 +8,10 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..data.batches import Batches
 from ..data.sharding import surplus
+from ..torch_private import pytree
 from . import phases, profiling
 from .bind_steps import bind_mover, bind_step
 from .hooks import check_signature, method_of, overridden

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from ..torch_private import takes_step_hooks
+
 if TYPE_CHECKING:
     from .loop import FitLoop
     from .run import Run
@@ -86,7 +88,7 @@ class HandSteps:
                 self.let_go()
                 setattr(step, step.UPDATE, update)
 
-        watched = [optimizer for optimizer in self.run.optimizers if "_optimizer_step_pre_hooks" in vars(optimizer)]
+        watched = filter(takes_step_hooks, self.run.optimizers)
         self._hooks = [optimizer.register_step_pre_hook(refuse) for optimizer in watched]
         setattr(step, step.UPDATE, counted)
 

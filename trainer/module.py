@@ -18,6 +18,7 @@ from ..callbacks.base import overridden
 from ..checkpoint.hyperparameters import HyperparametersMixin
 from ..processes.device_transfer import move
 from ..strategies.one_cycle_schedules import MAY_END, advance
+from ..torch_private import COMPILED_CALL, is_in_parts, own_modules
 from .metric_records import Group, Options
 from .module_hooks import ModuleHooks
 
@@ -78,12 +79,12 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         self.example_input_array: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        if any(hasattr(parameter, "_local_tensor") for parameter in self.parameters()):
+        if any(map(is_in_parts, self.parameters())):
             raise TypeError(
                 f"{type(self).__name__} cannot be copied or pickled: the strategy has split its weights in parts. Save "
                 "it with trainer.save_checkpoint(path) and read it with load_from_checkpoint(path)."
             )
-        return {k: v for k, v in self.__dict__.items() if k not in ("_trainer", "_metric_store", "_compiled_call_impl")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_trainer", "_metric_store", COMPILED_CALL)}
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         if collection is None:
             key: Any = tuple(dictionary)
         else:
-            key = (id(collection), *map(id, collection._modules.values()))
+            key = (id(collection), *map(id, own_modules(collection).values()))
         group = None if table is None else table.groups.get(key)
         if group is not None and group.arguments == kwargs:
             group.update(dictionary, batch_size)

@@ -26,6 +26,7 @@ from .. import messages
 from ..processes.launch import told_if_stopped_early
 from ..processes.process_group import leave
 from ..processes.seed import host_random_states, random_states, set_random_states
+from ..torch_private import COMPILED_CALL, FSDP_ATTRIBUTES, FSDP_MARK
 from .checkpoint_contents import left_for_checkpoints
 from .hooks import overridden
 from .module import TrainingModule
@@ -40,11 +41,8 @@ if TYPE_CHECKING:
 _OF_ITS_PROCESS = frozenset({"strategy", "loggers", "callbacks", "profiler", "brought_callbacks", "current_run"})
 #: Attributes of a run that the process which asked takes over as they are.
 _OF_A_RUN = ("predictions", "predict_batch_indices", "ckpt_path", "newest", "resumes", "saves", "shared_log_dir")
-#: What ``fully_shard`` adds to a module.
-_SHARDED = "_is_fsdp_managed_module"
-_OF_SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 #: Attributes of a module that are torch's, or tie it to its run.
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", "_compiled_call_impl"}
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", COMPILED_CALL}
 
 
 def run_in_processes(trainer: Trainer, launcher: Callable[..., Any], request: Request) -> Any:
@@ -273,7 +271,7 @@ def _portable(
     attributes: dict[str, Any], anchors: dict[str, Any], left_out: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
     """Those that can be brought to another process."""
-    found = {n: value for n, value in attributes.items() if n not in left_out and not n.startswith(_OF_SHARDING)}
+    found = {n: value for n, value in attributes.items() if n not in left_out and not n.startswith(FSDP_ATTRIBUTES)}
     if _try(found, anchors) is not None:
         return found
     return {name: value for name, value in found.items() if _try(value, anchors) is not None}
@@ -311,9 +309,9 @@ class _WriterOfLayers(_Writer):
     """Layers as they were before they were split, with room for the weights that lie in parts."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module) and (_SHARDED in vars(obj) or "forward" in vars(obj)):
+        if isinstance(obj, nn.Module) and (FSDP_MARK in vars(obj) or "forward" in vars(obj)):
             own = vars(obj) | {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
-            own = {name: v for name, v in own.items() if not name.startswith(_OF_SHARDING) and name != "forward"}
+            own = {name: v for name, v in own.items() if not name.startswith(FSDP_ATTRIBUTES) and name != "forward"}
             return object.__new__, (type(obj).__mro__[2 if isinstance(obj, FSDPModule) else 0],), own
         if isinstance(obj, DTensor):
             room = torch.empty(obj.shape, dtype=obj.dtype)

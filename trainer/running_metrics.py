@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ..torch_private import pytree
 from . import phases
 from .metric_records import MetricRecord, Options, Record, make_record, reduction_of
 

@@ -16,6 +16,7 @@ from ..data.datamodule import DataModule
 from ..doctor.script_options import Plan
 from ..processes.cluster_environment import is_requeued
 from ..strategies.compile_networks import compile_in_place, scope_of, uncompiled
+from ..torch_private import is_initialized
 from . import profiling
 from .bind_steps import check_step, takes_iterator
 from .compiled_step_checks import check_module
@@ -160,7 +161,7 @@ def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
             hint = " Make it an attribute of a TrainingModule that defines training_step and configure_optimizers."
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise TypeError(f"{entry} got {got} as its module; a TrainingModule object is needed.{hint}")
-    if "_modules" not in vars(module):
+    if not is_initialized(module):
         raise TypeError(
             f"{type(module).__name__}.__init__ did not call super().__init__(), so it is no module yet. Call it first."
         )

@@ -10,8 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from ..callbacks.base import Callback
 from ..data.loaders import release_shuffling, seed_shuffling
@@ -19,6 +18,7 @@ from ..processes.device_transfer import convert, in_dtype
 from ..processes.host_program import fork_obstacle
 from ..strategies.base import Strategy
 from ..strategies.distributed import DistributedStrategy
+from ..torch_private import Dropout, pytree
 from .trainer import Trainer
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _run(
     torch.manual_seed(_SEED)
     learner = copy.deepcopy(module)
     for part in learner.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
+        if isinstance(part, Dropout):
             part.p = 0.0
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     ours = {"devices": devices, "strategy": strategy, "callbacks": recorder, "limit_val_batches": 0}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from .. import messages
+from ..torch_private import INNER_SCHEDULERS
 from ..trainer.optimizers import configure
 from . import trial
 from .attribute_lookup import Place, lr_places
@@ -301,7 +302,7 @@ def change_rates(optimizer: Optimizer, schedulers: list[Any], shares: list[float
             if key in group:
                 _put(group, key, float(group[key]) * factors[-1])
     for scheduler in schedulers:
-        for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        for one in (scheduler, *getattr(scheduler, INNER_SCHEDULERS, ())):
             bases = getattr(one, "base_lrs", None)
             if bases is not None and len(bases) == len(factors):
                 one.base_lrs = [base * factor for base, factor in zip(bases, factors, strict=True)]

@@ -8,6 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ..data.combined_loader import CombinedLoader
 from ..data.loaders import is_loader_collection, replaced
+from ..torch_private import forget_iterator
 
 
 def _check(loader: Any) -> None:
@@ -48,4 +49,5 @@ def resize(loader: Any, size: int) -> None:
     """Change the batch size of the user's loader itself, which refuses to have it set as an attribute."""
     _check(loader)
     loader.batch_sampler.batch_size = size
-    vars(loader).update(batch_size=size, _iterator=None)
+    vars(loader).update(batch_size=size)
+    forget_iterator(loader)

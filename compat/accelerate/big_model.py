@@ -19,6 +19,7 @@ from ...big_model.module_sizes import Sizes, compute_module_sizes, named_tensors
 from ...big_model.offload import OffloadedWeightsLoader, Part
 from ...big_model.weight_files import mapped_tensors
 from ...processes.device_transfer import in_dtype
+from ...torch_private import own_buffers, own_parameters, unsaved_buffers
 
 
 def set_module_tensor_to_device(
@@ -46,7 +47,7 @@ def set_module_tensor_to_device(
         raise NotImplementedError("set_module_tensor_to_device(fp16_statistics=...): Paceline has no 8-bit weights.")
     place, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(place)
-    held: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+    held: dict[str, Any] = own_parameters(owner) if name in own_parameters(owner) else own_buffers(owner)
     old = held.get(name)
     if old is None:
         raise ValueError(f"{type(owner).__name__} has no parameter and no buffer {name!r} (of {tensor_name!r}).")
@@ -68,7 +69,7 @@ def named_module_tensors(
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """The names of the buffers that a ``state_dict`` leaves out; with ``fqns`` as they are called from ``module``."""
-    names = non_persistent_buffers(module) if recurse else set(module._non_persistent_buffers_set)
+    names = non_persistent_buffers(module) if recurse else set(unsaved_buffers(module))
     return names if fqns else {name.rpartition(".")[2] for name in names}
 
 
@@ -145,10 +146,10 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
     """Make the parameters of these names one again: the first of them that has values."""
     for names in tied_params:
         found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-        values = [owner._parameters[key] for owner, key in found]
+        values = [own_parameters(owner)[key] for owner, key in found]
         kept = next((value for value in values if value is not None and not value.is_meta), None)
         for owner, key in found if kept is not None else ():
-            owner._parameters[key] = kept
+            own_parameters(owner)[key] = kept
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:

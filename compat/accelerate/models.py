@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...accelerator.models import compiler_of, restore, unwrapped
+from ...accelerator.models import restore, unwrapped
 from ...strategies.compile_networks import compile_one, compile_repeated
+from ...torch_private import compiler_of, inside_compiled, is_compiled
 
 
 def extract_model_from_parallel(
@@ -29,7 +30,7 @@ def extract_model_from_parallel(
             setattr(found, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
     if not keep_fp32_wrapper and isinstance(found, nn.Module):
         restore(found)
-    return model if keep_torch_compile and compiler_of(model) is not None and model._orig_mod is found else found
+    return model if keep_torch_compile and compiler_of(model) is not None and inside_compiled(model) is found else found
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -40,7 +41,7 @@ def is_compiled_module(module: Any) -> bool:
 def has_compiled_regions(module: Any) -> bool:
     """Whether modules inside of it are compiled."""
     inside = list(module.modules())[1:] if isinstance(module, nn.Module) else []
-    return any(compiler_of(one) is not None or one._compiled_call_impl is not None for one in inside)
+    return any(compiler_of(one) is not None or is_compiled(one) for one in inside)
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ... import messages
 from ...processes.host_program import StartMethod
+from ...torch_private import HAS_STEPPED, multiply_each_
 from ..distributed import DistributedStrategy
 from ..precision.base import Precision
 from . import config as configuration
@@ -302,7 +303,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.unscale_gradients(optimizer)
         lasting = zero_partitions.lasting_gradients(engine.optimizer)
         engine.step()
-        optimizer._opt_called = True  # type: ignore[reportAttributeAccessIssue]  # what schedulers look at
+        setattr(optimizer, HAS_STEPPED, True)  # what schedulers look at
         stepped = engine.was_step_applied()
         if not stepped:
             for grad in lasting:  # what is not finite would stay in the padding, which backward does not write
@@ -427,7 +428,7 @@ def _multiply(grads: list[Tensor], factor: float | Tensor) -> None:
     if isinstance(factor, Tensor) and grads:
         factor = factor.to(grads[0].device)
     if grads:
-        torch._foreach_mul_(grads, factor)  # type: ignore[reportPrivateImportUsage]
+        multiply_each_(grads, factor)
 
 
 def _double(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

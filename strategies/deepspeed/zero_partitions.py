@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...torch_private import IncompatibleKeys, load_own_tensors, saved_versions
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -216,19 +218,16 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
     Raises:
         ValueError: what is missing, unexpected or of another shape.
     """
-    from torch.nn.modules.module import _IncompatibleKeys
-
     missing: list[str] = []
     unexpected: list[str] = []
     problems: list[str] = []
-    metadata = getattr(state, "_metadata", {})
+    versions = saved_versions(state)
     given = dict(state)
 
     def load(child: nn.Module, prefix: str) -> None:
         own = [p for p in child.parameters(recurse=False) if is_split(p)]
         with _together(own, modifier_rank=0, enabled=bool(own)):
-            local = metadata.get(prefix[:-1], {})
-            child._load_from_state_dict(given, prefix, local, True, missing, unexpected, problems)
+            load_own_tensors(child, given, prefix, versions.get(prefix[:-1], {}), missing, unexpected, problems)
         for name, grandchild in child.named_children():
             load(grandchild, f"{prefix}{name}.")
 
@@ -243,7 +242,7 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
             f"The checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}. Build the module with the "
             "arguments it had when it was saved."
         )
-    return _IncompatibleKeys(missing, unexpected)
+    return IncompatibleKeys(missing, unexpected)
 
 
 def _together(parameters: list[Any], **given: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ...torch_private import fsdp_parameters, whole_parameter
 from .. import sharded_tensors
 
 
@@ -21,7 +22,7 @@ def gather(root: nn.Module, module: nn.Module) -> dict[str, Any] | None:
     """
     names = _names(module)
     found: dict[str, Any] = {}
-    for one in _sharded(root):
+    for one in fsdp_parameters(root):
         whole, part = _accumulated(one), one.sharded_param.grad
         if isinstance(whole, DTensor):
             return None
@@ -41,7 +42,7 @@ def put_back(root: nn.Module, module: nn.Module, state: Mapping[str, Any], devic
         part.unshard()
     for part in parts:
         part.reshard()
-    for one in _sharded(root):
+    for one in fsdp_parameters(root):
         kept = state.get(names[id(one.sharded_param)])
         if kept is None:
             continue
@@ -53,8 +54,9 @@ def put_back(root: nn.Module, module: nn.Module, state: Mapping[str, Any], devic
             )
         if kept["whole"] is not None:
             whole = kept["whole"].to(device)
-            if whole.dtype == one._unsharded_param.dtype:
-                one._unsharded_param.grad = whole
+            parameter = whole_parameter(one)
+            if parameter is not None and whole.dtype == parameter.dtype:
+                parameter.grad = whole
             else:
                 one.unsharded_accumulated_grad = whole
 
@@ -63,19 +65,8 @@ def _names(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
-def _sharded(root: nn.Module) -> list[Any]:
-    """What torch keeps of each sharded parameter."""
-    states = [part._get_fsdp_state() for part in root.modules() if isinstance(part, FSDPModule)]
-    return [one for state in states for group in _groups(state) for one in group.fsdp_params]
-
-
-def _groups(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # earlier versions of torch have one
-    found = [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
-
-
 def _accumulated(one: Any) -> Tensor | None:
     if one.unsharded_accumulated_grad is not None:
         return one.unsharded_accumulated_grad
-    return one._unsharded_param.grad if hasattr(one, "_unsharded_param") else None
+    parameter = whole_parameter(one)
+    return None if parameter is None else parameter.grad

@@ -13,6 +13,7 @@ from torch import nn
 
 from ... import messages
 from ...settings import fill
+from ...torch_private import classes_of_policy, function_of_policy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -278,10 +279,11 @@ def _torch_policy(given: Any) -> Any:
     classes = told.get("transformer_layer_cls") or told.get("module_classes")
     if classes or told.get("min_num_params"):
         return tuple(classes) if classes else told["min_num_params"]
-    if hasattr(policy, "_module_classes"):
-        return tuple(policy._module_classes)
-    if hasattr(policy, "_lambda_fn"):
-        return lambda _, module: bool(policy._lambda_fn(module))
+    wrapped, decide = classes_of_policy(policy), function_of_policy(policy)
+    if wrapped is not None:
+        return wrapped
+    if decide is not None:
+        return lambda _, module: bool(decide(module))
     if not callable(policy):
         raise TypeError(
             f"FullyShardedDataParallelPlugin(auto_wrap_policy={policy!r}) is {messages.a(policy)}. Pass one of "

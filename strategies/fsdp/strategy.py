@@ -22,6 +22,7 @@ from ...big_model.materialize import Materializer
 from ...big_model.module_blocks import bottom_up
 from ...big_model.sharded_loading import HOLDER
 from ...processes.host_program import StartMethod
+from ...torch_private import backward_hooks, expect_backward, finish_backward, fsdp_state
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy
 from ..precision.base import Precision, gradients
@@ -406,13 +407,13 @@ class FSDPStrategy(DistributedStrategy):
 
     def complete_gradients(self, optimizer: Optimizer) -> None:
         self.sync_gradients(True)
-        self._holder._get_fsdp_state()._root_post_backward_final_callback()
+        finish_backward(fsdp_state(self._holder))
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, how: Callable[[Tensor], Any] | None = None) -> None:
-        if loss._backward_hooks is None:  # it did not leave the step in a form in which torch found it
-            self._holder._get_fsdp_state()._register_pre_backward_hook(loss)
+        if backward_hooks(loss) is None:  # it did not leave the step in a form in which torch found it
+            expect_backward(fsdp_state(self._holder))(loss)
         super().backward(loss, how)
         if self._inside:
             self._holder.unshard()  # the step goes on

@@ -130,9 +130,8 @@ def _tied_modules(root: nn.Module, blocks: dict[str, nn.Module]) -> set[str]:
     """The names of blocks that hold a parameter which another module outside of them holds too."""
     homes: dict[int, set[int]] = {}
     for module in root.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                homes.setdefault(id(parameter), set()).add(id(module))
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).add(id(module))
     tied = set()
     for name, block in blocks.items():
         inside = {id(module) for module in block.modules()}

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ... import messages
+from ...torch_private import pytree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ... import messages
 from ...processes.device_transfer import move
+from ...torch_private import APPLY, is_compiled
 from . import microbatches as micro
 from .pipeline_schedule import Call, Plan
 from .pipeline_stages import Passage, Stages
@@ -140,7 +141,7 @@ class Pipeline:
     def to_device(self, module: nn.Module) -> nn.Module:
         """Bring what this process holds to its device."""
         device = self.strategy.device
-        return module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        return getattr(module, APPLY)(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def check_training(self, module: nn.Module) -> None:
         """Refuse what a pipeline cannot train."""
@@ -184,7 +185,7 @@ class Pipeline:
         around |= {outer[:end] for outer in around for end, sign in enumerate(outer) if sign == "."} | {""}
         for name in sorted(around):
             module = stages.module.get_submodule(name)
-            if module._compiled_call_impl is not None:
+            if is_compiled(module):
                 raise ValueError(
                     f"{type(module).__name__} ({name or 'the module itself'}) is compiled as a whole, but a pipeline "
                     f"cuts between its blocks. Compile those instead: for block in ...: block.compile()."

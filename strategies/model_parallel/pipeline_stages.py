@@ -17,11 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils import _pytree as pytree
+from torch.overrides import TorchFunctionMode
 
 from ... import messages
+from ...torch_private import (
+    COMPILED_CALL,
+    FakeTensor,
+    FakeTensorMode,
+    current_function_mode,
+    own_modules,
+    plain_call,
+    pytree,
+)
 
 _WRITES = ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 _CONTAINERS = (tuple, list, dict)
@@ -197,24 +204,24 @@ class Run:
     def _answer(self, block: int, how: Callable[..., Any]) -> None:
         """Let ``how`` answer the calls of a block, before hooks and compiled code see them."""
         attributes = vars(self.stages.blocks[block])
-        self._before[block] = attributes.get("_compiled_call_impl")
-        attributes["_compiled_call_impl"] = how
+        self._before[block] = attributes.get(COMPILED_CALL)
+        attributes[COMPILED_CALL] = how
 
     def _restore(self, block: int) -> Callable[..., Any]:
         """Let a block answer its calls itself again; return what it does then."""
         module = self.stages.blocks[block]
         before = self._before.pop(block)
-        vars(module).pop("_compiled_call_impl")
+        vars(module).pop(COMPILED_CALL)
         if before is None:
-            return module._call_impl
-        vars(module)["_compiled_call_impl"] = before
+            return plain_call(module)
+        vars(module)[COMPILED_CALL] = before
         return before
 
     def _leave_mode(self) -> None:
         mode, self.mode = self.mode, None
         if mode is not None:
             mode.on = False
-            if _get_current_function_mode() is mode:  # otherwise one of the user's is still open inside it
+            if current_function_mode() is mode:  # otherwise one of the user's is still open inside it
                 mode.__exit__(None, None, None)
 
     # ---- answers ---------------------------------------------------------------------------------------------------
@@ -222,7 +229,7 @@ class Run:
     def _skip(self, block: int, *args: Any, **kwargs: Any) -> Any:
         known = self.passage.skipped
         if block not in known:
-            result = self.stages.blocks[block]._call_impl(*args, **kwargs)
+            result = plain_call(self.stages.blocks[block])(*args, **kwargs)
             known[block] = pytree.tree_map(self.stages.without_value, result)
         return known[block]
 
@@ -259,7 +266,7 @@ class Run:
             self.passage.carried.add(block)
             args, kwargs = pytree.tree_unflatten([self._arrived.get(id(leaf), leaf) for leaf in leaves], spec)
         before = self._before[block]
-        return (before or self.stages.blocks[block]._call_impl)(*args, **kwargs)
+        return (before or plain_call(self.stages.blocks[block]))(*args, **kwargs)
 
     def _leave(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten((args, kwargs))
@@ -362,12 +369,12 @@ def _find_blocks(module: nn.Module, count: int) -> tuple[list[str], list[int]]:
     """Names and sizes of the blocks: the children of the list that divides most of the parameters."""
     best: tuple[int, list[str], list[int]] = (0, [], [])
     for name, container in _containers(module):
-        sizes = [_size(child) for child in container._modules.values() if child is not None]
+        sizes = [_size(child) for child in own_modules(container).values() if child is not None]
         score = sum(sizes) - max(sizes)
         enough = sum(size > 0 for size in sizes) >= count
         if score > best[0] and (enough or sum(size > 0 for size in best[2]) < count):
             prefix = f"{name}." if name else ""
-            best = (score, [f"{prefix}{child}" for child in container._modules], sizes)
+            best = (score, [f"{prefix}{child}" for child in own_modules(container)], sizes)
     _, names, sizes = best
     owner = type(module).__name__
     if not names:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from ...big_model.module_blocks import bottom_up
+from ...torch_private import unscale_with
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy
 from ..placement import move_optimizer_state
@@ -129,7 +130,7 @@ class PipelineSteps(Base):
         self.pipeline.setup_optimizers(optimizers)
         self.precision.setup_optimizers(optimizers)
         if self.precision.scaler is not None:
-            self.precision.scaler._unscale_grads_ = self._unscale_parts
+            unscale_with(self.precision.scaler, self._unscale_parts)
         return optimizers
 
     def _group_of_overflow(self) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...torch_private import own_buffers, scaler_states
 from .. import sharded_tensors
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Weights:
         for name, buffer in list(self.module.named_buffers()):
             owner, _, key = name.rpartition(".")
             if self.pipeline.rank not in self.holders[name]:
-                self.module.get_submodule(owner)._buffers[key] = buffer.to("meta")
+                own_buffers(self.module.get_submodule(owner))[key] = buffer.to("meta")
         self._outside = {n: b.clone() for n, b in self.module.named_buffers() if len(self.holders[n]) > 1}
 
     def _leave_out(self, name: str) -> None:
@@ -159,7 +160,7 @@ class Weights:
         """An overflow on one stage is one on all: the step is made by all or by none."""
         if scaler is None or not scaler.is_enabled():
             return
-        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        for found in scaler_states(scaler)[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.pipeline.group)
 
     def _counts(self, name: str | None) -> bool:

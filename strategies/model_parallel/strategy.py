@@ -17,6 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 from ... import messages
+from ...torch_private import REDISTRIBUTES, flatten_mesh, unscale_each_, unscale_with
 from .. import sharded_tensors as parts
 from ..distributed import DistributedStrategy
 from ..fsdp.strategy import FSDPStrategy
@@ -154,7 +155,7 @@ class ModelParallelStrategy(FSDPStrategy):
             self._mesh_shape()
             sizes = tuple(self.axis_sizes[axis] for axis in AXES)
             self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=AXES)
-            logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_of_use)
+            logging.getLogger(REDISTRIBUTES).addFilter(_is_of_use)
 
     def _mesh(self) -> DeviceMesh:
         """Of the processes over which parameters are sharded."""
@@ -245,7 +246,7 @@ class ModelParallelStrategy(FSDPStrategy):
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         optimizers = super().setup_optimizers(optimizers)
         if self.precision.scaler is not None:
-            self.precision.scaler._unscale_grads_ = self._unscale_parts
+            unscale_with(self.precision.scaler, self._unscale_parts)
         return optimizers
 
     def _unscale_parts(
@@ -257,7 +258,7 @@ class ModelParallelStrategy(FSDPStrategy):
         grads = parts.local_parts(p.grad for p in parameters if p.grad is not None)
         found = found_inf.clone()
         if grads:
-            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
+            unscale_each_(grads, found, inv_scale)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group_of_overflow())
         return {found.device: found}
 
@@ -312,7 +313,7 @@ class ModelParallelStrategy(FSDPStrategy):
         if self.num_data_ranks == self.world_size or self.mesh is None:
             return None
         if self._data_group is None:
-            self._data_group = self.mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+            self._data_group = flatten_mesh(self.mesh["dp_replicate", "dp_shard"], "dp").get_group()
         return self._data_group
 
     def compute_metric(self, metric: Any) -> Any:

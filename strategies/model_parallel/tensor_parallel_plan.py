@@ -8,6 +8,8 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from ...torch_private import Convolution
+
 _Q = (
     "q",
     "q_proj",
@@ -356,7 +358,7 @@ def _nothing_between(owner: nn.Module, first: nn.Module, keys: tuple[str, ...]) 
             continue
         if width != outer and any(width in p.shape for p in child.parameters()) and not _holds_attention(child):
             return False
-        if isinstance(child, (nn.Softmax, nn.LogSoftmax, nn.modules.conv._ConvNd)):
+        if isinstance(child, (nn.Softmax, nn.LogSoftmax, Convolution)):
             return False
     return True
 

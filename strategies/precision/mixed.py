@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from ...torch_private import scale_of, scaler_states
 from .base import Precision, gradients
 
 if TYPE_CHECKING:
@@ -100,15 +101,15 @@ class MixedPrecision(Precision):
     def shared_scale(self, of_next_loss: bool = False) -> Tensor | None:
         if not (self._scales and self._several):
             return None
-        return self.scale_loss(torch.ones((), device=self.device)) if of_next_loss else self.scaler._scale
+        return self.scale_loss(torch.ones((), device=self.device)) if of_next_loss else scale_of(self.scaler)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if not self._scales:
             return
-        state = self.scaler._per_optimizer_states[id(optimizer)]
+        state = scaler_states(self.scaler)[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             self._update()
-            state = self.scaler._per_optimizer_states[id(optimizer)]
+            state = scaler_states(self.scaler)[id(optimizer)]
         if state["stage"] is OptState.READY and gradients(optimizer):
             self.scaler.unscale_(optimizer)
 
@@ -129,7 +130,7 @@ class MixedPrecision(Precision):
             return super().optimizer_step(optimizer)
         self.unscale_gradients(optimizer)
         self.scaler.step(optimizer)  # waits for the device to learn about overflows, so reading them again is free
-        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        found = scaler_states(self.scaler)[id(optimizer)]["found_inf_per_device"]
         skipped = any(overflow.item() for overflow in found.values())
         self._update_due = True
         if not self._several:
@@ -139,7 +140,7 @@ class MixedPrecision(Precision):
 
     def inverse_scale(self) -> Tensor:
         """What takes the loss scale out of gradients, shape (), for a strategy that keeps them elsewhere."""
-        return self.scaler._scale.double().reciprocal().float()
+        return scale_of(self.scaler).double().reciprocal().float()
 
     def settle(self, optimizer: Optimizer, overflow: Tensor) -> None:
         """Adjust the scale after a step whose gradients a strategy unscaled itself.
@@ -148,7 +149,7 @@ class MixedPrecision(Precision):
             optimizer: which one stepped or was left out.
             overflow: 1 if a gradient was not finite, else 0; scalar, float32.
         """
-        state = self.scaler._per_optimizer_states[id(optimizer)]
+        state = scaler_states(self.scaler)[id(optimizer)]
         state["stage"], state["found_inf_per_device"] = OptState.STEPPED, {overflow.device: overflow}
         self.skipped_steps += bool(overflow.item())
         self._update_due = True
@@ -163,10 +164,10 @@ class MixedPrecision(Precision):
         if not self._update_due:
             return
         self._update_due = False
-        states = self.scaler._per_optimizer_states
+        states = scaler_states(self.scaler)
         waiting = {key: state for key, state in states.items() if state["stage"] is OptState.UNSCALED}
         self.scaler.update()
-        self.scaler._per_optimizer_states.update(waiting)
+        scaler_states(self.scaler).update(waiting)
 
     def state_dict(self) -> dict[str, Any]:
         if not self._scales:

@@ -1,0 +1,592 @@
+"""Each entry of ``torch_private.py`` does what it says with the torch that is installed."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ConstantLR, StepLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from paceline import torch_private as private
+
+FILE = Path(private.__file__)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """The default process group, of this process alone."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(group: Any) -> Any:
+    return dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+
+
+@pytest.fixture
+def split(mesh: Any) -> Any:
+    """A DTensor of shape (3, 2)."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(torch.arange(6.0).view(3, 2), mesh["a"], [Shard(0)])
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.zeros(1), torch.ones(1)])
+
+
+def documented() -> dict[str, str]:
+    """What the file says of each entry, by name, on one line."""
+    lines, found = FILE.read_text().split("\n"), {}
+    for node in ast.parse(FILE.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = ast.get_docstring(node) or ""
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            first = node.lineno - 1
+            while lines[first - 1].startswith("#:"):
+                first -= 1
+            found[ast.unparse(target)] = " ".join(
+                line.removeprefix("#:").strip() for line in lines[first:][: node.lineno - 1 - first]
+            )
+    return {name: " ".join(text.split()) for name, text in found.items()}
+
+
+def test_every_entry_says_in_which_versions_it_was_seen_and_what_happens_without_it() -> None:
+    entries = documented()
+    assert len(entries) > 60
+    assert not [name for name, text in entries.items() if not re.search(r"Torch 2\.\d+.*(If (it|one) goes: \w+)", text)]
+
+
+def test_every_entry_is_used_below() -> None:
+    used = {node.attr for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.Attribute)}
+    assert set(documented()) <= used
+
+
+# ---- data loading ----------------------------------------------------------------------------------------------------
+
+
+def test_a_loader_with_persistent_workers_keeps_its_iterator_until_it_is_forgotten() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)), num_workers=1, persistent_workers=True)
+    assert private.running_iterator(loader) is None
+    iterator = iter(loader)
+    assert private.running_iterator(loader) is iterator
+    (worker,) = private.workers_of(iterator)
+    private.shut_down_workers(iterator)
+    assert worker.is_alive()
+    private.shut_down_workers(iterator, persistent=True)
+    worker.join()
+    assert not worker.is_alive()
+    private.forget_iterator(loader)
+    assert private.running_iterator(loader) is None
+
+
+def test_what_has_no_workers_has_none_to_shut_down() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)))
+    for iterator in (iter(loader), iter([1])):
+        assert private.workers_of(iterator) == []
+        private.shut_down_workers(iterator, persistent=True)
+
+
+def test_a_loader_whose_class_makes_iterators_itself_is_told_apart() -> None:
+    class Own(DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return super()._get_iterator()
+
+    data = TensorDataset(torch.arange(4))
+    assert private.makes_torchs_iterators(DataLoader(data))
+    assert not private.makes_torchs_iterators(Own(data))
+
+
+def test_an_iterator_has_its_sampler_and_says_whether_it_pins() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+    iterator = iter(loader)
+    assert private.index_sampler(iterator) is loader.batch_sampler
+    assert private.pins_memory(iterator) is False
+
+
+def test_an_iterator_reads_the_iterator_of_its_data_set() -> None:
+    found = private.dataset_iterator(iter(DataLoader(Stream())))
+    assert type(found) is type(iter([]))
+    plain = iter([1])
+    assert private.dataset_iterator(plain) is plain
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_module_holds_itself_can_be_replaced() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    (norm,) = net
+    assert private.own_modules(net) == {"0": norm}
+    private.own_parameters(norm)["weight"] = weight = nn.Parameter(torch.zeros(2))
+    assert norm.weight is weight
+    private.own_buffers(norm)["running_mean"] = mean = torch.ones(2)
+    assert norm.running_mean is mean
+
+
+def test_buffers_that_are_not_saved_are_known() -> None:
+    module = nn.Module()
+    module.register_buffer("saved", torch.zeros(1))
+    module.register_buffer("other", torch.zeros(1), persistent=False)
+    assert private.unsaved_buffers(module) == {"other"}
+
+
+def test_a_module_whose_init_has_not_run_is_told_apart() -> None:
+    assert private.is_initialized(nn.Module())
+    assert not private.is_initialized(nn.Module.__new__(nn.Module))
+
+
+def test_an_attribute_takes_the_place_of_what_moves_a_module() -> None:
+    module = nn.Linear(1, 1)
+    getattr(module, private.APPLY)(lambda tensor: tensor.double())
+    assert module.weight.dtype is torch.float64
+    vars(module)[private.APPLY] = lambda function: "kept"
+    assert module.float() == "kept"
+    assert module.weight.dtype is torch.float64
+
+
+def test_a_call_goes_to_what_the_module_was_compiled_to() -> None:
+    module, x = nn.Linear(2, 1), torch.ones(2)
+    assert not private.is_compiled(module)
+    setattr(module, private.COMPILED_CALL, lambda x: "compiled")
+    assert private.is_compiled(module)
+    assert module(x) == "compiled"
+    assert torch.equal(private.plain_call(module)(x), module.forward(x))
+
+
+def test_a_module_loads_what_it_holds_itself() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    saved = net.state_dict()
+    version = private.saved_versions(saved)["0"]
+    assert version == {"version": 2}
+    assert private.saved_versions({}) == {}
+    missing: list[str] = []
+    unexpected: list[str] = []
+    problems: list[str] = []
+    given = {"0.weight": torch.full((2,), 3.0), "0.bias": torch.zeros(5), "0.more": torch.zeros(1)}
+    private.load_own_tensors(net[0], given, "0.", version, missing, unexpected, problems)
+    assert net[0].weight.tolist() == [3, 3]
+    assert missing == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+    assert unexpected == ["0.more"]
+    assert len(problems) == 1
+
+
+def test_loading_returns_this_class() -> None:
+    module = nn.Linear(1, 1)
+    assert type(module.load_state_dict(module.state_dict())) is private.IncompatibleKeys
+
+
+def test_layers_are_found_by_their_common_class() -> None:
+    assert all(isinstance(one(2), private.BatchNorm) for one in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm))
+    assert all(isinstance(one(2, 2, 1), private.Convolution) for one in (nn.Conv1d, nn.ConvTranspose2d))
+    assert all(isinstance(one(), private.Dropout) for one in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
+
+
+def test_a_batch_norm_takes_any_shape() -> None:
+    x = torch.arange(48.0).view(2, 3, 1, 2, 2, 2)
+    assert private.BatchNormOfAnyShape(3)(x).shape == x.shape
+
+
+# ---- tensors and operators -------------------------------------------------------------------------------------------
+
+
+def test_trees_are_taken_apart_and_put_together() -> None:
+    tree = {"a": [torch.ones(1), 2]}
+    leaves, form = private.pytree.tree_flatten(tree)
+    assert leaves == private.pytree.tree_leaves(tree)
+    assert private.pytree.tree_unflatten(leaves, form) == tree
+    assert private.pytree.tree_map_only(int, str, tree)["a"][1] == "2"
+    assert private.pytree.tree_map(lambda leaf: 0, tree) == {"a": [0, 0]}
+
+
+def test_tensors_of_one_storage_have_one_key() -> None:
+    for x in (torch.ones(3), torch.ones(3, device="meta")):
+        key = private.storage_key(x.untyped_storage())
+        assert private.storage_key(x[1:].untyped_storage()) == key
+        assert private.storage_key(x.clone().untyped_storage()) != key
+
+
+def test_a_tensor_knows_its_hooks_of_backward() -> None:
+    x = torch.ones(1, requires_grad=True)
+    assert private.backward_hooks(x) is None
+    x.register_hook(lambda grad: None)
+    assert len(private.backward_hooks(x)) == 1
+
+
+def test_changes_in_place_are_counted() -> None:
+    x = torch.ones(1)
+    before = private.change_count(x)
+    x.add_(1)
+    assert private.change_count(x) == before + 1
+    with torch.inference_mode():
+        assert private.change_count(torch.ones(1)) is None
+
+
+def test_several_tensors_are_multiplied_and_measured_at_once() -> None:
+    tensors = [torch.full((4,), 1.0), torch.full((1,), 3.0)]
+    private.multiply_each_(tensors, 2.0)
+    private.multiply_each_(tensors, torch.tensor(0.5))
+    private.multiply_each_(tensors, 2.0)
+    norms = private.norm_of_each(tensors, 2.0, dtype=torch.float64)
+    assert [(norm.item(), norm.dtype) for norm in norms] == [(4.0, torch.float64), (6.0, torch.float64)]
+
+
+@pytest.mark.parametrize(("last", "found"), [(4.0, 0.0), (torch.inf, 1.0)])
+def test_gradients_are_unscaled_and_overflows_noted(last: float, found: float) -> None:
+    grads, overflow = [torch.tensor([2.0]), torch.tensor([last])], torch.zeros(1)
+    private.unscale_each_(grads, overflow, torch.tensor([0.5]))
+    assert grads[0].item() == 1
+    assert overflow.item() == found
+
+
+def test_a_mode_sees_the_operators_that_are_named() -> None:
+    class Seen(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    x = torch.ones(2)
+    with Seen():
+        x.sum().item()
+        x.unique()
+    assert private.read_number in seen
+    assert private.find_unique in seen
+
+
+def test_the_product_of_groups_of_matrices_is_an_operator_with_one_form() -> None:
+    schema = private.grouped_mm.default._schema
+    assert [argument.name for argument in schema.arguments] == ["self", "mat2", "offs", "bias", "out_dtype"]
+
+
+def test_the_innermost_function_mode_is_known() -> None:
+    class Mode(torch.overrides.TorchFunctionMode):
+        """Does nothing."""
+
+    assert private.current_function_mode() is None
+    with Mode(), Mode() as inner:
+        assert private.current_function_mode() is inner
+
+
+def test_fake_tensors_have_shapes_and_no_values() -> None:
+    with private.FakeTensorMode():
+        x = torch.ones(2) @ torch.ones(2, 3)
+        assert isinstance(x, private.FakeTensor)
+        assert x.shape == (3,)
+        with pytest.raises(private.DataDependentOutputException):
+            x.sum().item()
+
+
+# ---- process groups --------------------------------------------------------------------------------------------------
+
+
+def test_the_default_group_has_a_store_and_a_timeout(group: Any) -> None:
+    private.default_store().set("key", "value")
+    assert private.default_store().get("key") == b"value"
+    assert private.timeout_of(group, CPU) == timedelta(seconds=77)
+
+
+def test_a_group_that_sends_nothing_has_more_ranks_than_there_are_processes() -> None:
+    dist.init_process_group("fake", store=private.fake_store(), rank=0, world_size=8)
+    try:
+        dist.all_reduce(torch.ones(1))
+        assert dist.get_world_size() == 8
+    finally:
+        dist.destroy_process_group()
+
+
+def test_data_parallel_times_its_communication(group: Any) -> None:
+    wrapped = DistributedDataParallel(nn.Linear(2, 1))
+    private.time_every_step(wrapped)
+    for _ in range(2):
+        wrapped(torch.ones(2)).sum().backward()
+    told = private.communication_times(wrapped)
+    assert told["iteration"] >= 1
+    assert told["avg_backward_comm_time"] > 0
+    assert "avg_backward_compute_comm_overlap_time" in told
+
+
+def test_a_mesh_is_flattened(mesh: Any) -> None:
+    flat = private.flatten_mesh(mesh["a", "b"], "both")
+    assert (flat.mesh_dim_names, flat.size()) == (("both",), 1)
+
+
+# ---- DTensor and FSDP ------------------------------------------------------------------------------------------------
+
+
+def test_a_dtensor_is_known_by_its_part(split: Any) -> None:
+    whole = torch.ones(2)
+    assert private.is_in_parts(split)
+    assert not private.is_in_parts(whole)
+    assert private.local_part(split).tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert type(private.local_part(split)) is Tensor
+    assert private.local_part(whole) is whole
+
+
+def test_a_dtensor_is_made_around_another_part(split: Any) -> None:
+    made = private.with_local_part(split, torch.zeros(3, 2))
+    assert type(made) is type(split)
+    assert (made.shape, made.placements, made.device_mesh) == (split.shape, split.placements, split.device_mesh)
+    assert made.to_local().sum() == 0
+
+
+def test_the_layout_of_a_part_is_computed(split: Any) -> None:
+    shape, offset = private.local_shape_and_offset(split)
+    assert (tuple(shape), tuple(offset)) == ((3, 2), (0, 0))
+
+
+def test_layouts_of_results_are_forgotten(split: Any) -> None:
+    cached = type(split)._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_info
+    (split + split).sum()
+    private.forget_layouts()
+    assert cached().currsize == 0
+    assert (split + split).sum().full_tensor() == 30
+
+
+def test_the_logger_of_redistributions_has_this_name() -> None:
+    assert import_module(private.REDISTRIBUTES).logger.name == private.REDISTRIBUTES
+
+
+def test_fsdp_ends_a_backward_for_what_waits_and_knows_its_parameters(mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    net: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    before = set(vars(net[0]))
+    fully_shard(net[0], mesh=mesh["a"])
+    added = set(vars(net[0])) - before
+    assert private.FSDP_MARK in added
+    assert all(name.startswith(private.FSDP_ATTRIBUTES) for name in added)
+    fully_shard(net, mesh=mesh["a"])
+    kept = private.fsdp_parameters(net)
+    assert {id(one.sharded_param) for one in kept} == set(map(id, net.parameters()))
+    assert private.whole_parameter(kept[0]) is None
+
+    state = private.fsdp_state(net)
+    net.set_requires_gradient_sync(False)
+    held: list[Any] = []
+
+    def hide(module: Any, args: Any, output: Tensor) -> Any:
+        held.append(output)  # where torch does not look for it
+        return
+
+    net.register_forward_hook(hide)
+    net(torch.ones(1, 2))
+    loss = held[0].sum()
+    private.expect_backward(state)(loss)
+    loss.backward()
+    assert private.whole_parameter(kept[0]) is not None
+    assert all(parameter.grad is None for parameter in net.parameters())
+    net.set_requires_gradient_sync(True)
+    private.finish_backward(state)
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_policies_of_fsdp_say_what_they_wrap() -> None:
+    from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+    def decide(module: nn.Module) -> bool:
+        return True
+
+    assert private.classes_of_policy(ModuleWrapPolicy({nn.Linear})) == (nn.Linear,)
+    assert private.function_of_policy(CustomPolicy(decide)) is decide
+    assert private.classes_of_policy(decide) is None
+    assert private.function_of_policy(decide) is None
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_module_has_its_compiler_and_what_is_inside() -> None:
+    inner = nn.Linear(2, 1)
+    model = torch.compile(inner, backend="eager")
+    assert private.compiler_is_loaded()
+    assert private.inside_compiled(model) is inner
+    assert callable(private.compiler_of(model))
+    assert private.compiler_of(inner) is None
+
+
+def test_compilations_are_told_and_recompilations_explained(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+
+    def begin(*_: Any) -> None:
+        told.append("begin")
+
+    def end(*_: Any) -> None:
+        told.append("end")
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    logger = private.recompilations()
+    before = logger.level, logger.propagate
+    logger.setLevel("DEBUG")
+    logger.addHandler(caplog.handler)
+    private.on_compiling(begin, end)
+    private.on_compiling(begin, end)
+    try:
+        compiled = torch.compile(double, backend="eager")
+        compiled(torch.ones(2))
+        assert told == ["begin", "end"]
+        compiled(torch.ones(2, dtype=torch.float64))
+        assert "Recompiling function double" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.level, logger.propagate = before
+        private.off_compiling(begin, end)
+    compiled(torch.ones(2, dtype=torch.int32))
+    assert told == ["begin", "end"] * 2
+
+
+def test_backward_is_compiled_as_part_of_a_function() -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad((weight * x).sum(), weight)
+        return grad
+
+    with private.tracing_whole_steps():
+        assert torch.compile(step, backend="eager", fullgraph=True)(torch.full((2,), 3.0)).tolist() == [3, 3]
+
+
+def test_a_function_that_cannot_be_compiled_raises_this() -> None:
+    failed, too_often = private.compiler_errors()
+    assert issubclass(too_often, Exception)
+
+    def breaks(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(failed):
+        torch.compile(breaks, backend="eager", fullgraph=True)(torch.ones(1))
+
+
+def test_the_compiler_is_promised_that_a_tensor_stays() -> None:
+    x = torch.ones(1)
+    private.keep_address(x)
+    assert x._dynamo_static_input_type
+
+
+def test_the_collecting_of_gradients_is_traced_as_other_code() -> None:
+    wrapped = torch.optim.Adam._init_group
+    methods: dict[str, Any] = {"_init_group": wrapped}
+    private.let_trace_groups(methods)
+    assert methods["_init_group"] is not wrapped
+    assert methods["_init_group"].__name__ == "_init_group"
+    none: dict[str, Any] = {}
+    private.let_trace_groups(none)
+    assert not none
+
+
+# ---- optimizers, schedulers, loss scaling ----------------------------------------------------------------------------
+
+
+def optimizer() -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+
+
+def test_a_scheduler_warns_unless_its_optimizer_has_stepped(recwarn: pytest.WarningsRecorder) -> None:
+    schedulers = [StepLR(optimizer(), 1) for _ in range(2)]
+    setattr(schedulers[0].optimizer, private.HAS_STEPPED, True)
+    schedulers[0].step()
+    assert not recwarn
+    schedulers[1].step()
+    assert "optimizer.step()" in str(recwarn[0].message)
+
+
+def test_hooks_of_a_step_are_known() -> None:
+    one = optimizer()
+    assert private.takes_step_hooks(one)
+    assert not private.takes_step_hooks(torch.optim.SGD.__new__(torch.optim.SGD))
+    assert private.step_hooks(one) == []
+    one.register_step_pre_hook(print)
+    one.register_step_post_hook(repr)
+    assert private.step_hooks(one) == [print, repr]
+
+
+def test_a_step_that_a_scheduler_has_put_there_is_told_apart() -> None:
+    one = optimizer()
+    assert not private.is_of_scheduler(one.step)
+    StepLR(one, 1)
+    assert private.is_of_scheduler(vars(one)["step"])
+
+
+def test_schedulers_have_others_inside_and_their_last_rates() -> None:
+    one = optimizer()
+    inner = [ConstantLR(one, 0.5) for _ in range(2)]
+    for outer in (
+        torch.optim.lr_scheduler.SequentialLR(one, inner, [1]),
+        torch.optim.lr_scheduler.ChainedScheduler(inner),
+    ):
+        assert list(getattr(outer, private.INNER_SCHEDULERS)) == inner
+        getattr(outer, private.LAST_RATES).append(7.0)
+        assert outer.get_last_lr()[-1] == 7
+
+
+def test_a_scaler_has_its_scale_and_a_state_for_each_optimizer() -> None:
+    one, scaler = optimizer(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    parameter = one.param_groups[0]["params"][0]
+    scaler.scale(parameter.sum()).backward()
+    assert private.scale_of(scaler).item() == 8
+    scaler.unscale_(one)
+    state = private.scaler_states(scaler)[id(one)]
+    assert state["stage"] is torch.amp.grad_scaler.OptState.UNSCALED
+    assert [found.item() for found in state["found_inf_per_device"].values()] == [0]
+    scaler.update()
+    assert not private.scaler_states(scaler)
+
+    def overflow(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
+        return {CPU: torch.ones(1)}
+
+    private.unscale_with(scaler, overflow)
+    scaler.step(one)
+    assert parameter.item() == 1
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_of_a_checkpoint_names_these(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as checkpoint
+
+    checkpoint.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    names: set[tuple[str, str]] = set()
+
+    class Names(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            names.add((module, name))
+            return super().find_class(module, name)
+
+    with (tmp_path / ".metadata").open("rb") as file:
+        Names(file).load()
+    found = {(module, name) for module, name in names if module != "torch.distributed.checkpoint.metadata"}
+    assert {one for one in found if one[1].startswith("_")} <= private.NAMES_IN_INDEX
+    assert all(hasattr(import_module(module), name) for module, name in private.NAMES_IN_INDEX)
+
+
+def test_a_summary_writer_makes_a_new_file_writer_after_it_was_closed(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(tmp_path)
+    first = private.event_writer(writer)
+    assert first is private.event_writer(writer)
+    writer.close()
+    assert private.event_writer(writer) is not first
+    writer.close()
