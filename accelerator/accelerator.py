@@ -143,21 +143,21 @@ class Accelerator(Facts):
         self._compiler = arguments.dynamo.compile
         self._clip_norm = arguments.clip_norm
         self._shards = arguments.shards
-        self._strategy: Strategy = arguments.strategy
-        self._strategy.setup_environment()
-        keep_freed_memory(self._strategy.device)
+        self.strategy: Strategy = arguments.strategy
+        self.strategy.setup_environment()
+        keep_freed_memory(self.strategy.device)
         choice = arguments.choice
         self.state = AcceleratorState.of(
-            PartialState.of(self._strategy),
+            PartialState.of(self.strategy),
             self.mixed_precision,
             deepspeed_plugin=choice.deepspeed_plugin,
             fsdp_plugin=choice.fsdp_plugin,
             dynamo_plugin=arguments.dynamo,
             parallelism_config=choice.parallelism_config,
-            device_mesh=getattr(self._strategy, "mesh", None),
+            device_mesh=getattr(self.strategy, "mesh", None),
         )
         self.gradient_state = GradientState(**arguments.accumulation)
-        self.gradient_state.window = Window(self.gradient_state, self._strategy)
+        self.gradient_state.window = Window(self.gradient_state, self.strategy)
         self._windows: dict[tuple[int, ...], Window] = {}
         self._models: list[nn.Module] = []
         self._placements: dict[int, PreparedModel] = {}
@@ -234,7 +234,7 @@ class Accelerator(Facts):
         Args:
             empty_init: True makes layers without memory, under a strategy that shards.
         """
-        return self._strategy.empty_init_context() if empty_init else self._strategy.init_context()
+        return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -269,7 +269,7 @@ class Accelerator(Facts):
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         wrapper = prepare_optimizer(self, optimizer)
-        self._strategy.precision.setup_optimizers([one.optimizer for one in self._optimizers])
+        self.strategy.precision.setup_optimizers([one.optimizer for one in self._optimizers])
         return wrapper
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -279,7 +279,7 @@ class Accelerator(Facts):
     def _shuffle_seed(self) -> int:
         """What shuffling is computed from: the same on all ranks, that of ``set_seed`` if it was called."""
         if self._seed is None:
-            self._seed = self._strategy.broadcast(torch.initial_seed() % 2**63)
+            self._seed = self.strategy.broadcast(torch.initial_seed() % 2**63)
         return self._seed
 
     # ---- one step --------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class Accelerator(Facts):
         for model in self._placements.values():
             if not model.frozen:
                 model.strategy.find_latecomers(model.module)
-        strategy = trained[0] if len(trained) == 1 else self._strategy
+        strategy = trained[0] if len(trained) == 1 else self.strategy
         method = type(strategy).backward if len(trained) < 2 else Strategy.backward
         if method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss:
             return None
@@ -357,7 +357,7 @@ class Accelerator(Facts):
         window = self._windows.get(key)
         if window is None:
             placements = [self._placement(model, "accumulate") for model in models] or self._placements.values()
-            window = self._windows[key] = Window(self.gradient_state, self._strategy, list(placements))
+            window = self._windows[key] = Window(self.gradient_state, self.strategy, list(placements))
         return window
 
     def _placement(self, model: Any, asked: str) -> PreparedModel:
@@ -432,7 +432,7 @@ class Accelerator(Facts):
     def _settled(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Strategy]:
         """The parameters of now, whose gradients have their final size, and what clips them."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found, strategy = [], self._strategy
+        found, strategy = [], self.strategy
         owners: dict[int, PreparedModel] = {}
         for parameter in given:
             for placement in self._placements.values():
@@ -453,8 +453,8 @@ class Accelerator(Facts):
             autocast_handler: ``AutocastKwargs``, to switch it off for one.
         """
         if autocast_handler is not None:
-            return autocast_handler.context(self._strategy)
-        return self._strategy.precision.forward_context()
+            return autocast_handler.context(self.strategy)
+        return self.strategy.precision.forward_context()
 
     # ---- between processes -----------------------------------------------------------------------------------------
 
@@ -462,7 +462,7 @@ class Accelerator(Facts):
         """Tensors of all processes joined along their first dimension, in nested lists, tuples and dicts."""
         from .operations import gather
 
-        return gather(tensor, self._strategy)
+        return gather(tensor, self.strategy)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """What all processes computed for a batch, each sample of the data set once.
@@ -476,7 +476,7 @@ class Accelerator(Facts):
         """
         from .operations import gather_for_metrics
 
-        return gather_for_metrics(input_data, self._strategy, self.gradient_state.active_dataloader, use_gather_object)
+        return gather_for_metrics(input_data, self.strategy, self.gradient_state.active_dataloader, use_gather_object)
 
     def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:
         """Tensors of all processes added up, or reduced by ``"mean"``, ``"min"`` or ``"max"``, then times ``scale``.
@@ -485,13 +485,13 @@ class Accelerator(Facts):
         """
         from .operations import reduce
 
-        return reduce(tensor, self._strategy, reduction, scale)
+        return reduce(tensor, self.strategy, reduction, scale)
 
     def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
         """Tensors padded along a dimension to the longest of all processes."""
         from .operations import pad_across_processes
 
-        return pad_across_processes(tensor, self._strategy, dim, pad_index, pad_first)
+        return pad_across_processes(tensor, self.strategy, dim, pad_index, pad_first)
 
     # ---- models ----------------------------------------------------------------------------------------------------
 
@@ -519,7 +519,7 @@ class Accelerator(Facts):
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._placements):
             kept.clear()
         self._windows.clear()
-        self.gradient_state.window = Window(self.gradient_state, self._strategy)
+        self.gradient_state.window = Window(self.gradient_state, self.strategy)
         self.step = 0
         return release_memory(*objects)
 

@@ -58,7 +58,7 @@ def _say_lost(accelerator: Accelerator, models: list[int]) -> None:
     if models:
         listed = messages.names([type(accelerator._models[index]).__name__ for index in models], "and")
         messages.warn_once(
-            f"{type(accelerator._strategy).__name__} has no way to save gradients that wait for an optimizer step, so "
+            f"{type(accelerator.strategy).__name__} has no way to save gradients that wait for an optimizer step, so "
             f"those of {listed} are not in this state: a loop that continues from it lacks the micro-batches of the "
             "window under way. Call save_state where accelerator.sync_gradients is True."
         )
@@ -81,7 +81,7 @@ def restore_windows(accelerator: Accelerator, own: Mapping[str, Any] | None, ran
     forget_windows(accelerator)
     placements = placements_of(accelerator)
     exact = own is not None and all(_fits(placements, index, kept) for index, kept in own["gradients"].items())
-    share = len(ranks) / accelerator._strategy.num_data_ranks
+    share = len(ranks) / accelerator.strategy.num_data_ranks
     lost = _restore_counts(accelerator, own if exact else None, ranks, share)
     found = own["gradients"] if own is not None and exact else _merged(placements, ranks, share)
     for index, gradients in found.items():

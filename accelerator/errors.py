@@ -31,7 +31,7 @@ def answer(
     if lost is not None:
         return lost
     accelerator = reference()
-    strategy = model.strategy if model is not None else None if accelerator is None else accelerator._strategy
+    strategy = model.strategy if model is not None else None if accelerator is None else accelerator.strategy
     better = None if strategy is None else strategy.explain(error)
     if better is not None or accelerator is None or strategy is None or not needs_words(error):
         return better

@@ -43,7 +43,7 @@ def check_optimizers(accelerator: Accelerator) -> None:
 
 def check_shared(accelerator: Accelerator) -> None:
     """Warn if what was not prepared makes the processes train apart, or on the same samples."""
-    processes = accelerator._strategy.num_data_ranks
+    processes = accelerator.strategy.num_data_ranks
     if processes == 1:
         return
     apart = [type(one.optimizer).__name__ for one in accelerator._optimizers if one.placement is None]

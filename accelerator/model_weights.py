@@ -70,7 +70,7 @@ def get_state_dict(accelerator: Accelerator, model: nn.Module, unwrap: bool = Tr
         return module.state_dict()
     state = placement.strategy.model_state(module)
     elsewhere = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
-    return {} if elsewhere and not accelerator._strategy.is_global_zero else state
+    return {} if elsewhere and not accelerator.strategy.is_global_zero else state
 
 
 # ---- write -----------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def save_model(
         OSError: a file could not be written; raised on every rank.
     """
     limit = size_in_bytes(max_shard_size, "max_shard_size")
-    strategy = accelerator._strategy
+    strategy = accelerator.strategy
     folder = location(save_directory)
     strategy.barrier(f"save_model({str(folder)!r})")
     module = accelerator.unwrap_model(model)
@@ -220,6 +220,6 @@ def save(obj: Any, f: Any, accelerator: Accelerator, safe_serialization: bool = 
 
 
 def _writes(accelerator: Accelerator) -> bool:
-    strategy = accelerator._strategy
+    strategy = accelerator.strategy
     each_node = accelerator.project_configuration.save_on_each_node
     return strategy.is_global_zero or (each_node and strategy.local_rank == 0)

@@ -27,7 +27,7 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
     Raises:
         TypeError: it stands in a group of processes.
     """
-    refuse_processes(accelerator._strategy, "An Accelerator")
+    refuse_processes(accelerator.strategy, "An Accelerator")
     methods = type(accelerator)
     own = {name: value for name, value in vars(accelerator).items() if not callable(getattr(methods, name, None))}
     index = {id(model): number for number, model in enumerate(accelerator._models)}
@@ -45,10 +45,10 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
 def put_back(accelerator: Accelerator, state: dict[str, Any]) -> None:
     """Make an Accelerator of :func:`state_of`; the first in a process takes its place there."""
     vars(accelerator).update(state["own"])
-    accelerator._strategy.setup_environment()
-    keep_freed_memory(accelerator._strategy.device)
+    accelerator.strategy.setup_environment()
+    keep_freed_memory(accelerator.strategy.device)
     accelerator.state = AcceleratorState.of(
-        PartialState.of(accelerator._strategy), state["precision"], **state["plugins"]
+        PartialState.of(accelerator.strategy), state["precision"], **state["plugins"]
     )
     models = accelerator._models
     accelerator._placements = {id(model): one for model, one in zip(models, state["placements"], strict=True)}

@@ -58,7 +58,7 @@ def prepare(accelerator: Accelerator, objects: Sequence[Any], placed: Sequence[b
             found[index] = prepare_optimizer(accelerator, value)
     for model, compiler in zip(models, compilers, strict=True):
         finish_model(accelerator, model, compiler)
-    accelerator._strategy.precision.setup_optimizers([one.optimizer for one in accelerator._optimizers])
+    accelerator.strategy.precision.setup_optimizers([one.optimizer for one in accelerator._optimizers])
     for index, value in enumerate(objects):
         if isinstance(value, DataLoader) and not isinstance(value, _PREPARED):
             found[index] = prepare_loader(accelerator, value, placed[index])
@@ -74,7 +74,7 @@ def start_model(
     model = migrated(model)
     if accelerator._shards:
         _refuse_shared(accelerator, model)
-    strategy = accelerator._strategy.for_another_module()
+    strategy = accelerator.strategy.for_another_module()
     strategy.settle_batch_norm(model, False)
     prepared = PreparedModel(model, strategy, frozen=evaluation)
     prepared.set_up(accelerator.device_placement if place is None else place)
@@ -121,7 +121,7 @@ def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> Acceler
     if before is not None and placement is not None and old - now:  # of parameters that were replaced since
         optimizer.state.clear()
         placement.strategy.load_optimizer_state(placement.module, optimizer, before)
-    strategy = accelerator._strategy if placement is None else placement.strategy
+    strategy = accelerator.strategy if placement is None else placement.strategy
     if accelerator._shards and len(owners) > 1:
         names = messages.names([type(model.module).__name__ for model in owners], last="and")
         raise ValueError(
@@ -160,7 +160,7 @@ def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedSc
         owners or accelerator._optimizers,
         accelerator.gradient_state,
         accelerator.step_scheduler_with_optimizer,
-        accelerator._strategy.num_data_ranks if accelerator.scheduler_steps == "per_sample" else 1,
+        accelerator.strategy.num_data_ranks if accelerator.scheduler_steps == "per_sample" else 1,
     )
     accelerator._schedulers.append(wrapper)
     return wrapper
@@ -170,7 +170,7 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader[Any], place: boo
     """A loader that yields this process's batches, on the device."""
     prepared = prepare_data_loader(
         loader,
-        accelerator._strategy,
+        accelerator.strategy,
         accelerator.dataloader_config,
         accelerator.gradient_state,
         accelerator._shuffle_seed(),

@@ -41,13 +41,13 @@ class Facts(Processes):
     @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
-        name = self._strategy.precision.name
+        name = self.strategy.precision.name
         return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
 
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes share the work."""
-        return type_of(self._strategy)
+        return type_of(self.strategy)
 
     @property
     def project_dir(self) -> str | None:
@@ -80,7 +80,7 @@ class Facts(Processes):
     @property
     def scaler(self) -> Any:
         """fp16's ``GradScaler``; None where losses are not scaled."""
-        return self._strategy.precision.scaler
+        return self.strategy.precision.scaler
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -142,7 +142,7 @@ class Facts(Processes):
     @property
     def data_parallel_rank(self) -> int:
         """This process among those that see different data."""
-        return self._strategy.data_rank
+        return self.strategy.data_rank
 
     @property
     def data_parallel_shard_rank(self) -> int:
@@ -150,7 +150,7 @@ class Facts(Processes):
         return self._place_on("dp_shard")
 
     def _place_on(self, axis: str) -> int:
-        place_on = getattr(self._strategy, "place_on", None)
+        place_on = getattr(self.strategy, "place_on", None)
         return 0 if place_on is None else place_on(axis)
 
     @property
@@ -169,7 +169,7 @@ class Facts(Processes):
 
     def check_trigger(self) -> bool:
         """Whether any process has called :meth:`set_trigger` since the last time; every process must call."""
-        raised = self._strategy.agree(self._trigger)
+        raised = self.strategy.agree(self._trigger)
         self._trigger = False
         return raised
 

@@ -58,7 +58,7 @@ def save_state(
         OSError: it could not be written; raised on every rank, and the old state is as it was.
     """
     only_trainable = _only_trainable(save_model_func_kwargs)
-    strategy, saves, config = accelerator._strategy, accelerator._saves, accelerator.project_configuration
+    strategy, saves, config = accelerator.strategy, accelerator._saves, accelerator.project_configuration
     strategy.barrier(f"accelerator.save_state({'' if output_dir is None else repr(str(output_dir))})")
     folder = state_folders.folder_to_save(accelerator, output_dir)
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def _call_hooks(accelerator: Accelerator, folder: Location, weights: Weights) ->
     hooks = list(accelerator._saves.before_save.values())
     if not hooks:
         return None
-    strategy = accelerator._strategy
+    strategy = accelerator.strategy
     files = state_folders.HookFiles(folder, strategy)
     listed = list(weights.values())
 
@@ -115,7 +115,7 @@ def _write(
     hooked: state_folders.HookFiles | None,
     in_parts: bool,
 ) -> None:
-    strategy, each_node = accelerator._strategy, accelerator.project_configuration.save_on_each_node
+    strategy, each_node = accelerator.strategy, accelerator.project_configuration.save_on_each_node
     path = folder / STATE
     with hooked.in_place() if hooked and strategy.is_global_zero else nullcontext():
         if in_parts:
@@ -157,7 +157,7 @@ def load_state(
         RuntimeError: weights do not fit; or ``strict``, and something is missing.
     """
     _check_options({**(load_kwargs or {}), **load_model_func_kwargs})
-    strategy = accelerator._strategy
+    strategy = accelerator.strategy
     strategy.barrier(f"accelerator.load_state({'' if input_dir is None else repr(str(input_dir))})")
     state = location(strategy.broadcast(_found(accelerator, input_dir)))
     placements = list(accelerator._placements.values())
@@ -183,7 +183,7 @@ def _call_load_hooks(accelerator: Accelerator, models: list[Any], folder: str) -
 
 def _found(accelerator: Accelerator, input_dir: Any) -> str:
     """Where rank 0 finds it; an error there is one on every rank."""
-    strategy = accelerator._strategy
+    strategy = accelerator.strategy
     return sharded_folder.together(
         strategy,
         "found",
@@ -204,7 +204,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _settled_files(accelerator: Accelerator, state: Location, checkpoint: Mapping[str, Any]) -> list[str]:
-    strategy = accelerator._strategy
+    strategy = accelerator.strategy
     files = checkpoint.get("paceline", {}).get("accelerator", {}).get("files", {})
     if not files:
         return []

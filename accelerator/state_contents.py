@@ -64,7 +64,7 @@ def gather(
     Raises:
         TypeError: the state of a registered object is not plain data.
     """
-    strategy = accelerator._strategy
+    strategy = accelerator.strategy
     custom = together(strategy, "saved", lambda: _custom_states(accelerator))
     ranks = strategy.gather_objects(_of_this_rank(accelerator, custom))
     models = [
@@ -131,7 +131,7 @@ def _custom_states(accelerator: Accelerator) -> list[Any]:
 
 
 def _of_this_rank(accelerator: Accelerator, custom: list[Any]) -> dict[str, Any]:
-    strategy = accelerator._strategy
+    strategy = accelerator.strategy
     placements = placements_of(accelerator)
     sums = [_fingerprint(state) for state in custom]
     first = strategy.broadcast(sums)
@@ -197,7 +197,7 @@ class Restored:
         self.own_section: dict[str, Any] = self.section.get("accelerator", {})
         self.missing: list[str] = []
         self.derived: list[str] = []
-        strategy = accelerator._strategy
+        strategy = accelerator.strategy
         self.ranks: list[dict[str, Any]] = self.section.get("ranks", []) if self.own_section else []
         self.world = self.section.get("world_size", 1)
         self.alike = (self.world, self.section.get("data_ranks", 1)) == (strategy.world_size, strategy.num_data_ranks)
@@ -246,7 +246,7 @@ class Restored:
         self._lacking("loader", loaders, accelerator._dataloaders)
         self._too_many("loader", loaders, accelerator._dataloaders, [])
         self._compare_custom(own.get("custom", []))
-        if accelerator._strategy.precision.state_dict() and not self.section.get("precision"):
+        if accelerator.strategy.precision.state_dict() and not self.section.get("precision"):
             self.missing.append("the loss scale, which starts over")
         if not self.ranks:
             self.missing.append("random states and the place in the data, since save_state did not write the file")
@@ -281,10 +281,10 @@ class Restored:
             one.strategy.load_optimizer_state(module, one.optimizer, state)
         for one, state in zip(accelerator._schedulers, self.checkpoint.get("lr_schedulers", []), strict=False):
             one.scheduler.load_state_dict(state)
-        restore_precision(accelerator._strategy.precision, self.section.get("precision"))
+        restore_precision(accelerator.strategy.precision, self.section.get("precision"))
         if not self.own_section:
             return
-        together(accelerator._strategy, "loaded", self._load_custom)
+        together(accelerator.strategy, "loaded", self._load_custom)
         self._load_loaders()
         self._load_windows()
         accelerator.trackers.load_state_dict(self.own_section["trackers"], self.newer)
@@ -292,7 +292,7 @@ class Restored:
         accelerator._seed = self.own_section["seed"]
         accelerator.project_configuration.iteration = self.own_section["iteration"] + 1
         self._load_random()
-        tell_derived(self.derived, self.alike, self.world, accelerator._strategy.world_size)
+        tell_derived(self.derived, self.alike, self.world, accelerator.strategy.world_size)
 
     def _load_models(self) -> None:
         for placement, state, left_out in self.weights:
@@ -348,7 +348,7 @@ class Restored:
         def arrive() -> None:
             if not use.seen:
                 use.seen = True
-                tell_derived(restore_windows(accelerator, own, ranks), *told, accelerator._strategy.world_size)
+                tell_derived(restore_windows(accelerator, own, ranks), *told, accelerator.strategy.world_size)
 
         for loaded in within:
             loaded.arrive = arrive
@@ -357,7 +357,7 @@ class Restored:
 
     def _load_random(self) -> None:
         """Last, since what came before may have drawn."""
-        strategy = self.accelerator._strategy
+        strategy = self.accelerator.strategy
         if self.own is not None:
             seed.set_random_states(self.own["random"])
         else:

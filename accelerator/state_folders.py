@@ -98,7 +98,7 @@ def folder_to_save(accelerator: Accelerator, output_dir: Any) -> Location:
             "accelerator.save_state() was not told where. Pass output_dir=..., or let folders be numbered: "
             "Accelerator(project_config=ProjectConfiguration(project_dir='runs', automatic_checkpoint_naming=True))."
         )
-    return accelerator._strategy.broadcast(_next_numbered(_project(accelerator, "save_state") / CHECKPOINTS, config))
+    return accelerator.strategy.broadcast(_next_numbered(_project(accelerator, "save_state") / CHECKPOINTS, config))
 
 
 def _project(accelerator: Accelerator, asked: str) -> Location:

@@ -91,7 +91,7 @@ class Wiring:
     @property
     def strategy(self) -> Strategy:
         """The processes and their device."""
-        return self.accelerator._strategy
+        return self.accelerator.strategy
 
     @property
     def communication(self) -> dict[str, float]:

@@ -57,7 +57,7 @@ class Accelerator(accelerator.Accelerator):
         """
         loader = self.gradient_state.active_dataloader
         if loader is not None:
-            rows, size = loader.batch_rows, (loader.total_batch_size or 0) // self._strategy.num_data_ranks
+            rows, size = loader.batch_rows, (loader.total_batch_size or 0) // self.strategy.num_data_ranks
             if 0 < rows < size:
                 input_data = recursively_apply(lambda value: _first(value, rows, size), input_data)
         return super().gather_for_metrics(input_data, use_gather_object)

@@ -100,7 +100,7 @@ def distributed(program: Any, folder: str, words: list[str]) -> Any:
     assert isinstance(strategy, DDPStrategy)
     wrapped = strategy.joinable()
     assert wrapped is not None
-    minutes = accelerator._strategy.timeout.total_seconds() / 60
+    minutes = accelerator.strategy.timeout.total_seconds() / 60
     return mean, minutes, wrapped.gradient_as_bucket_view, wrapped.static_graph
 
 
