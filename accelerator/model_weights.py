@@ -65,7 +65,7 @@ def get_state_dict(accelerator: Accelerator, model: nn.Module, unwrap: bool = Tr
         unwrap: without the names that a wrapper of the user's (such as ``torch.compile``) puts in front.
     """
     module = accelerator.unwrap_model(model) if unwrap else model
-    placement = accelerator._placements.get(id(module))
+    placement = accelerator.prepared.placements.get(id(module))
     if placement is None:
         return module.state_dict()
     state = placement.strategy.model_state(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from .process_info import Processes
 from .process_state import type_of
@@ -15,10 +15,39 @@ if TYPE_CHECKING:
     from .accumulation import GradientState
     from .enums import DistributedType
     from .loaders import DataLoaderConfiguration
-    from .optimizers import AcceleratedOptimizer
     from .plugins import ProjectConfiguration
+    from .prepare import Prepared
     from .process_state import AcceleratorState
     from .trackers import Trackers
+
+
+T = TypeVar("T")
+
+
+class Shown(Generic[T]):
+    """An attribute of a part that is read, and set, at the Accelerator too.
+
+    Args:
+        part: the Accelerator's attribute that owns it, under the same name.
+        doc: what it says.
+    """
+
+    def __init__(self, part: str, doc: str) -> None:
+        self._part = part
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, accelerator: None, owner: type) -> Shown[T]: ...
+    @overload
+    def __get__(self, accelerator: Any, owner: type) -> T: ...
+    def __get__(self, accelerator: Any, owner: type) -> Any:
+        return self if accelerator is None else getattr(getattr(accelerator, self._part), self._name)
+
+    def __set__(self, accelerator: Any, value: T) -> None:
+        setattr(getattr(accelerator, self._part), self._name, value)
 
 
 class Facts(Processes):
@@ -30,8 +59,15 @@ class Facts(Processes):
     project_configuration: ProjectConfiguration
     settings: Settings
     trackers: Trackers
-    _optimizers: list[AcceleratedOptimizer]
+    prepared: Prepared
     _trigger = False
+
+    device_placement = Shown[bool]("prepared", "Whether models and batches are moved to the device.")
+    output_dtype = Shown[str]("prepared", "``fp32`` or ``keep``: the dtype of what models return in 16 bits.")
+    step_scheduler_with_optimizer = Shown[bool]("prepared", "Whether schedulers move with their optimizers.")
+    scheduler_steps = Shown[str]("prepared", "``per_update`` or ``per_sample``: what a scheduler counts.")
+    sync_gradients = Shown[bool]("gradient_state", "Whether optimizers step with this micro-batch, the window's last.")
+    step = Shown[int]("gradient_state", "A number that the loop may count with; ``save_state`` keeps it.")
 
     @property
     def _script_skips(self) -> bool:
@@ -60,15 +96,6 @@ class Facts(Processes):
         return self.project_configuration.logging_dir
 
     @property
-    def sync_gradients(self) -> bool:
-        """Whether the window is complete with the micro-batch under way, so that optimizers step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
-
-    @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches in a window."""
         return self.gradient_state.num_steps
@@ -85,7 +112,7 @@ class Facts(Processes):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer left out its last step because fp16's gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     @property
     def log_with(self) -> list[Any]:

@@ -62,7 +62,9 @@ def save_state(
     strategy.barrier(f"accelerator.save_state({'' if output_dir is None else repr(str(output_dir))})")
     folder = state_folders.folder_to_save(accelerator, output_dir)
     with ExitStack() as stack:
-        modes = [stack.enter_context(one.strategy.states_in_parts()) for one in accelerator._placements.values()]
+        modes = [
+            stack.enter_context(one.strategy.states_in_parts()) for one in accelerator.prepared.placements.values()
+        ]
         weights, left_out = weights_of(accelerator, only_trainable)
         hooked = _call_hooks(accelerator, folder, weights)
         try:
@@ -99,7 +101,7 @@ def _call_hooks(accelerator: Accelerator, folder: Location, weights: Weights) ->
 
     def call(path: str) -> None:
         for hook in hooks:
-            hook(accelerator._models, listed, path)
+            hook(accelerator.prepared.models, listed, path)
 
     files.written_by(call)
     kept = {id(state) for state in listed}
@@ -160,11 +162,11 @@ def load_state(
     strategy = accelerator.strategy
     strategy.barrier(f"accelerator.load_state({'' if input_dir is None else repr(str(input_dir))})")
     state = location(strategy.broadcast(_found(accelerator, input_dir)))
-    placements = list(accelerator._placements.values())
+    placements = list(accelerator.prepared.placements.values())
     reader = placements[0].strategy if placements else strategy
     checkpoint = sharded_folder.together(strategy, "read", lambda: read(state, strategy=reader))
     wrong = _settled_files(accelerator, state, checkpoint)
-    models = list(accelerator._models)
+    models = list(accelerator.prepared.models)
     sharded_folder.together(strategy, "loaded", lambda: _call_load_hooks(accelerator, models, str(state.parent)))
     newer = strategy.broadcast(state_folders.newer_of_its_run(state) if strategy.is_global_zero else None)
     restored = Restored(accelerator, checkpoint, models, newer)

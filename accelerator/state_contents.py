@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from ..checkpoint.rank_files import buffers_apart, digest, entry_of, put_back_bu
 from ..checkpoint.restore import load_weights, optimizer_problem, restore_precision, versions
 from ..checkpoint.sharded_folder import together
 from ..processes import seed
-from .accumulation_state import forget_windows, gather_windows, placements_of, restore_windows
 from .loader_positions import FirstUse, Loaded
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ def weights_of(accelerator: Accelerator, only_trainable: bool) -> tuple[Weights,
     """The weights of all models, and the names of those left out; every rank must call."""
     weights: Weights = {}
     left_out: dict[int, list[str]] = {}
-    for index, placement in enumerate(placements_of(accelerator)):
+    for index, placement in enumerate(accelerator.prepared.placements.values()):
         state = placement.strategy.model_state(placement.module)
         if only_trainable:
             frozen = {name for name, p in _parameters(placement.module) if not p.requires_grad}
@@ -69,31 +67,31 @@ def gather(
     ranks = strategy.gather_objects(_of_this_rank(accelerator, custom))
     models = [
         {"class": type(model).__name__, "saved": index in weights, "left_out": left_out.get(index, [])}
-        for index, model in enumerate(accelerator._models)
+        for index, model in enumerate(accelerator.prepared.models)
     ]
     return {
-        "epoch": max((loader.epoch for loader in accelerator._dataloaders), default=0),
+        "epoch": max((loader.epoch for loader in accelerator.prepared.loaders), default=0),
         "global_step": _updates(accelerator),
         "state_dict": weights.get(0, {}),
         "models": {index: state for index, state in weights.items() if index},
-        "optimizer_states": [_optimizer_state(accelerator, one) for one in accelerator._optimizers],
-        "lr_schedulers": [one.scheduler.state_dict() for one in accelerator._schedulers],
+        "optimizer_states": [_optimizer_state(accelerator, one) for one in accelerator.prepared.optimizers],
+        "lr_schedulers": [one.scheduler.state_dict() for one in accelerator.prepared.schedulers],
         "paceline": {
             "format": FORMAT,
             "versions": versions(),
             "world_size": strategy.world_size,
             "data_ranks": strategy.num_data_ranks,
-            "optimizers": [type(one.optimizer).__name__ for one in accelerator._optimizers],
+            "optimizers": [type(one.optimizer).__name__ for one in accelerator.prepared.optimizers],
             "precision": strategy.precision.state_dict(),
             "manifest": {"sequence": sequence, "line": accelerator._saves.line},
             "ranks": ranks,
             "accelerator": {
                 "step": accelerator.step,
                 "iteration": accelerator.project_configuration.iteration,
-                "seed": accelerator._seed,
+                "seed": accelerator.prepared.seed,
                 "models": models,
-                "schedulers": [type(one.scheduler).__name__ for one in accelerator._schedulers],
-                "loaders": len(accelerator._dataloaders),
+                "schedulers": [type(one.scheduler).__name__ for one in accelerator.prepared.schedulers],
+                "loaders": len(accelerator.prepared.loaders),
                 "custom": [
                     {"class": type(one).__name__, "state": state}
                     for one, state in zip(accelerator._custom_objects, custom, strict=True)
@@ -115,11 +113,11 @@ def _updates(accelerator: Accelerator) -> int:
     """How many times the weights were updated, as far as an optimizer or a scheduler has counted."""
     counts = [
         float(values["step"])
-        for one in accelerator._optimizers
+        for one in accelerator.prepared.optimizers
         for values in list(one.optimizer.state.values())[:1]
         if isinstance(values, dict) and "step" in values
     ]
-    counts += [float(getattr(one.scheduler, "last_epoch", 0) or 0) for one in accelerator._schedulers]
+    counts += [float(getattr(one.scheduler, "last_epoch", 0) or 0) for one in accelerator.prepared.schedulers]
     return int(max(counts, default=accelerator.step // max(accelerator.gradient_state.num_steps, 1)))
 
 
@@ -132,14 +130,14 @@ def _custom_states(accelerator: Accelerator) -> list[Any]:
 
 def _of_this_rank(accelerator: Accelerator, custom: list[Any]) -> dict[str, Any]:
     strategy = accelerator.strategy
-    placements = placements_of(accelerator)
+    placements = list(accelerator.prepared.placements.values())
     sums = [_fingerprint(state) for state in custom]
     first = strategy.broadcast(sums)
     return {
         "rank": strategy.global_rank,
         "data_rank": strategy.data_rank,
-        "loaders": [loader.state_dict() for loader in accelerator._dataloaders],
-        **gather_windows(accelerator),
+        "loaders": [loader.state_dict() for loader in accelerator.prepared.loaders],
+        **accelerator.windows.gather(),
         "buffers": [buffers_apart(one.module, one.strategy) for one in placements],
         "custom": {i: state for i, state in enumerate(custom) if sums[i] != first[i]},
         "random": seed.random_states(),
@@ -210,7 +208,7 @@ class Restored:
         about = self.own_section.get("models", [{"class": "its own", "saved": True, "left_out": []}])
         others = self.checkpoint.get("models", {})
         found = []
-        for index, placement in enumerate(placements_of(self.accelerator)):
+        for index, placement in enumerate(self.accelerator.prepared.placements.values()):
             name = f"model {index} ({type(placement.module).__name__})"
             if id(placement.module) not in wanted:
                 continue
@@ -221,14 +219,14 @@ class Restored:
             else:
                 state = self.checkpoint["state_dict"] if index == 0 else others[index]
                 found.append((placement, state, about[index]["left_out"]))
-        self._too_many("model", about, self.accelerator._models, [one["class"] for one in about])
+        self._too_many("model", about, self.accelerator.prepared.models, [one["class"] for one in about])
         return found
 
     def _compare(self) -> None:
         accelerator, own = self.accelerator, self.own_section
         optimizers = self.checkpoint.get("optimizer_states", [])
         names = self.section.get("optimizers", [])
-        inner = [one.optimizer for one in accelerator._optimizers]
+        inner = [one.optimizer for one in accelerator.prepared.optimizers]
         self._lacking("optimizer", optimizers, inner)
         self._too_many("optimizer", optimizers, inner, names)
         for index, (one, state) in enumerate(zip(inner, optimizers, strict=False)):
@@ -239,12 +237,12 @@ class Restored:
                     f"{problem}. Build it as it was when the state was saved, and prepare in the same order."
                 )
         schedulers = self.checkpoint.get("lr_schedulers", [])
-        inner = [one.scheduler for one in accelerator._schedulers]
+        inner = [one.scheduler for one in accelerator.prepared.schedulers]
         self._lacking("scheduler", schedulers, inner)
         self._too_many("scheduler", schedulers, inner, own.get("schedulers", []))
         loaders = range(own.get("loaders", 0))
-        self._lacking("loader", loaders, accelerator._dataloaders)
-        self._too_many("loader", loaders, accelerator._dataloaders, [])
+        self._lacking("loader", loaders, accelerator.prepared.loaders)
+        self._too_many("loader", loaders, accelerator.prepared.loaders, [])
         self._compare_custom(own.get("custom", []))
         if accelerator.strategy.precision.state_dict() and not self.section.get("precision"):
             self.missing.append("the loss scale, which starts over")
@@ -276,10 +274,12 @@ class Restored:
         """Give everything back; every rank must call."""
         accelerator = self.accelerator
         self._load_models()
-        for one, state in zip(accelerator._optimizers, self.checkpoint.get("optimizer_states", []), strict=False):
+        for one, state in zip(
+            accelerator.prepared.optimizers, self.checkpoint.get("optimizer_states", []), strict=False
+        ):
             module = one.placement.module if one.placement is not None else nn.Module()
             one.strategy.load_optimizer_state(module, one.optimizer, state)
-        for one, state in zip(accelerator._schedulers, self.checkpoint.get("lr_schedulers", []), strict=False):
+        for one, state in zip(accelerator.prepared.schedulers, self.checkpoint.get("lr_schedulers", []), strict=False):
             one.scheduler.load_state_dict(state)
         restore_precision(accelerator.strategy.precision, self.section.get("precision"))
         if not self.own_section:
@@ -289,7 +289,7 @@ class Restored:
         self._load_windows()
         accelerator.trackers.load_state_dict(self.own_section["trackers"], self.newer)
         accelerator.step = self.own_section["step"]
-        accelerator._seed = self.own_section["seed"]
+        accelerator.prepared.seed = self.own_section["seed"]
         accelerator.project_configuration.iteration = self.own_section["iteration"] + 1
         self._load_random()
         tell_derived(self.derived, self.alike, self.world, accelerator.strategy.world_size)
@@ -308,7 +308,9 @@ class Restored:
                 )
         if self.alike and self.own is not None:
             loaded = {id(placement) for placement, _, _ in self.weights}
-            for placement, kept in zip(placements_of(self.accelerator), self.own["buffers"], strict=False):
+            for placement, kept in zip(
+                self.accelerator.prepared.placements.values(), self.own["buffers"], strict=False
+            ):
                 if id(placement) in loaded:
                     put_back_buffers(placement.module, kept)
 
@@ -321,7 +323,7 @@ class Restored:
 
     def _load_loaders(self) -> None:
         accelerator, kept = self.accelerator, (self.own or self.ranks[0])["loaders"]
-        for index, (loader, state) in enumerate(zip(accelerator._dataloaders, kept, strict=False)):
+        for index, (loader, state) in enumerate(zip(accelerator.prepared.loaders, kept, strict=False)):
             loader.load_state_dict(state)
             if loader.derived:
                 self.derived.append(loader.derived)
@@ -335,20 +337,20 @@ class Restored:
         """Give back the micro-batches that wait for a step; where a script skips by itself, when it arrives there."""
         accelerator, own = self.accelerator, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
-        within = [loader.loaded for loader in accelerator._dataloaders if loader.loaded is not None]
+        within = [loader.loaded for loader in accelerator.prepared.loaders if loader.loaded is not None]
         for loaded in within:
             loaded.window_start = loaded.position["batches"] - count
-            loaded.leave = partial(forget_windows, accelerator)
+            loaded.leave = accelerator.windows.forget
         if not accelerator._script_skips or all(loaded.position["last"] for loaded in within):
-            self.derived += restore_windows(accelerator, own, self.ranks)
+            self.derived += accelerator.windows.restore(own, self.ranks)
             return
-        forget_windows(accelerator)
+        accelerator.windows.forget()
         use, ranks, told = FirstUse(accelerator.gradient_state), self.ranks, (self.alike, self.world)
 
         def arrive() -> None:
             if not use.seen:
                 use.seen = True
-                tell_derived(restore_windows(accelerator, own, ranks), *told, accelerator.strategy.world_size)
+                tell_derived(accelerator.windows.restore(own, ranks), *told, accelerator.strategy.world_size)
 
         for loaded in within:
             loaded.arrive = arrive

@@ -104,7 +104,7 @@ class Wiring:
             strategy.measure_communication()
 
     def _replicas(self) -> list[Strategy]:
-        return [one.strategy for one in self.accelerator._placements.values() if not one.frozen]
+        return [one.strategy for one in self.accelerator.prepared.trained]
 
     @property
     def accumulate(self) -> int:
@@ -119,12 +119,12 @@ class Wiring:
     @property
     def modules(self) -> Sequence[nn.Module]:
         """The models that were prepared."""
-        return list(self.accelerator._models)
+        return self.accelerator.prepared.models
 
     @property
     def loader(self) -> Any:
         """The loader of the last training pass."""
-        loaders = self.accelerator._dataloaders
+        loaders = self.accelerator.prepared.loaders
         return self._trained or (loaders[0] if loaders else None)
 
     # ---- wrapping ---------------------------------------------------------------------------------------------------
@@ -145,14 +145,14 @@ class Wiring:
 
     def _wrap_prepared(self) -> None:
         accelerator, clock = self.accelerator, self.examiner.clock
-        for module in self._new(accelerator._models):
+        for module in self._new(accelerator.prepared.models):
             self._set(module, "forward", clock.around("forward", module.forward))
-        for optimizer in self._new(accelerator._optimizers):
-            first = optimizer is accelerator._optimizers[0]
+        for optimizer in self._new(accelerator.prepared.optimizers):
+            first = optimizer is accelerator.prepared.optimizers[0]
             step = self._counting(optimizer.step) if first else optimizer.step
             self._set(optimizer, "step", clock.around("optimizer", step))
             self._set(optimizer, "zero_grad", clock.around("optimizer", optimizer.zero_grad))
-        for loader in self._new(accelerator._dataloaders):
+        for loader in self._new(accelerator.prepared.loaders):
             self._set(loader, "_hand_out", partial(self._pass, loader, loader._hand_out))
 
     def _new(self, objects: Sequence[Any]) -> list[Any]:

@@ -45,6 +45,11 @@ class Accelerator(accelerator.Accelerator):
             _OfTheLast.last = weakref.ref(self.gradient_state)
 
     @property
+    def _models(self) -> list[nn.Module]:
+        """The prepared models, which transformers.Trainer reads under this name."""
+        return self.prepared.models
+
+    @property
     def _script_skips(self) -> bool:
         """Such loops skip to the position in the data, but for that of a loader which is asked to know it itself."""
         return not self.dataloader_config.use_stateful_dataloader

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.accelerator.accelerator import Accelerator
-from paceline.accelerator.join_uneven_inputs import join_uneven_inputs
 
 SAMPLES = 9
 
@@ -45,7 +44,7 @@ def on_unequal_batches(joined: bool, window: int = 1) -> dict[str, Tensor]:
                 optimizer.zero_grad()
 
     if joined:
-        with join_uneven_inputs(accelerator, [model], even_batches=False):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
             train()
     else:
         train()
@@ -98,7 +97,7 @@ def test_joined_processes_may_accumulate() -> None:
 def refused(strategy: str | None) -> Any:
     accelerator = Accelerator(cpu=True, strategy=strategy)
     model, _ = accelerator.prepare(*made())
-    with join_uneven_inputs(accelerator, [model], even_batches=False):
+    with accelerator.join_uneven_inputs([model], even_batches=False):
         pass
 
 
@@ -114,6 +113,6 @@ def test_one_process_has_nothing_to_join() -> None:
     accelerator = Accelerator(cpu=True)
     with (
         pytest.raises(ValueError, match="a Linear that this accelerator has not prepared"),
-        join_uneven_inputs(accelerator, [nn.Linear(1, 1)]),
+        accelerator.join_uneven_inputs([nn.Linear(1, 1)]),
     ):
         pass

@@ -28,12 +28,12 @@ def made(**config: Any) -> Accelerator:
 
 
 def put(accelerator: Accelerator, value: float) -> Accelerator:
-    nn.init.constant_(accelerator._models[0].weight, value)
+    nn.init.constant_(accelerator.prepared.models[0].weight, value)
     return accelerator
 
 
 def value(accelerator: Accelerator) -> float:
-    return accelerator._models[0].weight.item()
+    return accelerator.prepared.models[0].weight.item()
 
 
 def numbered(tmp_path: Path, **config: Any) -> Accelerator:

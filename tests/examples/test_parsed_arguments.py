@@ -96,7 +96,7 @@ def distributed(program: Any, folder: str, words: list[str]) -> Any:
     program.accelerator_of = lambda args: made.append(real(args)) or made[0]
     mean = program.train(args)
     accelerator = made[0]
-    strategy = accelerator._placements[id(accelerator._models[0])].strategy
+    strategy = accelerator.prepared.placements[id(accelerator.prepared.models[0])].strategy
     assert isinstance(strategy, DDPStrategy)
     wrapped = strategy.joinable()
     assert wrapped is not None
