@@ -19,15 +19,18 @@ from . import operations
 from .accumulation import GradientState, Window
 from .arguments import read_arguments
 from .gradients import Gradients
+from .kwargs_handlers import ProfileKwargs
 from .loaders import skip_first_batches
-from .models import restore, unwrapped
+from .model_weights import ModelWeights
+from .models import refuse_processes, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
-from .pickling import put_back, state_of
 from .prepare import Prepared
 from .process_state import AcceleratorState, PartialState
 from .properties import Facts
+from .save_state import States
 from .schedulers import AcceleratedScheduler
-from .state_folders import Saves
+from .state_contents import Contents
+from .state_folders import Folders
 from .trackers import Tracker, Trackers
 from .windows import Windows
 
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from ..strategies.choose import StrategyName
     from .enums import BackendName, DynamoBackend, MixedName, PrecisionType, TrackerName
     from .fsdp_plugin import FullyShardedDataParallelPlugin
-    from .kwargs_handlers import KwargsHandler, ProfileKwargs
+    from .kwargs_handlers import KwargsHandler
     from .loaders import DataLoaderConfiguration
     from .operations import Reduction
     from .parallelism_config import ParallelismConfig
@@ -133,7 +136,6 @@ class Accelerator(Facts):
         arguments = read_arguments(given)
         strategy, choice = arguments.strategy, arguments.choice
         self.settings = arguments.settings
-        self.dataloader_config = arguments.dataloader_config
         self.project_configuration = arguments.project_configuration
         self.trackers = Trackers(arguments.log_with, self.project_configuration.logging_dir)
         self.rng_types = rng_types
@@ -154,7 +156,7 @@ class Accelerator(Facts):
         self.prepared = Prepared(
             strategy,
             self.gradient_state,
-            self.dataloader_config,
+            arguments.dataloader_config,
             shards=arguments.shards,
             compiler=arguments.dynamo.compile,
             clip_norm=arguments.clip_norm,
@@ -165,16 +167,33 @@ class Accelerator(Facts):
         )
         self.windows = Windows(strategy, self.gradient_state, self.prepared)
         self.gradients = Gradients(strategy, self.gradient_state, self.prepared)
-        self._custom_objects: list[Any] = []
-        self._saves = Saves()
+        self.weights = ModelWeights(strategy, self.prepared, self.project_configuration)
+        contents = Contents(
+            strategy, self.prepared, self.windows, self.trackers, self.project_configuration, self.settings
+        )
+        self.states = States(contents, Folders(strategy, self.project_configuration))
         self.prepared.errors.explain_uncaught()
         examine_if_planned(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return state_of(self)
+        """What a copy is made of; it stands where ``save_state`` and ``load_state`` would bring a new Accelerator.
+
+        Raises:
+            TypeError: several processes share it.
+        """
+        refuse_processes(self.strategy, "An Accelerator")
+        own, methods = vars(self), type(self)
+        plugins = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config")
+        return {
+            "own": {n: own[n] for n in own if n != "state" and not callable(getattr(methods, n, None))},
+            "plugins": {name: getattr(self.state, name) for name in plugins},
+            "precision": self.state.mixed_precision,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        put_back(self, state)
+        vars(self).update(state["own"])
+        keep_freed_memory(self.strategy.device)
+        self.state = AcceleratorState.of(PartialState.of(self.strategy), state["precision"], **state["plugins"])
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
@@ -420,55 +439,52 @@ class Accelerator(Facts):
 
     @timed("save_state")
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save everything that this loop needs to go on, to the bit; see :func:`.checkpoint.save_state`."""
-        from . import save_state
-
-        return save_state.save_state(self, output_dir, safe_serialization, **kwargs)
+        """Save everything that this loop needs to resume to the bit; see :meth:`.save_state.States.save`."""
+        return self.states.save(output_dir, safe_serialization, **kwargs)
 
     @timed("load_state")
     def load_state(self, input_dir: Any = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Go on from what :meth:`save_state` wrote; see :func:`.checkpoint.load_state`."""
-        from . import save_state
-
-        save_state.load_state(self, input_dir, load_kwargs, **kwargs)
+        """Resume from what :meth:`save_state` wrote; see :meth:`.save_state.States.load`."""
+        self.states.load(input_dir, load_kwargs, **kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects with the state; they need ``state_dict`` and ``load_state_dict``."""
-        from . import save_state
-
-        save_state.register_for_checkpointing(self, *objects)
+        self.states.register(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call ``hook(models, weights, output_dir)`` before a state is saved; returns a handle with ``remove()``."""
-        from . import save_state
+        """Call ``hook(models, weights, output_dir)`` before a state is saved, on every rank.
 
-        return save_state.register_save_state_pre_hook(self, hook)
+        What it writes to ``output_dir`` appears beside the state together with it. A model whose entry rank 0 takes out
+        of ``weights`` is not saved in the state.
+
+        Returns:
+            A handle with ``remove()``.
+        """
+        return self.states.on_save(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call ``hook(models, input_dir)`` before a state is loaded; returns a handle with ``remove()``."""
-        from . import save_state
+        """Call ``hook(models, input_dir)`` before a state is loaded, on every rank.
 
-        return save_state.register_load_state_pre_hook(self, hook)
+        A model that it takes out of ``models`` gets no weights from the state.
+
+        Returns:
+            A handle with ``remove()``.
+        """
+        return self.states.on_load(hook)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """A model's whole ``state_dict``; every process must call."""
-        from . import model_weights
-
-        return model_weights.get_state_dict(self, model, unwrap)
+        """A model's whole ``state_dict``; every process must call; see :meth:`.model_weights.ModelWeights`."""
+        return self.weights.state_dict(model, unwrap)
 
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
         """Write a model's weights to a folder, in the ecosystem's layout; every process must call."""
-        from . import model_weights
-
-        model_weights.save_model(self, model, save_directory, max_shard_size, safe_serialization)
+        self.weights.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object to a file, on the main process."""
-        from . import model_weights
-
-        model_weights.save(obj, f, self, safe_serialization=safe_serialization)
+        """Write an object to a file, on the main process; see :meth:`.model_weights.ModelWeights.save`."""
+        self.weights.save(obj, f, safe_serialization)
 
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
@@ -491,10 +507,8 @@ class Accelerator(Facts):
         self.trackers.finish()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
-        """Context that gives torch's profiler; see :func:`.profiling.profile`."""
-        from .profiling import profile
-
-        return profile(self, profile_handler)
+        """Context that gives torch's profiler; see :meth:`.kwargs_handlers.ProfileKwargs.record`."""
+        return (profile_handler or self.handlers.profile or ProfileKwargs()).record(self.strategy)
 
     def doctor(self, dirpath: str | Path | None = None, write: bool = True) -> AbstractContextManager[Doctor]:
         """Context around a training loop, at whose end stands what is slow in it, why, and what to change.

@@ -37,6 +37,8 @@ class Accelerator(accelerator.Accelerator):
     @functools.wraps(accelerator.Accelerator.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Such loops skip to the position in the data, but for that of a loader which is asked to know it itself.
+        self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         _OfTheLast.last = weakref.ref(self.gradient_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -48,11 +50,6 @@ class Accelerator(accelerator.Accelerator):
     def _models(self) -> list[nn.Module]:
         """The prepared models, which transformers.Trainer reads under this name."""
         return self.prepared.models
-
-    @property
-    def _script_skips(self) -> bool:
-        """Such loops skip to the position in the data, but for that of a loader which is asked to know it itself."""
-        return not self.dataloader_config.use_stateful_dataloader
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As ``paceline.Accelerator.gather_for_metrics``.
