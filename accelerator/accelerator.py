@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import Tensor, nn
 
-from ..doctor.own_loop_script import examine_if_planned
+from ..doctor.doctor import Doctor
+from ..doctor.own_loop import PlannedLoop, Wiring
+from ..doctor.script_options import Plan
 from ..memory.out_of_memory_retry import release_memory
 from ..processes.cpu_memory import keep_freed_memory
 from ..processes.timings import timed
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from torch.profiler import profile as Profiler
     from torch.utils.data import DataLoader
 
-    from ..doctor.doctor import Doctor
     from ..strategies.choose import StrategyName
     from .enums import BackendName, DynamoBackend, MixedName, PrecisionType, TrackerName
     from .fsdp_plugin import FullyShardedDataParallelPlugin
@@ -173,7 +174,9 @@ class Accelerator(Facts):
         )
         self.states = States(contents, Folders(strategy, self.project_configuration))
         self.prepared.errors.explain_uncaught()
-        examine_if_planned(self)
+        plan = Plan.found()
+        if plan is not None:
+            PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy is made of; it stands where ``save_state`` and ``load_state`` would bring a new Accelerator.
@@ -517,10 +520,7 @@ class Accelerator(Facts):
             dirpath: where ``doctor.html`` and ``doctor.json`` go; None: the ``project_dir``, or the working directory.
             write: write them; else the report is only said.
         """
-        from ..doctor.doctor import Doctor
-        from ..doctor.own_loop import doctor
-
-        return doctor(self, Doctor(dirpath, write=write))
+        return Wiring(self, Doctor(dirpath, write=write)).examined()
 
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
         """Within, processes may have different numbers of batches."""
