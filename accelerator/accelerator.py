@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-import torch
 from torch import Tensor, nn
 
-from ..doctor.own_loop_script import examine_if_planned
+from ..doctor.doctor import Doctor
+from ..doctor.own_loop import PlannedLoop, Wiring
+from ..doctor.script_options import Plan
+from ..memory.out_of_memory_retry import release_memory
 from ..processes.cpu_memory import keep_freed_memory
 from ..processes.timings import timed
 from ..settings.constructors import check_names
 from ..strategies.base import Strategy
 from ..strategies.precision.base import Precision
+from . import operations
 from .accumulation import GradientState, Window
 from .arguments import read_arguments
-from .errors import answer, answer_uncaught
-from .models import PreparedModel, is_prepared, restore, unwrapped
+from .gradients import Gradients
+from .kwargs_handlers import ProfileKwargs
+from .loaders import skip_first_batches
+from .model_weights import ModelWeights
+from .models import refuse_processes, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
-from .pickling import connect, put_back, state_of
-from .prepare import finish_model, prepare, prepare_loader, prepare_optimizer, prepare_scheduler, start_model
+from .prepare import Prepared
 from .process_state import AcceleratorState, PartialState
 from .properties import Facts
+from .save_state import States
 from .schedulers import AcceleratedScheduler
-from .state_folders import Saves
+from .state_contents import Contents
+from .state_folders import Folders
 from .trackers import Tracker, Trackers
+from .windows import Windows
 
 if TYPE_CHECKING:
     import os
@@ -38,12 +44,11 @@ if TYPE_CHECKING:
     from torch.profiler import profile as Profiler
     from torch.utils.data import DataLoader
 
-    from ..doctor.doctor import Doctor
     from ..strategies.choose import StrategyName
     from .enums import BackendName, DynamoBackend, MixedName, PrecisionType, TrackerName
     from .fsdp_plugin import FullyShardedDataParallelPlugin
-    from .kwargs_handlers import KwargsHandler, ProfileKwargs
-    from .loaders import DataLoaderConfiguration, PreparedLoader
+    from .kwargs_handlers import KwargsHandler
+    from .loaders import DataLoaderConfiguration
     from .operations import Reduction
     from .parallelism_config import ParallelismConfig
     from .plugins import DeepSpeedPlugin, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
@@ -130,57 +135,68 @@ class Accelerator(Facts):
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         arguments = read_arguments(given)
+        strategy, choice = arguments.strategy, arguments.choice
         self.settings = arguments.settings
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.scheduler_steps: str = arguments.settings["scheduler_steps"]
-        self.output_dtype: str = arguments.settings["output_dtype"]
-        self.dataloader_config = arguments.dataloader_config
         self.project_configuration = arguments.project_configuration
         self.trackers = Trackers(arguments.log_with, self.project_configuration.logging_dir)
         self.rng_types = rng_types
         self.handlers = arguments.handlers
-        self._compiler = arguments.dynamo.compile
-        self._clip_norm = arguments.clip_norm
-        self._shards = arguments.shards
-        self._strategy: Strategy = arguments.strategy
-        self._strategy.setup_environment()
-        keep_freed_memory(self._strategy.device)
-        choice = arguments.choice
+        self.strategy = strategy
+        strategy.setup_environment()
+        keep_freed_memory(strategy.device)
         self.state = AcceleratorState.of(
-            PartialState.of(self._strategy),
+            PartialState.of(strategy),
             self.mixed_precision,
             deepspeed_plugin=choice.deepspeed_plugin,
             fsdp_plugin=choice.fsdp_plugin,
             dynamo_plugin=arguments.dynamo,
             parallelism_config=choice.parallelism_config,
-            device_mesh=getattr(self._strategy, "mesh", None),
+            device_mesh=getattr(strategy, "mesh", None),
         )
         self.gradient_state = GradientState(**arguments.accumulation)
-        self.gradient_state.window = Window(self.gradient_state, self._strategy)
-        self._windows: dict[tuple[int, ...], Window] = {}
-        self._models: list[nn.Module] = []
-        self._placements: dict[int, PreparedModel] = {}
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[PreparedLoader] = []
-        self._custom_objects: list[Any] = []
-        self._saves = Saves()
-        self.step = 0
-        self._seed: int | None = None
-        self._checked = False
-        self._backward: Callable[..., None] | None = None
-        self._replicas: list[Strategy] = []
-        self._norm: Tensor | None = None
-        connect(self)
-        answer_uncaught(weakref.ref(self))
-        examine_if_planned(self)
+        self.prepared = Prepared(
+            strategy,
+            self.gradient_state,
+            arguments.dataloader_config,
+            shards=arguments.shards,
+            compiler=arguments.dynamo.compile,
+            clip_norm=arguments.clip_norm,
+            device_placement=device_placement,
+            output_dtype=arguments.settings["output_dtype"],
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            scheduler_steps=arguments.settings["scheduler_steps"],
+        )
+        self.windows = Windows(strategy, self.gradient_state, self.prepared)
+        self.gradients = Gradients(strategy, self.gradient_state, self.prepared)
+        self.weights = ModelWeights(strategy, self.prepared, self.project_configuration)
+        contents = Contents(
+            strategy, self.prepared, self.windows, self.trackers, self.project_configuration, self.settings
+        )
+        self.states = States(contents, Folders(strategy, self.project_configuration))
+        self.prepared.errors.explain_uncaught()
+        plan = Plan.found()
+        if plan is not None:
+            PlannedLoop(self, plan).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        return state_of(self)
+        """What a copy is made of; it stands where ``save_state`` and ``load_state`` would bring a new Accelerator.
+
+        Raises:
+            TypeError: several processes share it.
+        """
+        refuse_processes(self.strategy, "An Accelerator")
+        own, methods = vars(self), type(self)
+        plugins = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config")
+        return {
+            "own": {n: own[n] for n in own if n != "state" and not callable(getattr(methods, n, None))},
+            "plugins": {name: getattr(self.state, name) for name in plugins},
+            "precision": self.state.mixed_precision,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        put_back(self, state)
+        vars(self).update(state["own"])
+        keep_freed_memory(self.strategy.device)
+        self.state = AcceleratorState.of(PartialState.of(self.strategy), state["precision"], **state["plugins"])
 
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
@@ -222,7 +238,7 @@ class Accelerator(Facts):
                 f"accelerator.prepare got {len(objects)} objects and device_placement for {len(device_placement)}. "
                 "Give one bool for each object, or leave it out."
             )
-        found = prepare(self, objects, device_placement or [None] * len(objects))
+        found = self.prepared.prepare(objects, device_placement or [None] * len(objects))
         return found[0] if len(found) == 1 else tuple(found)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -234,7 +250,7 @@ class Accelerator(Facts):
         Args:
             empty_init: True makes layers without memory, under a strategy that shards.
         """
-        return self._strategy.empty_init_context() if empty_init else self._strategy.init_context()
+        return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -246,45 +262,25 @@ class Accelerator(Facts):
             device_placement: whether it goes to the device; None: as the Accelerator says.
             evaluation_mode: it is only evaluated: nothing is kept for its gradients.
         """
-        if is_prepared(model) or id(model) in self._placements:
-            return model
-        from ..torch_private import compiler_of
-
-        prepared = start_model(self, model, device_placement, evaluation_mode)
-        finish_model(self, prepared, compiler_of(model))
-        return prepared.module
+        return self.prepared.model(model, device_placement, evaluation_mode)
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Prepare one loader."""
-        from .loaders import PreparedLoader
-
-        if isinstance(data_loader, PreparedLoader):
-            return data_loader
-        return prepare_loader(self, data_loader, device_placement)
+        return self.prepared.loader(data_loader, device_placement)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
-        if isinstance(optimizer, AcceleratedOptimizer):
-            return optimizer
-        wrapper = prepare_optimizer(self, optimizer)
-        self._strategy.precision.setup_optimizers([one.optimizer for one in self._optimizers])
-        return wrapper
+        return self.prepared.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare one scheduler."""
-        return scheduler if isinstance(scheduler, AcceleratedScheduler) else prepare_scheduler(self, scheduler)
-
-    def _shuffle_seed(self) -> int:
-        """What shuffling is computed from: the same on all ranks, that of ``set_seed`` if it was called."""
-        if self._seed is None:
-            self._seed = self._strategy.broadcast(torch.initial_seed() % 2**63)
-        return self._seed
+        return self.prepared.scheduler(scheduler)
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, num_items: Any = None, **kwargs: Any) -> None:  # noqa: C901 - no call more a step
+    def backward(self, loss: Tensor, num_items: Any = None, **kwargs: Any) -> None:
         """Backward of a loss; takes the place of ``loss.backward()``.
 
         Args:
@@ -293,55 +289,25 @@ class Accelerator(Facts):
                 mean over all its items on all ranks, whatever their split; without it micro-batches count alike.
             **kwargs: for ``loss.backward``.
         """
-        state = self.gradient_state
-        loader = None if state.by_hand else state.active_dataloader
-        if loader is not None and loader.end_of_dataloader and loader.last_share != 1.0:
-            if num_items is None:
-                loss = loss * loader.last_share
-            elif loader.last_share == 0.0:
-                num_items = 0
-        if len(state.dataloader_references) > 1:
-            state.say_read_at_once()
-        loss = state.window.weigh(loss, num_items)
-        if not self._checked:
-            self._backward = self._choose_backward()
+        gradients = self.gradients
+        loss = self.gradient_state.window.weigh(loss, num_items)
+        if not self.gradient_state.checked:
+            gradients.choose()
         try:
-            if self._backward is None:
+            if gradients.run is None:
                 loss.backward(**kwargs)
             elif kwargs:
-                self._backward(loss, lambda scaled: scaled.backward(**kwargs))
+                gradients.run(loss, lambda scaled: scaled.backward(**kwargs))
             else:
-                self._backward(loss)
+                gradients.run(loss)
         except RuntimeError as error:
-            better = self._explain(error)
+            better = gradients.explain(error)
             if better is None:
                 raise
             raise better from error
-        for strategy in self._replicas:
+        for strategy in gradients.replicas:
             if strategy.left_gradients():
-                state.window.local.add(id(strategy))
-
-    def _explain(self, error: BaseException) -> BaseException | None:
-        trained = [one for one in self._placements.values() if not one.frozen]
-        return answer(weakref.ref(self), trained[0] if len(trained) == 1 else None, error)
-
-    def _choose_backward(self) -> Callable[..., None] | None:
-        """What runs backwards; None: the loss itself. What was forgotten in ``prepare`` is found here, once."""
-        from .migration_checks import check_optimizers, check_shared
-
-        check_optimizers(self)
-        check_shared(self)
-        self._checked = True
-        trained = [one.strategy for one in self._placements.values() if not one.frozen]
-        self._replicas = [one for one in trained if type(one).left_gradients is not Strategy.left_gradients]
-        for model in self._placements.values():
-            if not model.frozen:
-                model.strategy.find_latecomers(model.module)
-        strategy = trained[0] if len(trained) == 1 else self._strategy
-        method = type(strategy).backward if len(trained) < 2 else Strategy.backward
-        if method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss:
-            return None
-        return partial(method, strategy)
+                self.gradient_state.window.local.add(id(strategy))
 
     def accumulate(self, *models: Any) -> Window:
         """``with accelerator.accumulate(model):`` around one micro-batch of a window.
@@ -353,47 +319,19 @@ class Accelerator(Facts):
         Args:
             *models: prepared models whose gradients gather; all of them if none is given.
         """
-        key = tuple(map(id, models))
-        window = self._windows.get(key)
-        if window is None:
-            placements = [self._placement(model, "accumulate") for model in models] or self._placements.values()
-            window = self._windows[key] = Window(self.gradient_state, self._strategy, list(placements))
-        return window
+        return self.gradient_state.windows.get(tuple(map(id, models))) or self.windows.open(models)
 
-    def _placement(self, model: Any, asked: str) -> PreparedModel:
-        placement = self._placements.get(id(unwrapped(model)))
-        if placement is None:
-            raise ValueError(
-                f"accelerator.{asked} got a {type(model).__name__} that was not prepared. Prepare it first: "
-                "model = accelerator.prepare(model), and pass what that returns."
-            )
-        return placement
-
-    @contextmanager
-    def no_sync(self, model: Any = None) -> Iterator[None]:
-        """Within, backwards keep their gradients to this process.
+    def no_sync(self, model: Any = None) -> AbstractContextManager[None]:
+        """Within, backward passes keep their gradients to this process.
 
         Args:
             model: a prepared model; None: all.
         """
-        found = self._placements.values() if model is None else [self._placement(model, "no_sync")]
-        strategies = [one.strategy for one in found if one.strategy.communicates_gradients]
-        for strategy in strategies:
-            strategy.sync_gradients(False)
-        try:
-            yield
-        finally:
-            for strategy in strategies:
-                strategy.sync_gradients(True)
-            self.gradient_state.speaker = None
+        return self.gradients.no_sync(model)
 
-    @contextmanager
-    def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
-        """Within, the next backward communicates, although its forward was run under ``no_sync``."""
-        strategy = self._placement(model, "trigger_sync_in_backward").strategy
-        if strategy.communicates_gradients:
-            strategy.sync_next_backward()
-        yield
+    def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[None]:
+        """Within, the next backward pass communicates, although its forward was run under ``no_sync``."""
+        return self.gradients.trigger_sync(model)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients' total norm when the window is complete; call it after every backward.
@@ -406,17 +344,11 @@ class Accelerator(Facts):
         Returns:
             The norm before, shape (); on a micro-batch that only accumulates that of the window before (nan at first).
         """
-        if not self.gradient_state.sync_gradients:
-            return torch.tensor(float("nan")) if self._norm is None else self._norm
-        found, strategy = self._settled(parameters)
-        self._norm = strategy.clip_by_norm(found, max_norm, norm_type)
-        return self._norm
+        return self.gradients.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each element of the gradients to ``[-clip_value, clip_value]`` when the window is complete."""
-        if self.gradient_state.sync_gradients:
-            found, strategy = self._settled(parameters)
-            strategy.clip_by_value(found, clip_value)
+        self.gradients.clip_value(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Take fp16's loss scale out of complete gradients, once; clipping does it by itself.
@@ -424,27 +356,7 @@ class Accelerator(Facts):
         Args:
             optimizer: a prepared optimizer or several; None: all.
         """
-        if self.gradient_state.sync_gradients:
-            given = self._optimizers if optimizer is None else optimizer
-            for one in given if isinstance(given, (list, tuple)) else [given]:
-                self.gradient_state.window.settle(one)
-
-    def _settled(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Strategy]:
-        """The parameters of now, whose gradients have their final size, and what clips them."""
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found, strategy = [], self._strategy
-        owners: dict[int, PreparedModel] = {}
-        for parameter in given:
-            for placement in self._placements.values():
-                own = placement.current(parameter)
-                if own is not None:
-                    owners[id(placement)], strategy, parameter = placement, placement.strategy, own
-                    break
-            found.append(parameter)
-        for optimizer in self._optimizers:
-            if not optimizer.placements or any(id(one) in owners for one in optimizer.placements):
-                self.gradient_state.window.settle(optimizer)
-        return found, strategy
+        self.gradients.unscale(optimizer)
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         """Compute in the chosen precision inside, as a prepared model's forward does.
@@ -453,16 +365,14 @@ class Accelerator(Facts):
             autocast_handler: ``AutocastKwargs``, to switch it off for one.
         """
         if autocast_handler is not None:
-            return autocast_handler.context(self._strategy)
-        return self._strategy.precision.forward_context()
+            return autocast_handler.context(self.strategy)
+        return self.strategy.precision.forward_context()
 
     # ---- between processes -----------------------------------------------------------------------------------------
 
     def gather(self, tensor: T1) -> T1:
         """Tensors of all processes joined along their first dimension, in nested lists, tuples and dicts."""
-        from .operations import gather
-
-        return gather(tensor, self._strategy)
+        return operations.gather(tensor, self.strategy)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """What all processes computed for a batch, each sample of the data set once.
@@ -474,24 +384,19 @@ class Accelerator(Facts):
             input_data: tensors, in nested lists, tuples and dicts; or any objects.
             use_gather_object: gather objects that are no tensors.
         """
-        from .operations import gather_for_metrics
-
-        return gather_for_metrics(input_data, self._strategy, self.gradient_state.active_dataloader, use_gather_object)
+        loader = self.gradient_state.active_dataloader
+        return operations.gather_for_metrics(input_data, self.strategy, loader, use_gather_object)
 
     def reduce(self, tensor: T1, reduction: Reduction = "sum", scale: float = 1.0) -> T1:
         """Tensors of all processes added up, or reduced by ``"mean"``, ``"min"`` or ``"max"``, then times ``scale``.
 
         ``"none"`` leaves each process its own.
         """
-        from .operations import reduce
-
-        return reduce(tensor, self._strategy, reduction, scale)
+        return operations.reduce(tensor, self.strategy, reduction, scale)
 
     def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
         """Tensors padded along a dimension to the longest of all processes."""
-        from .operations import pad_across_processes
-
-        return pad_across_processes(tensor, self._strategy, dim, pad_index, pad_first)
+        return operations.pad_across_processes(tensor, self.strategy, dim, pad_index, pad_first)
 
     # ---- models ----------------------------------------------------------------------------------------------------
 
@@ -510,17 +415,9 @@ class Accelerator(Facts):
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything that was prepared, and give memory back; set names of yours to what this returns: None."""
-        from ..memory.out_of_memory_retry import release_memory
-
-        for model in self._models:
-            restore(model)
-        for placement in self._placements.values():
-            placement.strategy.teardown()
-        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._placements):
-            kept.clear()
-        self._windows.clear()
-        self.gradient_state.window = Window(self.gradient_state, self._strategy)
-        self.step = 0
+        self.prepared.clear()
+        self.windows.clear()
+        self.gradient_state.step = 0
         return release_memory(*objects)
 
     clear = free_memory
@@ -545,55 +442,52 @@ class Accelerator(Facts):
 
     @timed("save_state")
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save everything that this loop needs to go on, to the bit; see :func:`.checkpoint.save_state`."""
-        from . import save_state
-
-        return save_state.save_state(self, output_dir, safe_serialization, **kwargs)
+        """Save everything that this loop needs to resume to the bit; see :meth:`.save_state.States.save`."""
+        return self.states.save(output_dir, safe_serialization, **kwargs)
 
     @timed("load_state")
     def load_state(self, input_dir: Any = None, load_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Go on from what :meth:`save_state` wrote; see :func:`.checkpoint.load_state`."""
-        from . import save_state
-
-        save_state.load_state(self, input_dir, load_kwargs, **kwargs)
+        """Resume from what :meth:`save_state` wrote; see :meth:`.save_state.States.load`."""
+        self.states.load(input_dir, load_kwargs, **kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects with the state; they need ``state_dict`` and ``load_state_dict``."""
-        from . import save_state
-
-        save_state.register_for_checkpointing(self, *objects)
+        self.states.register(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call ``hook(models, weights, output_dir)`` before a state is saved; returns a handle with ``remove()``."""
-        from . import save_state
+        """Call ``hook(models, weights, output_dir)`` before a state is saved, on every rank.
 
-        return save_state.register_save_state_pre_hook(self, hook)
+        What it writes to ``output_dir`` appears beside the state together with it. A model whose entry rank 0 takes out
+        of ``weights`` is not saved in the state.
+
+        Returns:
+            A handle with ``remove()``.
+        """
+        return self.states.on_save(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call ``hook(models, input_dir)`` before a state is loaded; returns a handle with ``remove()``."""
-        from . import save_state
+        """Call ``hook(models, input_dir)`` before a state is loaded, on every rank.
 
-        return save_state.register_load_state_pre_hook(self, hook)
+        A model that it takes out of ``models`` gets no weights from the state.
+
+        Returns:
+            A handle with ``remove()``.
+        """
+        return self.states.on_load(hook)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """A model's whole ``state_dict``; every process must call."""
-        from . import model_weights
-
-        return model_weights.get_state_dict(self, model, unwrap)
+        """A model's whole ``state_dict``; every process must call; see :meth:`.model_weights.ModelWeights`."""
+        return self.weights.state_dict(model, unwrap)
 
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
         """Write a model's weights to a folder, in the ecosystem's layout; every process must call."""
-        from . import model_weights
-
-        model_weights.save_model(self, model, save_directory, max_shard_size, safe_serialization)
+        self.weights.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object to a file, on the main process."""
-        from . import model_weights
-
-        model_weights.save(obj, f, self, safe_serialization=safe_serialization)
+        """Write an object to a file, on the main process; see :meth:`.model_weights.ModelWeights.save`."""
+        self.weights.save(obj, f, safe_serialization)
 
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
@@ -616,10 +510,8 @@ class Accelerator(Facts):
         self.trackers.finish()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Profiler]:
-        """Context that gives torch's profiler; see :func:`.profiling.profile`."""
-        from .profiling import profile
-
-        return profile(self, profile_handler)
+        """Context that gives torch's profiler; see :meth:`.kwargs_handlers.ProfileKwargs.record`."""
+        return (profile_handler or self.handlers.profile or ProfileKwargs()).record(self.strategy)
 
     def doctor(self, dirpath: str | Path | None = None, write: bool = True) -> AbstractContextManager[Doctor]:
         """Context around a training loop, at whose end stands what is slow in it, why, and what to change.
@@ -628,19 +520,12 @@ class Accelerator(Facts):
             dirpath: where ``doctor.html`` and ``doctor.json`` go; None: the ``project_dir``, or the working directory.
             write: write them; else the report is only said.
         """
-        from ..doctor.doctor import Doctor
-        from ..doctor.own_loop import doctor
-
-        return doctor(self, Doctor(dirpath, write=write))
+        return Wiring(self, Doctor(dirpath, write=write)).examined()
 
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
         """Within, processes may have different numbers of batches."""
-        from .join_uneven_inputs import join_uneven_inputs
-
-        return join_uneven_inputs(self, joinables, even_batches)
+        return self.prepared.join_uneven_inputs(joinables, even_batches)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader whose first pass begins after so many batches."""
-        from .loaders import skip_first_batches
-
         return skip_first_batches(dataloader, num_batches)

@@ -29,14 +29,18 @@ class GradientState:
     Attributes:
         sync_gradients: the window is complete with this micro-batch, so optimizers step.
         active_dataloader: the loader that handed out the batch under way; None outside of all passes.
-        window: the innermost ``accumulate`` group, or the last there was.
-        speaker: the window that said last which backwards communicate; None: somebody else has, since.
+        window: the innermost open ``accumulate`` window, or the last one.
+        speaker: the window that last decided which backward passes communicate; None: something else has, since.
         on_pass: called with a loader when a pass over it begins.
+        explain: finds better words for an error; None if there are none.
         depth: ``accumulate`` blocks that are open.
         by_hand: the loop says itself which micro-batches step, and weighs its losses itself.
         dataloader_references: loaders whose passes are under way, the innermost last.
         trains: an optimizer was prepared.
         first_use: called, once, when the next backward or optimizer step runs.
+        windows: those of ``accumulate``, by the ids of their models; ``()``: the one of all models.
+        checked: what runs backward was chosen for the models that are prepared now.
+        step: a number that the loop may count with; states keep it.
     """
 
     def __init__(
@@ -61,6 +65,14 @@ class GradientState:
         self.dataloader_references: list[PreparedLoader] = []
         self.trains = False
         self.first_use: list[Callable[[], None]] = []
+        self.windows: dict[tuple[int, ...], Window] = {}
+        self.checked = False
+        self.step = 0
+
+    def models_changed(self) -> None:
+        """A model was prepared."""
+        self.windows.pop((), None)
+        self.checked = False
 
     def used(self) -> None:
         """The loop trains for the first time since something asked for it in ``first_use``."""
@@ -69,7 +81,7 @@ class GradientState:
             tell()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what goes on in this process: passes over loaders, open blocks, whom to call."""
+        """Without what belongs to this process: passes over loaders, open blocks, callbacks, ids."""
         return vars(self) | {
             "speaker": None,
             "on_pass": None,
@@ -77,6 +89,8 @@ class GradientState:
             "depth": 0,
             "active_dataloader": None,
             "dataloader_references": [],
+            "windows": {},
+            "checked": False,
         }
 
     @property
@@ -231,7 +245,7 @@ class Window:
         self.stepped.clear()
 
     def weigh(self, loss: Tensor, num_items: Any) -> Tensor:
-        """Count a backward, of this loss; returns the loss to run it on, shape ().
+        """Count a backward pass of this loss; returns the loss to run it on, shape ().
 
         Several backwards of one micro-batch count as one.
 
@@ -242,32 +256,44 @@ class Window:
         Raises:
             ValueError: a number for some losses only, or two numbers for one micro-batch.
         """
-        if self.state.first_use:
-            self.state.used()
+        state = self.state
+        loader = None if state.by_hand else state.active_dataloader
+        if loader is not None and loader.end_of_dataloader and loader.last_share != 1.0:
+            loss, num_items = _share(loss, num_items, loader.last_share)
+        if len(state.dataloader_references) > 1:
+            state.say_read_at_once()
+        if state.first_use:
+            state.used()
         if self.free and (self.stepped or self.cleared):
             self.begin()
-        if self.counted and not (self.free or self.complete or self.state.depth):
-            messages.warn_once(
-                "accelerator.backward was called outside of `with accelerator.accumulate(...):` while a window of "
-                f"{self.count} of {self.state.num_steps} micro-batches waits for more: optimizers do not step before "
-                "it is complete. Put the loop's body in that block, or finish the window that was left."
-            )
+        if self.counted and not (self.free or self.complete or state.depth):
+            self._say_left()
         first = self.free or not self.counted
         if first:
             self.counted = True
             self.count += 1
         if self.by_items is not (num_items is not None):
-            if self.by_items is not None:
-                raise ValueError(
-                    "accelerator.backward got num_items for some losses only, so the window's losses cannot be "
-                    "weighed. Pass it with every loss, or with none."
-                )
-            self.by_items = num_items is not None
-        if self._precision.scaler is not None and self.state.num_steps > 1 and not self.free:
+            self._count_by(num_items is not None)
+        if self._precision.scaler is not None and state.num_steps > 1 and not self.free:
             loss = self._at_one_scale(loss)
         if num_items is None:
-            return loss / self.state.num_steps if self.state.num_steps > 1 else loss
+            return loss / state.num_steps if state.num_steps > 1 else loss
         return self._weigh_items(loss, num_items, first)
+
+    def _say_left(self) -> None:
+        messages.warn_once(
+            "accelerator.backward was called outside of `with accelerator.accumulate(...):` while a window of "
+            f"{self.count} of {self.state.num_steps} micro-batches waits for more: optimizers do not step before "
+            "it is complete. Put the loop's body in that block, or finish the window that was left."
+        )
+
+    def _count_by(self, items: bool) -> None:
+        if self.by_items is not None:
+            raise ValueError(
+                "accelerator.backward got num_items for some losses only, so the window's losses cannot be "
+                "weighed. Pass it with every loss, or with none."
+            )
+        self.by_items = items
 
     def _at_one_scale(self, loss: Tensor) -> Tensor:
         """The loss, so that fp16's scale is that of the window's first, whatever other windows' steps make of it."""
@@ -331,3 +357,10 @@ class Window:
         self._scale = state.get("scale") if self.count else None
         self.complete = self.free or self.count == 0
         self.items.load_state_dict(state["items"], in_window=self.count > 0)
+
+
+def _share(loss: Tensor, num_items: Any, share: float) -> tuple[Tensor, Any]:
+    """Loss and number of items of a last batch that has more or fewer samples here than on other processes."""
+    if num_items is None:
+        return loss * share, None
+    return loss, 0 if share == 0.0 else num_items

@@ -1,10 +1,9 @@
-"""Better words for errors of a loop of one's own."""
+"""Explanations for errors of a loop of one's own."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,68 +12,70 @@ from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..memory.out_of_memory_error import ACCELERATOR, Situation, explained, needs_words
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
     from .models import PreparedModel
+    from .prepare import Prepared
 
 
-def answer(
-    reference: Callable[[], Accelerator | None], model: PreparedModel | None, error: BaseException
-) -> BaseException | None:
-    """An error of the same type that says what to do; None if there is nothing to add to ``error``.
+class Errors:
+    """Says what to do about an error that a model, an optimizer or a loop raises.
+
+    Models and optimizers hold one of these. It refers weakly to what was prepared, so that a loader and its workers
+    end as soon as the script drops them.
 
     Args:
-        reference: a weak one to the Accelerator; one that is gone has nothing to say.
-        model: whose forward, backward or step it was; None: not known.
-        error: what was raised.
+        prepared: what the loop has; None: unknown.
     """
-    lost = explain_lost_worker(error, "")
-    if lost is not None:
-        return lost
-    accelerator = reference()
-    strategy = model.strategy if model is not None else None if accelerator is None else accelerator._strategy
-    better = None if strategy is None else strategy.explain(error)
-    if better is not None or accelerator is None or strategy is None or not needs_words(error):
-        return better
-    state = accelerator.gradient_state
-    loader = state.active_dataloader
-    total = None if loader is None else loader.total_batch_size
-    trained = [one for one in accelerator._placements.values() if not one.frozen]
-    return explained(
-        error,
-        Situation(
-            ACCELERATOR,
-            "" if loader is None else f"pass {loader.epoch} over the data",
-            strategy,
-            list(accelerator._models),
-            [one.optimizer for one in accelerator._optimizers],
-            None if total is None else max(1, total // strategy.num_data_ranks),
-            state.num_steps,
-            training=bool(trained) and (model is None or model.module.training),
-        ),
-    )
 
+    def __init__(self, prepared: Prepared | None = None) -> None:
+        self._prepared = None if prepared is None else weakref.ref(prepared)
 
-def nobody() -> None:
-    """Stands for the reference to an Accelerator where there is none."""
+    def explain(self, model: PreparedModel | None, error: BaseException) -> BaseException | None:
+        """An error of the same type that says what to do; None if there is nothing to add to ``error``.
 
+        Args:
+            model: the one whose forward, backward or step failed; None: unknown.
+            error: as raised.
+        """
+        lost = explain_lost_worker(error, "")
+        if lost is not None:
+            return lost
+        prepared = None if self._prepared is None else self._prepared()
+        owner = model or prepared
+        better = None if owner is None else owner.strategy.explain(error)
+        if better is not None or owner is None or prepared is None or not needs_words(error):
+            return better
+        state = prepared.gradient_state
+        loader = state.active_dataloader
+        total = None if loader is None else loader.total_batch_size
+        return explained(
+            error,
+            Situation(
+                ACCELERATOR,
+                "" if loader is None else f"pass {loader.epoch} over the data",
+                owner.strategy,
+                prepared.models,
+                [one.optimizer for one in prepared.optimizers],
+                None if total is None else max(1, total // owner.strategy.num_data_ranks),
+                state.num_steps,
+                training=bool(prepared.trained) and (model is None or model.module.training),
+            ),
+        )
 
-def answer_uncaught(reference: weakref.ref[Accelerator]) -> None:
-    """Give the words also to an error that ends the program from where nothing of ours runs.
+    def explain_uncaught(self) -> None:
+        """Explain errors that end the program too.
 
-    So it is with a model in full precision in one process: its forward is its own, and costs nothing more.
-    """
-    before: Any = sys.excepthook
-    if isinstance(before, partial) and before.func is _uncaught:
-        before = before.args[1]  # the Accelerator made last speaks
-    sys.excepthook = partial(_uncaught, reference, before)
+        A model in full precision on one process keeps its own forward, which costs nothing more, so its errors pass
+        through no code of ours.
+        """
+        before: Any = sys.excepthook
+        if isinstance(before, partial) and getattr(before.func, "__func__", None) is Errors._uncaught:
+            before = before.args[0]  # only the Accelerator made last explains
+        sys.excepthook = partial(self._uncaught, before)
 
-
-def _uncaught(
-    reference: weakref.ref[Accelerator], before: Any, kind: Any, error: BaseException, trace: TracebackType | None
-) -> None:
-    better = answer(reference, None, error) if isinstance(error, RuntimeError) else None
-    if better is None:
-        before(kind, error, trace)
-    else:
-        better.__cause__ = torchs_own(error)
-        before(type(better), better, None)
+    def _uncaught(self, before: Any, kind: Any, error: BaseException, trace: TracebackType | None) -> None:
+        better = self.explain(None, error) if isinstance(error, RuntimeError) else None
+        if better is None:
+            before(kind, error, trace)
+        else:
+            better.__cause__ = torchs_own(error)
+            before(type(better), better, None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -226,6 +227,21 @@ class ProfileKwargs(KwargsHandler):
             with_modules=self.with_modules,
         )
 
+    @contextmanager
+    def record(self, strategy: Strategy) -> Iterator[torch.profiler.profile]:
+        """Context that gives the running profiler; with a schedule call its ``step()`` after each batch.
+
+        With ``output_trace_dir`` every process writes ``profile_<rank>.json`` there, and all wait for each other.
+        Where a schedule repeats, later traces are ``profile_<rank>_1.json``, ``profile_<rank>_2.json``, ...
+        """
+        profiler = self.build()
+        if self.output_trace_dir is not None:
+            _write_traces(profiler, Path(self.output_trace_dir), strategy.global_rank)
+        with profiler:
+            yield profiler
+        if self.output_trace_dir is not None:
+            strategy.barrier("accelerator.profile: traces written")
+
     def _schedule(self) -> Callable[..., Any] | None:
         if self.schedule_option is None:
             return None
@@ -239,6 +255,21 @@ class ProfileKwargs(KwargsHandler):
                 "'active'."
             )
         return torch.profiler.schedule(**{"wait": 0, "warmup": 0, **self.schedule_option})
+
+
+def _write_traces(profiler: torch.profiler.profile, folder: Path, rank: int) -> None:
+    """Let the profiler write each trace before its own ``on_trace_ready`` is called."""
+    folder.mkdir(parents=True, exist_ok=True)
+    then, written = profiler.on_trace_ready, 0
+
+    def write(ready: torch.profiler.profile) -> None:
+        nonlocal written
+        ready.export_chrome_trace(str(folder / f"profile_{rank}{f'_{written}' if written else ''}.json"))
+        written += 1
+        if then is not None:
+            then(ready)
+
+    profiler.on_trace_ready = write
 
 
 @dataclass

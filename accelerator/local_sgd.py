@@ -46,7 +46,7 @@ class LocalSGD:
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
             raise ValueError(f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): it counts updates. Set it to 1 or more.")
-        placement = accelerator._placements.get(id(model))
+        placement = accelerator.prepared.placements.get(id(model))
         if placement is None:
             raise ValueError(
                 f"LocalSGD got {messages.a(model)} that this accelerator has not prepared. Pass what "

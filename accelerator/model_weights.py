@@ -18,9 +18,12 @@ from ..big_model.module_sizes import size_in_bytes
 from ..checkpoint import atomic_write, safetensors_export
 from ..checkpoint.sharded_folder import together
 from ..checkpoint.storage import Location, location
+from .models import unwrapped
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
+    from ..strategies.base import Strategy
+    from .plugins import ProjectConfiguration
+    from .prepare import Prepared
 
 
 class Layout(NamedTuple):
@@ -51,72 +54,108 @@ SAFETENSORS = Layout("model", ".safetensors", "model.safetensors.index.json")
 TORCH = Layout("pytorch_model", ".bin", "pytorch_model.bin.index.json")
 
 
-# ---- gather ----------------------------------------------------------------------------------------------------------
-
-
-def get_state_dict(accelerator: Accelerator, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-    """The ``state_dict`` of a model, whole. Every rank must call.
-
-    Where the weights lie in parts, rank 0 gets them, on the CPU, and the others an empty dict.
+class ModelWeights:
+    """Gathers the weights of prepared models, and writes them to files.
 
     Args:
-        accelerator: whose the model is; one that was not prepared is taken as it is.
-        model: as ``prepare`` returned it, or a compiled form of it.
-        unwrap: without the names that a wrapper of the user's (such as ``torch.compile``) puts in front.
+        strategy: of the Accelerator.
+        prepared: the models.
+        project: says which processes write.
     """
-    module = accelerator.unwrap_model(model) if unwrap else model
-    placement = accelerator._placements.get(id(module))
-    if placement is None:
-        return module.state_dict()
-    state = placement.strategy.model_state(module)
-    elsewhere = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
-    return {} if elsewhere and not accelerator._strategy.is_global_zero else state
 
+    def __init__(self, strategy: Strategy, prepared: Prepared, project: ProjectConfiguration) -> None:
+        self.strategy = strategy
+        self.prepared = prepared
+        self.project = project
 
-# ---- write -----------------------------------------------------------------------------------------------------------
+    def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The ``state_dict`` of a model, whole. Every rank must call.
 
+        Where the weights lie in parts, rank 0 gets them, on the CPU, and the others an empty dict.
 
-def save_model(
-    accelerator: Accelerator,
-    model: nn.Module,
-    save_directory: str | os.PathLike[str],
-    max_shard_size: int | str = "10GB",
-    safe_serialization: bool = True,
-) -> None:
-    """Write a model's weights, in several files with an index if they are large. Every rank must call.
+        Args:
+            model: as ``prepare`` returned it, or a compiled form of it; one that was not prepared gives its own.
+            unwrap: without the names that a wrapper of the user's (such as ``torch.compile``) puts in front.
+        """
+        module = unwrapped(model) if unwrap else model
+        placement = self.prepared.placements.get(id(module))
+        if placement is None:
+            return module.state_dict()
+        state = placement.strategy.model_state(module)
+        elsewhere = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+        return {} if elsewhere and not self.strategy.is_global_zero else state
 
-    Each file appears whole or not at all, the index last; what an earlier call left there of the same kind is removed
-    then. Tensors that are tied are written once.
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights, in several files with an index if they are large. Every rank must call.
 
-    Args:
-        accelerator: whose the model is.
-        model: as ``prepare`` returned it.
-        save_directory: made if it does not exist; an address is possible too.
-        max_shard_size: bytes, or text such as ``"5GB"``; only a tensor that is larger by itself makes a larger file.
-        safe_serialization: ``model*.safetensors``; False: ``pytorch_model*.bin``.
+        Each file appears whole or not at all, the index last; files that an earlier call wrote there in the same format
+        are then removed. Tied tensors are written once.
 
-    Raises:
-        ValueError: the size is not one.
-        OSError: a file could not be written; raised on every rank.
-    """
-    limit = size_in_bytes(max_shard_size, "max_shard_size")
-    strategy = accelerator._strategy
-    folder = location(save_directory)
-    strategy.barrier(f"save_model({str(folder)!r})")
-    module = accelerator.unwrap_model(model)
-    state = get_state_dict(accelerator, module)
-    tied = getattr(module, "_tied_weights_keys", None) or ()
-    writes = _writes(accelerator) and bool(state)
+        Args:
+            model: as ``prepare`` returned it.
+            save_directory: made if it does not exist; an address is possible too.
+            max_shard_size: bytes, or text such as ``"5GB"``; only a single larger tensor makes a larger file.
+            safe_serialization: ``model*.safetensors``; False: ``pytorch_model*.bin``.
 
-    def write() -> None:
-        if writes:
-            write_model(state, folder, limit, SAFETENSORS if safe_serialization else TORCH, list(tied))
+        Raises:
+            ValueError: the size is not one.
+            OSError: a file could not be written; raised on every rank.
+        """
+        limit = size_in_bytes(max_shard_size, "max_shard_size")
+        strategy = self.strategy
+        folder = location(save_directory)
+        strategy.barrier(f"save_model({str(folder)!r})")
+        module = unwrapped(model)
+        state = self.state_dict(module)
+        tied = getattr(module, "_tied_weights_keys", None) or ()
+        writes = self.project.writes(strategy) and bool(state)
 
-    together(strategy, "saved", write)
+        def write() -> None:
+            if writes:
+                write_model(state, folder, limit, SAFETENSORS if safe_serialization else TORCH, list(tied))
+
+        together(strategy, "saved", write)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object on rank 0 alone (with ``save_on_each_node``, on the first rank of every machine).
+
+        A file appears whole or not at all.
+
+        Args:
+            obj: anything that ``torch.save`` takes; with ``safe_serialization`` a dict of tensors.
+            f: a path, or an open binary file.
+            safe_serialization: in the safetensors format.
+
+        Raises:
+            TypeError: it is no dict of tensors, and the format holds nothing else.
+        """
+        if not self.project.writes(self.strategy):
+            return
+        if not isinstance(f, (str, os.PathLike)):
+            torch.save(obj, f)
+            return
+        found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
+        if safe_serialization and (found is None or found.others):
+            odd = f"has {', '.join(found.others)} in it, no tensor" if found else f"is of type {type(obj).__name__}"
+            raise TypeError(
+                f"accelerator.save(..., {str(f)!r}, safe_serialization=True): the object {odd}, and the safetensors "
+                "format holds a dict of tensors only. Leave safe_serialization out."
+            )
+        with atomic_write.written_aside(location(f)) as path:
+            if found is None:
+                safetensors_export.write_torch(obj, path)
+            else:
+                safetensors_export.write_safetensors(found.tensors, path, found.twins)
 
 
 def write_model(state: Mapping[str, Any], folder: Location, limit: int, layout: Layout, tied: list[str]) -> None:
-    """Write a whole ``state_dict``; see :func:`save_model`."""
+    """Write a whole ``state_dict``; see :meth:`ModelWeights.save_model`."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"save_model({str(folder)!r}): this is a file. Pass a folder.")
     safe = layout is SAFETENSORS
@@ -184,42 +223,3 @@ def _write_index(path: Path, files: dict[str, list[str]], state: Mapping[str, An
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
     safetensors_export.sync(path)
-
-
-def save(obj: Any, f: Any, accelerator: Accelerator, safe_serialization: bool = False) -> None:
-    """Write an object on rank 0 alone (with ``save_on_each_node``, on the first rank of every machine).
-
-    A file appears whole or not at all.
-
-    Args:
-        obj: anything that ``torch.save`` takes; with ``safe_serialization`` a dict of tensors.
-        f: a path, or an open binary file.
-        accelerator: says which rank this is.
-        safe_serialization: in the safetensors format.
-
-    Raises:
-        TypeError: it is no dict of tensors, and the format holds nothing else.
-    """
-    if not _writes(accelerator):
-        return
-    if not isinstance(f, (str, os.PathLike)):
-        torch.save(obj, f)
-        return
-    found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
-    if safe_serialization and (found is None or found.others):
-        odd = f"has {', '.join(found.others)} in it, no tensor" if found else f"is of type {type(obj).__name__}"
-        raise TypeError(
-            f"accelerator.save(..., {str(f)!r}, safe_serialization=True): the object {odd}, and the safetensors format "
-            "holds a dict of tensors only. Leave safe_serialization out."
-        )
-    with atomic_write.written_aside(location(f)) as path:
-        if found is None:
-            safetensors_export.write_torch(obj, path)
-        else:
-            safetensors_export.write_safetensors(found.tensors, path, found.twins)
-
-
-def _writes(accelerator: Accelerator) -> bool:
-    strategy = accelerator._strategy
-    each_node = accelerator.project_configuration.save_on_each_node
-    return strategy.is_global_zero or (each_node and strategy.local_rank == 0)

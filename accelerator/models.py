@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .. import messages
 from ..strategies.base import Strategy
 from ..torch_private import compiler_of, inside_compiled, is_initialized, pytree
-from .errors import answer, nobody
+from .errors import Errors
 
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -75,9 +75,9 @@ class PreparedModel:
         self,
         output_dtype: str,
         compiler: Callable[[nn.Module], Callable[[Any], Any] | None],
-        explain: Callable[[BaseException], BaseException | None],
+        errors: Errors,
     ) -> None:
-        """Let the module's forward go through wrapper, precision and compiler; ``explain`` finds words for an error."""
+        """Let the module's forward go through wrapper, precision and compiler."""
         self._output_dtype, self._compiler = output_dtype, compiler
         module, strategy, compile_with = self.module, self.strategy, compiler(self.module)
         plain = step = module.forward
@@ -90,13 +90,13 @@ class PreparedModel:
         if strategy.waiting.unfilled:
             train, evaluate = partial(self._once_filled, train), partial(self._once_filled, evaluate)
         if train is not plain or evaluate is not plain:
-            module.forward = Routed(module, train, evaluate, explain)
+            module.forward = Routed(module, train, evaluate, partial(errors.explain, self))
 
-    def explain_with(self, accelerator: Callable[[], Any]) -> None:
-        """Let errors of the forward be answered by this Accelerator, of which there is a weak reference."""
+    def explain_with(self, errors: Errors) -> None:
+        """Let these explain errors of the forward."""
         routed: Any = vars(self.module).get("forward")
         if isinstance(routed, Routed):
-            routed.explain = partial(answer, accelerator, self)
+            routed.explain = partial(errors.explain, self)
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_processes(self.strategy, f"A prepared {type(self.module).__name__}")
@@ -116,7 +116,7 @@ class PreparedModel:
         self._know_parameters()
         self._before = {}
         self._wrap()
-        self.route(self._output_dtype, self._compiler, partial(answer, nobody, self))
+        self.route(self._output_dtype, self._compiler, Errors())
         self.strategy.load_window_gradients(self.module, gradients or {})
 
     def _once_filled(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

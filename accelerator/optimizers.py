@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,6 @@ from torch.optim import Optimizer
 
 from ..strategies.base import Strategy
 from ..strategies.precision.base import Precision
-from .loss_scaler import refuse_scaler
 from .models import refuse_processes
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The user's optimizer's."""
-        refuse_scaler(self.scales or self._state_of_gradients.num_steps > 1)
+        _refuse_scaler(self.scales or self._state_of_gradients.num_steps > 1)
         return self.optimizer.param_groups
 
     @property
@@ -195,3 +195,21 @@ def _call(optimizer: Optimizer, name: str) -> None:
     method = getattr(optimizer, name, None)
     if callable(method):
         method()
+
+
+def _refuse_scaler(accelerating: bool) -> None:
+    """Raise if it is torch's GradScaler that reads a prepared optimizer's gradients.
+
+    Args:
+        accelerating: gradients are accumulated or scaled, so that a second scaler would spoil them.
+
+    Raises:
+        RuntimeError: it is.
+    """
+    if accelerating and sys._getframe(2).f_code.co_filename.endswith("grad_scaler.py"):
+        raise RuntimeError(
+            "A GradScaler of the script's own works on a prepared optimizer. accelerator.backward and optimizer.step() "
+            "scale and unscale by themselves under mixed_precision='fp16': delete the scaler and its lines "
+            "(scaler.scale(loss).backward() becomes accelerator.backward(loss), scaler.step(optimizer) "
+            "optimizer.step(); scaler.unscale_ and scaler.update go)."
+        )

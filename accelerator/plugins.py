@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -21,6 +21,11 @@ from ..strategies.deepspeed.settings import DeepSpeedSettings
 from ..strategies.recompile_watch import watch_compiling
 from .enums import BackendName, DynamoBackend
 from .kwargs_handlers import KwargsHandler
+
+if TYPE_CHECKING:
+    from ..strategies.base import Strategy
+
+T = TypeVar("T")
 
 ModeName = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 MODES: tuple[ModeName, ...] = get_args(ModeName)
@@ -81,6 +86,10 @@ class ProjectConfiguration:
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
+
+    def writes(self, strategy: Strategy) -> bool:
+        """Whether this process writes files: rank 0, with ``save_on_each_node`` the first rank of every machine."""
+        return strategy.is_global_zero or (self.save_on_each_node and strategy.local_rank == 0)
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------

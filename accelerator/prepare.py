@@ -1,28 +1,34 @@
-"""``accelerator.prepare``: models, optimizers, schedulers and loaders, whatever the order they are given in."""
+"""What ``accelerator.prepare`` has prepared: models, optimizers, schedulers and loaders, given in any order."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from .. import messages
+from ..strategies.base import Strategy
 from ..torch_private import compiler_of
-from .errors import answer
+from .errors import Errors
 from .loaders import PreparedLoader, prepare_data_loader
-from .models import PreparedModel, is_prepared, migrated
+from .models import PreparedModel, is_prepared, migrated, restore, unwrapped
 from .optimizers import AcceleratedOptimizer
 from .schedulers import AcceleratedScheduler
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
+    from .accumulation import GradientState
+    from .loaders import DataLoaderConfiguration
 
 _PREPARED = (PreparedLoader, AcceleratedOptimizer, AcceleratedScheduler)
 
@@ -36,149 +42,341 @@ def is_scheduler(value: Any) -> bool:
     )
 
 
-def prepare(accelerator: Accelerator, objects: Sequence[Any], placed: Sequence[bool | None]) -> list[Any]:
-    """Prepare objects; returns what stands for each, in their order.
+@dataclass(eq=False)
+class Prepared:
+    """The models, optimizers, schedulers and loaders of one Accelerator.
 
-    Args:
-        accelerator: whose strategy, precision and windows they get.
-        objects: anything; what is no model, optimizer, scheduler or loader comes back as it is.
-        placed: for each, whether it goes to the device; None: as the Accelerator says.
+    Attributes:
+        strategy: of the Accelerator; each model gets a copy of its own.
+        gradient_state: tells optimizers and schedulers when to step.
+        dataloader_config: how loaders are split.
+        shards: the strategy replaces a model's parameters by parts of them.
+        compiler: returns what compiles a module's forward; None: nothing does.
+        clip_norm: optimizers clip the norm of their gradients to this by themselves; None: they do not.
+        device_placement: models and batches are moved to the device.
+        output_dtype: ``"fp32"`` or ``"keep"``; see ``Accelerator``.
+        step_scheduler_with_optimizer: schedulers move when their optimizers have stepped.
+        scheduler_steps: ``"per_update"`` or ``"per_sample"``; see ``Accelerator``.
+        placements: the models with their strategies in the order of their preparation, by the module's id.
+        optimizers: in the order of their preparation.
+        schedulers: likewise.
+        loaders: likewise.
+        seed: shuffling is computed from it, on all ranks; None until the first loader.
+        errors: explains errors of the models and optimizers.
     """
-    found: list[Any] = list(objects)
-    models: list[PreparedModel] = []
-    compilers: list[Callable[[Any], Any] | None] = []
-    for index, value in enumerate(objects):
-        if isinstance(value, GradScaler):
-            raise ValueError(_SCALER)
-        if isinstance(value, nn.Module) and not is_prepared(value) and id(value) not in accelerator._placements:
-            compilers.append(compiler_of(value))
-            models.append(start_model(accelerator, value, placed[index]))
-            found[index] = models[-1].module
-    for index, value in enumerate(objects):
-        if isinstance(value, Optimizer) and not isinstance(value, _PREPARED):
-            found[index] = prepare_optimizer(accelerator, value)
-    for model, compiler in zip(models, compilers, strict=True):
-        finish_model(accelerator, model, compiler)
-    accelerator._strategy.precision.setup_optimizers([one.optimizer for one in accelerator._optimizers])
-    for index, value in enumerate(objects):
-        if isinstance(value, DataLoader) and not isinstance(value, _PREPARED):
-            found[index] = prepare_loader(accelerator, value, placed[index])
-        elif not isinstance(value, _PREPARED) and is_scheduler(value):
-            found[index] = prepare_scheduler(accelerator, value)
-    return found
 
+    strategy: Strategy
+    gradient_state: GradientState
+    dataloader_config: DataLoaderConfiguration
+    shards: bool
+    compiler: Callable[[nn.Module], Callable[[Any], Any] | None]
+    clip_norm: float | None
+    device_placement: bool
+    output_dtype: str
+    step_scheduler_with_optimizer: bool
+    scheduler_steps: str
+    placements: dict[int, PreparedModel] = field(default_factory=dict)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+    seed: int | None = None
 
-def start_model(
-    accelerator: Accelerator, model: nn.Module, place: bool | None, evaluation: bool = False
-) -> PreparedModel:
-    """Bring a model to its device, and shard or wrap it; its forward is routed when its optimizers are known."""
-    model = migrated(model)
-    if accelerator._shards:
-        _refuse_shared(accelerator, model)
-    strategy = accelerator._strategy.for_another_module()
-    strategy.settle_batch_norm(model, False)
-    prepared = PreparedModel(model, strategy, frozen=evaluation)
-    prepared.set_up(accelerator.device_placement if place is None else place)
-    accelerator._models.append(model)
-    accelerator._placements[id(model)] = prepared
-    return prepared
+    def __post_init__(self) -> None:
+        self._connect()
 
+    def _connect(self) -> None:
+        """Let what was prepared report back, through weak references; see :class:`.errors.Errors`."""
+        self.errors = Errors(self)
+        settle_buffers = weakref.WeakMethod(self._settle_buffers)
 
-def _refuse_shared(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise if a model shares parameters with one that is sharded, which has others in their place."""
-    for other in accelerator._placements.values():
-        shared = [name for name, parameter in model.named_parameters() if other.current(parameter) is not None]
-        if shared:
+        def on_pass(loader: PreparedLoader) -> None:
+            settle = settle_buffers()
+            if settle is not None:
+                settle(loader)
+
+        self.gradient_state.on_pass = on_pass
+        self.gradient_state.explain = partial(self.errors.explain, None)
+        for placement in self.placements.values():
+            placement.explain_with(self.errors)
+        for optimizer in self.optimizers:
+            optimizer.explain = partial(self.errors.explain, optimizer.placement)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Models with the gradients that wait, and the position of each loader in its pass."""
+        return vars(self) | {
+            "errors": None,
+            "placements": list(self.placements.values()),
+            "positions": [loader.state_dict() for loader in self.loaders],
+        }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        positions = vars(self).pop("positions")
+        self.placements = {id(one.module): one for one in state["placements"]}
+        self.strategy.setup_environment()
+        for loader, position in zip(self.loaders, positions, strict=True):
+            loader.gradient_state = self.gradient_state
+            loader.load_state_dict(position)
+        self._connect()
+
+    # ---- what was prepared -----------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models, in the order of their preparation."""
+        return [one.module for one in self.placements.values()]
+
+    @property
+    def trained(self) -> list[PreparedModel]:
+        """The models that were not prepared for evaluation only."""
+        return [one for one in self.placements.values() if not one.frozen]
+
+    def placement(self, model: Any, asked: str) -> PreparedModel:
+        """A prepared model with its strategy.
+
+        Args:
+            model: as ``prepare`` returned it, or wrapped since.
+            asked: the method of the Accelerator that needs it.
+
+        Raises:
+            ValueError: it was not prepared.
+        """
+        placement = self.placements.get(id(unwrapped(model)))
+        if placement is None:
             raise ValueError(
-                f"accelerator.prepare got {messages.a(model)} that shares {shared[0]} with the prepared "
-                f"{type(other.module).__name__}: {type(other.strategy).__name__} puts a model's parameters in parts, "
-                "which two models cannot share, so they would be trained apart. Put both in one module (an nn.Module "
-                "with the two as children) and prepare that, or use strategy='ddp'."
+                f"accelerator.{asked} got a {type(model).__name__} that was not prepared. Prepare it first: "
+                "model = accelerator.prepare(model), and pass what that returns."
             )
+        return placement
 
+    def clear(self) -> None:
+        """Forget everything, and give each model its own forward back."""
+        for placement in self.placements.values():
+            restore(placement.module)
+            placement.strategy.teardown()
+        for kept in (self.placements, self.optimizers, self.schedulers, self.loaders):
+            kept.clear()
 
-def finish_model(accelerator: Accelerator, model: PreparedModel, compiler: Callable[[Any], Any] | None) -> None:
-    """Let the model's forward go through the strategy."""
-    if not model.frozen:
-        own = [one.optimizer for one in accelerator._optimizers if one.placement is model]
-        if own:
-            model.strategy.setup_optimizers(own)
-    words = partial(answer, weakref.ref(accelerator), model)
-    model.route(accelerator.output_dtype, partial(_given, compiler) if compiler else accelerator._compiler, words)
-    accelerator._windows.pop((), None)
-    accelerator._checked = False
+    def _settle_buffers(self, loader: PreparedLoader) -> None:
+        """A pass begins: models in eval mode get rank 0's buffers, which are the ones that a checkpoint holds."""
+        for model in self.trained:
+            model.strategy.find_latecomers(model.module)
+            if not model.module.training:
+                model.strategy.before_evaluation(model.module)
+
+    # ---- prepare ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, objects: Sequence[Any], placed: Sequence[bool | None]) -> list[Any]:
+        """Prepare objects; returns what stands for each, in their order.
+
+        Args:
+            objects: anything; what is no model, optimizer, scheduler or loader comes back as it is.
+            placed: for each, whether it goes to the device; None: as ``device_placement`` says.
+        """
+        found: list[Any] = list(objects)
+        started: list[tuple[PreparedModel, Callable[[Any], Any] | None]] = []
+        for index, value in enumerate(objects):
+            if isinstance(value, GradScaler):
+                raise ValueError(_SCALER)
+            if isinstance(value, nn.Module) and not self._knows(value):
+                compiler = compiler_of(value)
+                started.append((self._start(value, placed[index]), compiler))
+                found[index] = started[-1][0].module
+        for index, value in enumerate(objects):
+            if isinstance(value, Optimizer) and not isinstance(value, _PREPARED):
+                found[index] = self._add_optimizer(value)
+        for model, compiler in started:
+            self._finish(model, compiler)
+        self._tell_precision()
+        for index, value in enumerate(objects):
+            if isinstance(value, DataLoader) and not isinstance(value, _PREPARED):
+                found[index] = self.loader(value, placed[index])
+            elif not isinstance(value, _PREPARED) and is_scheduler(value):
+                found[index] = self.scheduler(value)
+        return found
+
+    def _tell_precision(self) -> None:
+        self.strategy.precision.setup_optimizers([one.optimizer for one in self.optimizers])
+
+    def _knows(self, module: nn.Module) -> bool:
+        return is_prepared(module) or id(module) in self.placements
+
+    def model(self, model: nn.Module, place: bool | None, evaluation: bool) -> nn.Module:
+        """Prepare one model; see :meth:`.accelerator.Accelerator.prepare_model`."""
+        if self._knows(model):
+            return model
+        prepared = self._start(model, place, evaluation)
+        self._finish(prepared, compiler_of(model))
+        return prepared.module
+
+    def _start(self, model: nn.Module, place: bool | None, evaluation: bool = False) -> PreparedModel:
+        """Bring a model to its device, and shard or wrap it; its forward is routed when its optimizers are known."""
+        model = migrated(model)
+        if self.shards:
+            self._refuse_shared(model)
+        strategy = self.strategy.for_another_module()
+        strategy.settle_batch_norm(model, False)
+        prepared = PreparedModel(model, strategy, frozen=evaluation)
+        prepared.set_up(self.device_placement if place is None else place)
+        self.placements[id(model)] = prepared
+        return prepared
+
+    def _refuse_shared(self, model: nn.Module) -> None:
+        """Raise if a model shares parameters with one that is sharded, which has others in their place."""
+        for other in self.placements.values():
+            shared = [name for name, parameter in model.named_parameters() if other.current(parameter) is not None]
+            if shared:
+                raise ValueError(
+                    f"accelerator.prepare got {messages.a(model)} that shares {shared[0]} with the prepared "
+                    f"{type(other.module).__name__}: {type(other.strategy).__name__} puts a model's parameters in "
+                    "parts, which two models cannot share, so they would be trained apart. Put both in one module (an "
+                    "nn.Module with the two as children) and prepare that, or use strategy='ddp'."
+                )
+
+    def _finish(self, model: PreparedModel, compiler: Callable[[Any], Any] | None) -> None:
+        """Let the model's forward go through the strategy."""
+        if not model.frozen:
+            own = [one.optimizer for one in self.optimizers if one.placement is model]
+            if own:
+                model.strategy.setup_optimizers(own)
+        model.route(self.output_dtype, partial(_given, compiler) if compiler else self.compiler, self.errors)
+        self.gradient_state.models_changed()
+
+    def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+        """Prepare one optimizer."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        wrapper = self._add_optimizer(optimizer)
+        self._tell_precision()
+        return wrapper
+
+    def _add_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+        """An optimizer that steps with complete windows, through the strategy of the model whose parameters it has."""
+        old, before = set(optimizer.state), optimizer.state_dict() if optimizer.state and self.shards else None
+        owners = [model for model in self.placements.values() if model.adopt(optimizer)]
+        placement = owners[0] if owners else None
+        present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if before is not None and placement is not None and old - present:  # of parameters that were replaced since
+            optimizer.state.clear()
+            placement.strategy.load_optimizer_state(placement.module, optimizer, before)
+        strategy = self.strategy if placement is None else placement.strategy
+        if self.shards:
+            _refuse_other_owners(optimizer, owners, strategy)
+        if placement is None or is_prepared(placement.module):
+            strategy.setup_optimizers([optimizer])
+        wrapper = AcceleratedOptimizer(optimizer, strategy, self.gradient_state, owners, self.clip_norm)
+        wrapper.explain = partial(self.errors.explain, placement)
+        self.optimizers.append(wrapper)
+        self.gradient_state.trains = True
+        return wrapper
+
+    def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare one scheduler: it moves with the optimizer whose learning rates it sets."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            return scheduler
+        inner = getattr(scheduler, "optimizer", None)
+        owners = [one for one in self.optimizers if one is inner or one.optimizer is inner]
+        if inner is not None and not owners:
+            messages.warn_once(
+                f"{type(scheduler).__name__} was prepared, but its optimizer was not, so it moves with all that were. "
+                "Pass the optimizer to prepare as well."
+            )
+        wrapper = AcceleratedScheduler(
+            scheduler,
+            owners or self.optimizers,
+            self.gradient_state,
+            self.step_scheduler_with_optimizer,
+            self.strategy.num_data_ranks if self.scheduler_steps == "per_sample" else 1,
+        )
+        self.schedulers.append(wrapper)
+        return wrapper
+
+    def loader(self, loader: DataLoader[Any], place: bool | None) -> PreparedLoader:
+        """Prepare one loader: it yields this process's batches, on the device."""
+        if isinstance(loader, PreparedLoader):
+            return loader
+        if self.seed is None:  # that of set_seed, if it was called
+            self.seed = self.strategy.broadcast(torch.initial_seed() % 2**63)
+        prepared = prepare_data_loader(
+            loader,
+            self.strategy,
+            self.dataloader_config,
+            self.gradient_state,
+            self.seed,
+            self.device_placement if place is None else place,
+        )
+        self.loaders.append(prepared)
+        return prepared
+
+    # ---- uneven inputs ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Context in which processes may have different numbers of batches, on any device.
+
+        A process that has no more batches answers the others' communication of gradients until they are done too; then
+        all have the model of the process that trained longest. Only what DistributedDataParallel communicates is
+        answered: leave ``gather`` and the like, and ``backward(num_items=...)``, out of the loop.
+
+        Args:
+            joinables: prepared models that are trained inside, and optimizers that communicate
+                (ZeroRedundancyOptimizer).
+            even_batches: False lets prepared loaders give every sample once, so that some processes may have a batch
+                less; True gives all as many, and nothing is to be joined; None: as the loaders are.
+
+        Raises:
+            ValueError: a model that is not prepared.
+            NotImplementedError: a model that is sharded over the processes (FSDP, DeepSpeed, ...).
+        """
+        found = [self._joinable(one) for one in joinables]
+        shadowed: list[Joinable] = [one for one in found if one is not None]
+        before = [(loader, loader.even_batches) for loader in self.loaders]
+        if even_batches is not None:
+            for loader, _ in before:
+                loader.even_batches = even_batches
+        uneven = not all(loader.even_batches for loader, _ in before) or not before
+        try:
+            if shadowed and uneven:
+                with Join(shadowed, throw_on_early_termination=False):
+                    yield
+            else:
+                yield
+        finally:
+            for loader, even in before:
+                loader.even_batches = even
+
+    def _joinable(self, one: Any) -> Joinable | None:
+        """What torch's Join takes for an object; None: it communicates nothing."""
+        placement = self.placements.get(id(one))
+        if placement is not None:
+            return placement.strategy.joinable()
+        one = getattr(one, "optimizer", one)
+        if isinstance(one, Joinable):
+            return one
+        raise ValueError(
+            f"join_uneven_inputs got {messages.a(one)} that this accelerator has not prepared and that torch cannot "
+            "join. Pass the models that accelerator.prepare returned."
+        )
 
 
 def _given(compiler: Callable[[Any], Any], module: nn.Module) -> Callable[[Any], Any]:
     return compiler
 
 
-def prepare_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> AcceleratedOptimizer:
-    """An optimizer that steps with complete windows, through the strategy of the model whose parameters it has."""
-    old, before = set(optimizer.state), optimizer.state_dict() if optimizer.state and accelerator._shards else None
-    owners = [model for model in accelerator._placements.values() if model.adopt(optimizer)]
-    placement = owners[0] if owners else None
-    now = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if before is not None and placement is not None and old - now:  # of parameters that were replaced since
-        optimizer.state.clear()
-        placement.strategy.load_optimizer_state(placement.module, optimizer, before)
-    strategy = accelerator._strategy if placement is None else placement.strategy
-    if accelerator._shards and len(owners) > 1:
+def _refuse_other_owners(optimizer: Optimizer, owners: Sequence[PreparedModel], strategy: Strategy) -> None:
+    """Raise unless an optimizer under a strategy that shards has the parameters of exactly one model."""
+    if not owners:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no parameter of a prepared model, and {type(strategy).__name__} "
+            "replaces parameters when it shards a model. Pass both to one call: accelerator.prepare(model, optimizer)."
+        )
+    if len(owners) > 1:
         names = messages.names([type(model.module).__name__ for model in owners], last="and")
         raise ValueError(
             f"{type(optimizer).__name__} has parameters of {len(owners)} prepared models ({names}), and "
             f"{type(strategy).__name__} steps each model by itself. Make an optimizer for each, or one model that "
             "holds them all."
         )
-    if placement is None:
-        if accelerator._shards:
-            raise ValueError(
-                f"{type(optimizer).__name__} has no parameter of a prepared model, and {type(strategy).__name__} "
-                "replaces parameters when it shards a model. Pass both to one call: "
-                "accelerator.prepare(model, optimizer)."
-            )
-        strategy.setup_optimizers([optimizer])
-    elif is_prepared(placement.module):
-        placement.strategy.setup_optimizers([optimizer])
-    wrapper = AcceleratedOptimizer(optimizer, strategy, accelerator.gradient_state, owners, accelerator._clip_norm)
-    wrapper.explain = partial(answer, weakref.ref(accelerator), placement)
-    accelerator._optimizers.append(wrapper)
-    accelerator.gradient_state.trains = True
-    return wrapper
-
-
-def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedScheduler:
-    """A scheduler that moves with the optimizer whose learning rates it sets."""
-    inner = getattr(scheduler, "optimizer", None)
-    owners = [one for one in accelerator._optimizers if one is inner or one.optimizer is inner]
-    if inner is not None and not owners:
-        messages.warn_once(
-            f"{type(scheduler).__name__} was prepared, but its optimizer was not, so it moves with all that were. "
-            "Pass the optimizer to prepare as well."
-        )
-    wrapper = AcceleratedScheduler(
-        scheduler,
-        owners or accelerator._optimizers,
-        accelerator.gradient_state,
-        accelerator.step_scheduler_with_optimizer,
-        accelerator._strategy.num_data_ranks if accelerator.scheduler_steps == "per_sample" else 1,
-    )
-    accelerator._schedulers.append(wrapper)
-    return wrapper
-
-
-def prepare_loader(accelerator: Accelerator, loader: DataLoader[Any], place: bool | None) -> PreparedLoader:
-    """A loader that yields this process's batches, on the device."""
-    prepared = prepare_data_loader(
-        loader,
-        accelerator._strategy,
-        accelerator.dataloader_config,
-        accelerator.gradient_state,
-        accelerator._shuffle_seed(),
-        accelerator.device_placement if place is None else place,
-    )
-    accelerator._dataloaders.append(prepared)
-    return prepared
 
 
 _SCALER = (

@@ -17,29 +17,33 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Processes:
-    """The processes of a strategy, of which this is one."""
+    """The processes of a strategy, of which this is one.
 
-    _strategy: Strategy
+    Attributes:
+        strategy: where tensors live and how the processes communicate.
+    """
+
+    strategy: Strategy
 
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
-        return self._strategy.device
+        return self.strategy.device
 
     @property
     def num_processes(self) -> int:
         """Number of processes, on all machines."""
-        return self._strategy.world_size
+        return self.strategy.world_size
 
     @property
     def process_index(self) -> int:
         """This process among all, 0-based."""
-        return self._strategy.global_rank
+        return self.strategy.global_rank
 
     @property
     def local_process_index(self) -> int:
         """This process among those of its machine, 0-based."""
-        return self._strategy.local_rank
+        return self.strategy.local_rank
 
     @property
     def use_distributed(self) -> bool:
@@ -63,7 +67,7 @@ class Processes:
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here."""
-        self._strategy.barrier("wait_for_everyone")
+        self.strategy.barrier("wait_for_everyone")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print``, on the first process of each machine."""
@@ -82,12 +86,12 @@ class Processes:
 
     def _first(self, first: bool, name: str) -> Iterator[None]:
         if not first:
-            self._strategy.barrier(name)
+            self.strategy.barrier(name)
         try:
             yield
         finally:
             if first:  # after an error too: the others wait
-                self._strategy.barrier(name)
+                self.strategy.barrier(name)
 
     def on_main_process(self, function: F) -> F:
         """Decorator: the function runs on the main process; elsewhere it returns None."""
@@ -130,4 +134,4 @@ class Processes:
         """
         from .operations import split_between_processes
 
-        yield split_between_processes(inputs, self._strategy, apply_padding)
+        yield split_between_processes(inputs, self.strategy, apply_padding)

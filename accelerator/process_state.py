@@ -133,10 +133,12 @@ class PartialState(Processes):
         _process.forget()
 
     @property
-    def _strategy(self) -> Strategy:  # type: ignore[override]
+    def strategy(self) -> Strategy:  # type: ignore[override]
+        """Where tensors live and how the processes communicate."""
         if self._resets != _process.resets:
             if _process.strategy is None:
-                raise AttributeError(_forgotten("PartialState", sys._getframe(1).f_code.co_name))
+                asked = sys._getframe(1).f_code.co_name
+                raise AttributeError(_forgotten("PartialState", asked if hasattr(type(self), asked) else "strategy"))
             self._own, self._resets = _process.strategy, _process.resets
         return self._own
 
@@ -153,12 +155,12 @@ class PartialState(Processes):
     @property
     def backend(self) -> str | None:
         """The process group's backend; None without one."""
-        return getattr(self._strategy, "backend", None)
+        return getattr(self.strategy, "backend", None)
 
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes share the work."""
-        return type_of(self._strategy)
+        return type_of(self.strategy)
 
     @property
     def debug(self) -> bool:

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import operator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from .process_info import Processes
 from .process_state import type_of
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
     from ..settings import Settings
     from .accumulation import GradientState
     from .enums import DistributedType
     from .loaders import DataLoaderConfiguration
-    from .optimizers import AcceleratedOptimizer
     from .plugins import ProjectConfiguration
+    from .prepare import Prepared
     from .process_state import AcceleratorState
     from .trackers import Trackers
+
+
+T = TypeVar("T")
+
+
+class Shown(Generic[T]):
+    """An attribute of a part that is read and set at the Accelerator too.
+
+    Args:
+        path: from the Accelerator to the attribute, such as ``"gradient_state.num_steps"``.
+        doc: what it says.
+    """
+
+    def __init__(self, path: str, doc: str) -> None:
+        part, _, self._name = path.rpartition(".")
+        self._part = operator.attrgetter(part)
+        self.__doc__ = doc
+
+    @overload
+    def __get__(self, accelerator: None, owner: type) -> Shown[T]: ...
+    @overload
+    def __get__(self, accelerator: Any, owner: type) -> T: ...
+    def __get__(self, accelerator: Any, owner: type) -> Any:
+        return self if accelerator is None else getattr(self._part(accelerator), self._name)
+
+    def __set__(self, accelerator: Any, value: T) -> None:
+        setattr(self._part(accelerator), self._name, value)
 
 
 class Facts(Processes):
@@ -26,71 +53,86 @@ class Facts(Processes):
 
     state: AcceleratorState
     gradient_state: GradientState
-    dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
     settings: Settings
     trackers: Trackers
-    _optimizers: list[AcceleratedOptimizer]
+    prepared: Prepared
     _trigger = False
 
-    @property
-    def _script_skips(self) -> bool:
-        """Whether the script itself skips to the position in the data that ``load_state`` has loaded."""
-        return False
+    device_placement: Shown[bool] = Shown(
+        "prepared.device_placement", "Whether models and batches are moved to the device."
+    )
+    output_dtype: Shown[str] = Shown(
+        "prepared.output_dtype", "``fp32`` or ``keep``: the dtype of what models return in 16 bits."
+    )
+    step_scheduler_with_optimizer: Shown[bool] = Shown(
+        "prepared.step_scheduler_with_optimizer", "Whether schedulers move when their optimizers have stepped."
+    )
+    scheduler_steps: Shown[str] = Shown(
+        "prepared.scheduler_steps", "``per_update`` or ``per_sample``: what a scheduler counts."
+    )
+    dataloader_config: Shown[DataLoaderConfiguration] = Shown("prepared.dataloader_config", "How loaders are split.")
+    sync_gradients: Shown[bool] = Shown(
+        "gradient_state.sync_gradients", "Whether optimizers step with this micro-batch, the window's last."
+    )
+    step: Shown[int] = Shown("gradient_state.step", "A number that the loop may count with; states keep it.")
+    project_dir: Shown[str | None] = Shown("project_configuration.project_dir", "Folder of logs and checkpoints.")
+    logging_dir: Shown[str | None] = Shown("project_configuration.logging_dir", "Folder of the trackers.")
+    gradient_accumulation_steps: Shown[int] = Shown("gradient_state.num_steps", "Micro-batches in a window.")
+    log_with: Shown[list[Any]] = Shown(
+        "trackers.wanted", "The trackers that were asked for: names, classes and objects."
+    )
+    deepspeed_plugin: Shown[Any] = Shown(
+        "state.deepspeed_plugin", "The DeepSpeed plugin in force; None if there is none."
+    )
+    parallelism_config: Shown[Any] = Shown(
+        "state.parallelism_config", "The sizes of the parallelism that was asked for; None if none was."
+    )
+    torch_device_mesh: Shown[Any] = Shown(
+        "state.device_mesh", "The mesh of all processes; None where there is one kind of parallelism."
+    )
+    save_iteration: Shown[int] = Shown(
+        "project_configuration.iteration", "The number of the next folder that ``save_state()`` makes."
+    )
+    split_batches: Shown[bool] = Shown(
+        "dataloader_config.split_batches", "Whether a loader's batch is that of all processes together."
+    )
+    dispatch_batches: Shown[bool | None] = Shown(
+        "dataloader_config.dispatch_batches", "Whether one process reads for all."
+    )
+    even_batches: Shown[bool] = Shown("dataloader_config.even_batches", "Whether all processes have as many batches.")
+    use_seedable_sampler: Shown[bool] = Shown(
+        "dataloader_config.use_seedable_sampler",
+        "Accepted; the order of samples is a function of seed and epoch in any case.",
+    )
+    non_blocking: Shown[bool] = Shown(
+        "dataloader_config.non_blocking", "Accepted; copies to a GPU do not wait in any case."
+    )
+    use_stateful_dataloader: Shown[bool] = Shown(
+        "dataloader_config.use_stateful_dataloader",
+        "Whether iterable data sets are read by torchdata's StatefulDataLoader.",
+    )
 
     @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
-        name = self._strategy.precision.name
+        name = self.strategy.precision.name
         return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
 
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes share the work."""
-        return type_of(self._strategy)
-
-    @property
-    def project_dir(self) -> str | None:
-        """Folder of logs and checkpoints."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Folder of the trackers."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the window is complete with the micro-batch under way, so that optimizers step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a window."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self.gradient_state.num_steps = value
+        return type_of(self.strategy)
 
     @property
     def scaler(self) -> Any:
         """fp16's ``GradScaler``; None where losses are not scaled."""
-        return self._strategy.precision.scaler
+        return self.strategy.precision.scaler
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer left out its last step because fp16's gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    @property
-    def log_with(self) -> list[Any]:
-        """The trackers that were asked for: names, classes and objects."""
-        return self.trackers.wanted
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     # ---- how processes share the work ------------------------------------------------------------------------------
 
@@ -103,21 +145,6 @@ class Facts(Processes):
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by ``fully_shard``."""
         return self.state.is_fsdp2
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin in force; None if there is none."""
-        return self.state.deepspeed_plugin
-
-    @property
-    def parallelism_config(self) -> Any:
-        """The sizes of the parallelism that was asked for; None if none was."""
-        return self.state.parallelism_config
-
-    @property
-    def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of all processes; None where there is one kind of parallelism."""
-        return self.state.device_mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -142,7 +169,7 @@ class Facts(Processes):
     @property
     def data_parallel_rank(self) -> int:
         """This process among those that see different data."""
-        return self._strategy.data_rank
+        return self.strategy.data_rank
 
     @property
     def data_parallel_shard_rank(self) -> int:
@@ -150,7 +177,7 @@ class Facts(Processes):
         return self._place_on("dp_shard")
 
     def _place_on(self, axis: str) -> int:
-        place_on = getattr(self._strategy, "place_on", None)
+        place_on = getattr(self.strategy, "place_on", None)
         return 0 if place_on is None else place_on(axis)
 
     @property
@@ -169,7 +196,7 @@ class Facts(Processes):
 
     def check_trigger(self) -> bool:
         """Whether any process has called :meth:`set_trigger` since the last time; every process must call."""
-        raised = self._strategy.agree(self._trigger)
+        raised = self.strategy.agree(self._trigger)
         self._trigger = False
         return raised
 
@@ -184,42 +211,3 @@ class Facts(Processes):
             self.settings.print()
 
     # ---- folders and loaders ---------------------------------------------------------------------------------------
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next folder that ``save_state()`` makes."""
-        return self.project_configuration.iteration
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is that of all processes together."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether one process reads for all."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether all processes have as many batches."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Accepted; the order of samples is a function of seed and epoch in any case."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Accepted; copies to a GPU do not wait in any case."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether iterable data sets are read by torchdata's StatefulDataLoader."""
-        return self.dataloader_config.use_stateful_dataloader

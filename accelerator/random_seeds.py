@@ -37,7 +37,7 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         rng_type: ``"torch"``, ``"cuda"``, ``"mps"``, ``"python"``, ``"numpy"``, or ``"generator"`` for the one given.
         generator: a generator of the script's own.
     """
-    strategy, kind = PartialState()._strategy, getattr(rng_type, "value", rng_type)
+    strategy, kind = PartialState().strategy, getattr(rng_type, "value", rng_type)
     if kind not in _KINDS:
         raise ValueError(messages.unknown("rng_type", kind, _KINDS))
     if kind == "python":

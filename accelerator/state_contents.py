@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,135 +16,161 @@ from ..checkpoint.restore import load_weights, optimizer_problem, restore_precis
 from ..checkpoint.sharded_folder import together
 from ..processes import seed
 from ..torch_private import is_in_parts
-from .accumulation_state import forget_windows, gather_windows, placements_of, restore_windows
 from .loader_positions import FirstUse, Loaded
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
+    from ..settings import Settings
+    from ..strategies.base import Strategy
     from .models import PreparedModel
+    from .plugins import ProjectConfiguration
+    from .prepare import Prepared
     from .state_folders import Files
+    from .trackers import Trackers
+    from .windows import Windows
 
 #: Weights by the model's number among those that were prepared.
 Weights = dict[int, dict[str, Any]]
 
 
-# ---- gather ----------------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class Contents:
+    """What a state of a loop is made of.
 
-
-def weights_of(accelerator: Accelerator, only_trainable: bool) -> tuple[Weights, dict[int, list[str]]]:
-    """The weights of all models, and the names of those left out; every rank must call."""
-    weights: Weights = {}
-    left_out: dict[int, list[str]] = {}
-    for index, placement in enumerate(placements_of(accelerator)):
-        state = placement.strategy.model_state(placement.module)
-        if only_trainable:
-            frozen = {name for name, p in _parameters(placement.module) if not p.requires_grad}
-            left_out[index] = [name for name in state if name in frozen]
-            for name in left_out[index]:
-                del state[name]
-        weights[index] = state
-    return weights, left_out
-
-
-def _parameters(module: nn.Module) -> Any:
-    return module.named_parameters(remove_duplicate=False)
-
-
-def gather(
-    accelerator: Accelerator, weights: Weights, left_out: Mapping[int, list[str]], files: Files, sequence: int
-) -> dict[str, Any]:
-    """Everything that a loop needs to go on; every rank must call.
-
-    Args:
-        accelerator: whose loop it is.
-        weights: of the models whose weights are to be in it.
-        left_out: names of the weights that are not, by model.
-        files: what hooks wrote beside it.
-        sequence: number of the save.
-
-    Raises:
-        TypeError: the state of a registered object is not plain data.
+    Attributes:
+        strategy: of the Accelerator.
+        prepared: models, optimizers, schedulers and loaders.
+        windows: the micro-batches that wait for an optimizer step.
+        trackers: whose positions are kept.
+        project: its number of the next folder is kept.
+        settings: recorded, not restored.
+        objects: those registered for checkpointing, in their order.
+        script_skips: the script itself skips to the position in the data that was loaded.
     """
-    strategy = accelerator._strategy
-    custom = together(strategy, "saved", lambda: _custom_states(accelerator))
-    ranks = strategy.gather_objects(_of_this_rank(accelerator, custom))
-    models = [
-        {"class": type(model).__name__, "saved": index in weights, "left_out": left_out.get(index, [])}
-        for index, model in enumerate(accelerator._models)
-    ]
-    return {
-        "epoch": max((loader.epoch for loader in accelerator._dataloaders), default=0),
-        "global_step": _updates(accelerator),
-        "state_dict": weights.get(0, {}),
-        "models": {index: state for index, state in weights.items() if index},
-        "optimizer_states": [_optimizer_state(accelerator, one) for one in accelerator._optimizers],
-        "lr_schedulers": [one.scheduler.state_dict() for one in accelerator._schedulers],
-        "paceline": {
-            "format": FORMAT,
-            "versions": versions(),
-            "world_size": strategy.world_size,
-            "data_ranks": strategy.num_data_ranks,
-            "optimizers": [type(one.optimizer).__name__ for one in accelerator._optimizers],
-            "precision": strategy.precision.state_dict(),
-            "manifest": {"sequence": sequence, "line": accelerator._saves.line},
-            "ranks": ranks,
-            "accelerator": {
-                "step": accelerator.step,
-                "iteration": accelerator.project_configuration.iteration,
-                "seed": accelerator._seed,
-                "models": models,
-                "schedulers": [type(one.scheduler).__name__ for one in accelerator._schedulers],
-                "loaders": len(accelerator._dataloaders),
-                "custom": [
-                    {"class": type(one).__name__, "state": state}
-                    for one, state in zip(accelerator._custom_objects, custom, strict=True)
-                ],
-                "trackers": accelerator.trackers.state_dict(),
-                "settings": _settings(accelerator),
-                "files": files,
+
+    strategy: Strategy
+    prepared: Prepared
+    windows: Windows
+    trackers: Trackers
+    project: ProjectConfiguration
+    settings: Settings
+    objects: list[Any] = field(default_factory=list)
+    script_skips: bool = False
+
+    def weights(self, only_trainable: bool) -> tuple[Weights, dict[int, list[str]]]:
+        """The weights of all models, and the names of those left out; every rank must call."""
+        weights: Weights = {}
+        left_out: dict[int, list[str]] = {}
+        for index, placement in enumerate(self.prepared.placements.values()):
+            state = placement.strategy.model_state(placement.module)
+            if only_trainable:
+                frozen = {name for name, p in _parameters(placement.module) if not p.requires_grad}
+                left_out[index] = [name for name in state if name in frozen]
+                for name in left_out[index]:
+                    del state[name]
+            weights[index] = state
+        return weights, left_out
+
+    def gather(
+        self, weights: Weights, left_out: Mapping[int, list[str]], files: Files, sequence: int, line: str
+    ) -> dict[str, Any]:
+        """Everything that a loop needs to resume; every rank must call.
+
+        Args:
+            weights: of the models whose weights are to be in it.
+            left_out: names of the weights that are not, by model.
+            files: what hooks wrote beside it.
+            sequence: number of the save.
+            line: the mark of the run.
+
+        Raises:
+            TypeError: the state of a registered object is not plain data.
+        """
+        strategy = self.strategy
+        custom = together(strategy, "saved", self._custom_states)
+        ranks = strategy.gather_objects(self._of_this_rank(custom))
+        models = [
+            {"class": type(model).__name__, "saved": index in weights, "left_out": left_out.get(index, [])}
+            for index, model in enumerate(self.prepared.models)
+        ]
+        return {
+            "epoch": max((loader.epoch for loader in self.prepared.loaders), default=0),
+            "global_step": self._updates(),
+            "state_dict": weights.get(0, {}),
+            "models": {index: state for index, state in weights.items() if index},
+            "optimizer_states": [_optimizer_state(one) for one in self.prepared.optimizers],
+            "lr_schedulers": [one.scheduler.state_dict() for one in self.prepared.schedulers],
+            "paceline": {
+                "format": FORMAT,
+                "versions": versions(),
+                "world_size": strategy.world_size,
+                "data_ranks": strategy.num_data_ranks,
+                "optimizers": [type(one.optimizer).__name__ for one in self.prepared.optimizers],
+                "precision": strategy.precision.state_dict(),
+                "manifest": {"sequence": sequence, "line": line},
+                "ranks": ranks,
+                "accelerator": {
+                    "step": self.windows.state.step,
+                    "iteration": self.project.iteration,
+                    "seed": self.prepared.seed,
+                    "models": models,
+                    "schedulers": [type(one.scheduler).__name__ for one in self.prepared.schedulers],
+                    "loaders": len(self.prepared.loaders),
+                    "custom": [
+                        {"class": type(one).__name__, "state": state}
+                        for one, state in zip(self.objects, custom, strict=True)
+                    ],
+                    "trackers": self.trackers.state_dict(),
+                    "settings": self._settings(),
+                    "files": files,
+                },
             },
-        },
-    }
+        }
+
+    def _updates(self) -> int:
+        """How many times the weights were updated, as far as an optimizer or a scheduler has counted."""
+        counts = [
+            float(values["step"])
+            for one in self.prepared.optimizers
+            for values in list(one.optimizer.state.values())[:1]
+            if isinstance(values, dict) and "step" in values
+        ]
+        counts += [float(getattr(one.scheduler, "last_epoch", 0) or 0) for one in self.prepared.schedulers]
+        return int(max(counts, default=self.windows.state.step // max(self.windows.state.num_steps, 1)))
+
+    def _custom_states(self) -> list[Any]:
+        return [
+            plain(one.state_dict(), f"The state_dict() of registered object {index} ({type(one).__name__})")
+            for index, one in enumerate(self.objects)
+        ]
+
+    def _of_this_rank(self, custom: list[Any]) -> dict[str, Any]:
+        strategy = self.strategy
+        placements = list(self.prepared.placements.values())
+        sums = [_fingerprint(state) for state in custom]
+        first = strategy.broadcast(sums)
+        return {
+            "rank": strategy.global_rank,
+            "data_rank": strategy.data_rank,
+            "loaders": [loader.state_dict() for loader in self.prepared.loaders],
+            **self.windows.gather(),
+            "buffers": [buffers_apart(one.module, one.strategy) for one in placements],
+            "custom": {i: state for i, state in enumerate(custom) if sums[i] != first[i]},
+            "random": seed.random_states(),
+        }
+
+    def _settings(self) -> dict[str, str]:
+        """Those that somebody gave, as text."""
+        settings = self.settings
+        return {name: str(settings[name]) for name in settings if settings.is_set(name)}
 
 
-def _optimizer_state(accelerator: Accelerator, one: Any) -> dict[str, Any]:
+def _optimizer_state(one: Any) -> dict[str, Any]:
     module = one.placement.module if one.placement is not None else nn.Module()
     return one.strategy.optimizer_state(module, one.optimizer)
 
 
-def _updates(accelerator: Accelerator) -> int:
-    """How many times the weights were updated, as far as an optimizer or a scheduler has counted."""
-    counts = [
-        float(values["step"])
-        for one in accelerator._optimizers
-        for values in list(one.optimizer.state.values())[:1]
-        if isinstance(values, dict) and "step" in values
-    ]
-    counts += [float(getattr(one.scheduler, "last_epoch", 0) or 0) for one in accelerator._schedulers]
-    return int(max(counts, default=accelerator.step // max(accelerator.gradient_state.num_steps, 1)))
-
-
-def _custom_states(accelerator: Accelerator) -> list[Any]:
-    return [
-        plain(one.state_dict(), f"The state_dict() of registered object {index} ({type(one).__name__})")
-        for index, one in enumerate(accelerator._custom_objects)
-    ]
-
-
-def _of_this_rank(accelerator: Accelerator, custom: list[Any]) -> dict[str, Any]:
-    strategy = accelerator._strategy
-    placements = placements_of(accelerator)
-    sums = [_fingerprint(state) for state in custom]
-    first = strategy.broadcast(sums)
-    return {
-        "rank": strategy.global_rank,
-        "data_rank": strategy.data_rank,
-        "loaders": [loader.state_dict() for loader in accelerator._dataloaders],
-        **gather_windows(accelerator),
-        "buffers": [buffers_apart(one.module, one.strategy) for one in placements],
-        "custom": {i: state for i, state in enumerate(custom) if sums[i] != first[i]},
-        "random": seed.random_states(),
-    }
+def _parameters(module: nn.Module) -> Any:
+    return module.named_parameters(remove_duplicate=False)
 
 
 def _fingerprint(value: Any) -> Any:
@@ -158,46 +184,41 @@ def _fingerprint(value: Any) -> Any:
     return repr(value)
 
 
-def _settings(accelerator: Accelerator) -> dict[str, str]:
-    """Those that somebody gave, as text."""
-    settings = accelerator.settings
-    return {name: str(settings[name]) for name in settings if settings.is_set(name)}
-
-
 # ---- restore ---------------------------------------------------------------------------------------------------------
 
 
 class Restored:
-    """What a state has for this rank, and what it does not have.
+    """What a state holds for this rank, and what is missing from it.
 
     Args:
-        accelerator: with everything prepared.
+        contents: with everything prepared.
         checkpoint: as read.
         models: whose weights are to be loaded; a hook may have loaded those of others.
         newer: the name of a later state of the same run, if there is one.
 
     Attributes:
-        missing: what keeps the state it has, or finds no place; in words.
+        missing: in words, what keeps its current state, or has no counterpart here.
 
     Raises:
-        ValueError: an optimizer is not the one of then.
+        ValueError: an optimizer is another one than in the saved run.
     """
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        contents: Contents,
         checkpoint: dict[str, Any],
         models: Sequence[nn.Module],
         newer: str | None = None,
     ) -> None:
-        self.accelerator = accelerator
+        self.contents = contents
         self.newer = newer
         self.checkpoint = checkpoint
         self.section: dict[str, Any] = checkpoint.get("paceline", {})
         self.own_section: dict[str, Any] = self.section.get("accelerator", {})
         self.missing: list[str] = []
         self.derived: list[str] = []
-        strategy = accelerator._strategy
+        self.prepared, self.strategy = contents.prepared, contents.strategy
+        strategy = self.strategy
         self.ranks: list[dict[str, Any]] = self.section.get("ranks", []) if self.own_section else []
         self.world = self.section.get("world_size", 1)
         self.alike = (self.world, self.section.get("data_ranks", 1)) == (strategy.world_size, strategy.num_data_ranks)
@@ -210,7 +231,7 @@ class Restored:
         about = self.own_section.get("models", [{"class": "its own", "saved": True, "left_out": []}])
         others = self.checkpoint.get("models", {})
         found = []
-        for index, placement in enumerate(placements_of(self.accelerator)):
+        for index, placement in enumerate(self.prepared.placements.values()):
             name = f"model {index} ({type(placement.module).__name__})"
             if id(placement.module) not in wanted:
                 continue
@@ -221,14 +242,14 @@ class Restored:
             else:
                 state = self.checkpoint["state_dict"] if index == 0 else others[index]
                 found.append((placement, state, about[index]["left_out"]))
-        self._too_many("model", about, self.accelerator._models, [one["class"] for one in about])
+        self._too_many("model", about, self.prepared.models, [one["class"] for one in about])
         return found
 
     def _compare(self) -> None:
-        accelerator, own = self.accelerator, self.own_section
+        own = self.own_section
         optimizers = self.checkpoint.get("optimizer_states", [])
         names = self.section.get("optimizers", [])
-        inner = [one.optimizer for one in accelerator._optimizers]
+        inner = [one.optimizer for one in self.prepared.optimizers]
         self._lacking("optimizer", optimizers, inner)
         self._too_many("optimizer", optimizers, inner, names)
         for index, (one, state) in enumerate(zip(inner, optimizers, strict=False)):
@@ -239,20 +260,20 @@ class Restored:
                     f"{problem}. Build it as it was when the state was saved, and prepare in the same order."
                 )
         schedulers = self.checkpoint.get("lr_schedulers", [])
-        inner = [one.scheduler for one in accelerator._schedulers]
+        inner = [one.scheduler for one in self.prepared.schedulers]
         self._lacking("scheduler", schedulers, inner)
         self._too_many("scheduler", schedulers, inner, own.get("schedulers", []))
         loaders = range(own.get("loaders", 0))
-        self._lacking("loader", loaders, accelerator._dataloaders)
-        self._too_many("loader", loaders, accelerator._dataloaders, [])
+        self._lacking("loader", loaders, self.prepared.loaders)
+        self._too_many("loader", loaders, self.prepared.loaders, [])
         self._compare_custom(own.get("custom", []))
-        if accelerator._strategy.precision.state_dict() and not self.section.get("precision"):
+        if self.strategy.precision.state_dict() and not self.section.get("precision"):
             self.missing.append("the loss scale, which starts over")
         if not self.ranks:
             self.missing.append("random states and the place in the data, since save_state did not write the file")
 
     def _compare_custom(self, saved: list[dict[str, Any]]) -> None:
-        objects = self.accelerator._custom_objects
+        objects = self.contents.objects
         self._lacking("registered object", saved, objects)
         self._too_many("registered object", saved, objects, [one["class"] for one in saved])
         for index, (one, kept) in enumerate(zip(objects, saved, strict=False)):
@@ -270,29 +291,29 @@ class Restored:
             name = f" ({names[index]})" if index < len(names) else ""
             self.missing.append(f"{what} {index}{name} of the state, which has no counterpart here")
 
-    # ---- put in force ------------------------------------------------------------------------------------------------
+    # ---- apply ------------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Give everything back; every rank must call."""
-        accelerator = self.accelerator
+        """Restore everything; every rank must call."""
+        contents = self.contents
         self._load_models()
-        for one, state in zip(accelerator._optimizers, self.checkpoint.get("optimizer_states", []), strict=False):
+        for one, state in zip(self.prepared.optimizers, self.checkpoint.get("optimizer_states", []), strict=False):
             module = one.placement.module if one.placement is not None else nn.Module()
             one.strategy.load_optimizer_state(module, one.optimizer, state)
-        for one, state in zip(accelerator._schedulers, self.checkpoint.get("lr_schedulers", []), strict=False):
+        for one, state in zip(self.prepared.schedulers, self.checkpoint.get("lr_schedulers", []), strict=False):
             one.scheduler.load_state_dict(state)
-        restore_precision(accelerator._strategy.precision, self.section.get("precision"))
+        restore_precision(self.strategy.precision, self.section.get("precision"))
         if not self.own_section:
             return
-        together(accelerator._strategy, "loaded", self._load_custom)
+        together(self.strategy, "loaded", self._load_custom)
         self._load_loaders()
         self._load_windows()
-        accelerator.trackers.load_state_dict(self.own_section["trackers"], self.newer)
-        accelerator.step = self.own_section["step"]
-        accelerator._seed = self.own_section["seed"]
-        accelerator.project_configuration.iteration = self.own_section["iteration"] + 1
+        contents.trackers.load_state_dict(self.own_section["trackers"], self.newer)
+        contents.windows.state.step = self.own_section["step"]
+        self.prepared.seed = self.own_section["seed"]
+        contents.project.iteration = self.own_section["iteration"] + 1
         self._load_random()
-        tell_derived(self.derived, self.alike, self.world, accelerator._strategy.world_size)
+        tell_derived(self.derived, self.alike, self.world, self.strategy.world_size)
 
     def _load_models(self) -> None:
         for placement, state, left_out in self.weights:
@@ -308,47 +329,47 @@ class Restored:
                 )
         if self.alike and self.own is not None:
             loaded = {id(placement) for placement, _, _ in self.weights}
-            for placement, kept in zip(placements_of(self.accelerator), self.own["buffers"], strict=False):
+            for placement, kept in zip(self.prepared.placements.values(), self.own["buffers"], strict=False):
                 if id(placement) in loaded:
                     put_back_buffers(placement.module, kept)
 
     def _load_custom(self) -> None:
         apart = (self.own or {}).get("custom", {}) if self.alike else {}
-        objects = self.accelerator._custom_objects
+        objects = self.contents.objects
         for index, (one, kept) in enumerate(zip(objects, self.own_section["custom"], strict=False)):
             if kept["class"] == type(one).__name__:
                 one.load_state_dict(apart.get(index, kept["state"]))
 
     def _load_loaders(self) -> None:
-        accelerator, kept = self.accelerator, (self.own or self.ranks[0])["loaders"]
-        for index, (loader, state) in enumerate(zip(accelerator._dataloaders, kept, strict=False)):
+        kept = (self.own or self.ranks[0])["loaders"]
+        for index, (loader, state) in enumerate(zip(self.prepared.loaders, kept, strict=False)):
             loader.load_state_dict(state)
             if loader.derived:
                 self.derived.append(loader.derived)
             loaded = loader.loaded
             if loaded is not None:
-                loaded.by_script = accelerator._script_skips
+                loaded.by_script = self.contents.script_skips
                 if not loaded.by_script:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Give back the micro-batches that wait for a step; where a script skips by itself, when it arrives there."""
-        accelerator, own = self.accelerator, self.own if self.alike else None
+        """Restore the micro-batches that wait for a step; where a script skips by itself, once it has."""
+        contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
-        within = [loader.loaded for loader in accelerator._dataloaders if loader.loaded is not None]
+        within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]
         for loaded in within:
             loaded.window_start = loaded.position["batches"] - count
-            loaded.leave = partial(forget_windows, accelerator)
-        if not accelerator._script_skips or all(loaded.position["last"] for loaded in within):
-            self.derived += restore_windows(accelerator, own, self.ranks)
+            loaded.leave = contents.windows.forget
+        if not contents.script_skips or all(loaded.position["last"] for loaded in within):
+            self.derived += contents.windows.restore(own, self.ranks)
             return
-        forget_windows(accelerator)
-        use, ranks, told = FirstUse(accelerator.gradient_state), self.ranks, (self.alike, self.world)
+        contents.windows.forget()
+        use, ranks, told = FirstUse(contents.windows.state), self.ranks, (self.alike, self.world)
 
         def arrive() -> None:
             if not use.seen:
                 use.seen = True
-                tell_derived(restore_windows(accelerator, own, ranks), *told, accelerator._strategy.world_size)
+                tell_derived(contents.windows.restore(own, ranks), *told, self.strategy.world_size)
 
         for loaded in within:
             loaded.arrive = arrive
@@ -357,7 +378,7 @@ class Restored:
 
     def _load_random(self) -> None:
         """Last, since what came before may have drawn."""
-        strategy = self.accelerator._strategy
+        strategy = self.strategy
         if self.own is not None:
             seed.set_random_states(self.own["random"])
         else:

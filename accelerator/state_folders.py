@@ -1,10 +1,9 @@
-"""The folders that an Accelerator's states are in: their names, the newest, how many are kept, and what hooks add."""
+"""The folders of an Accelerator's states: their names, the newest, how many are kept, and the files of hooks."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..checkpoint.verify import sums
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
-    from .accelerator import Accelerator
+    from .plugins import ProjectConfiguration
 
 #: Below the project's folder, where states that are named by number go.
 CHECKPOINTS = "checkpoints"
@@ -32,25 +31,27 @@ _ROOM, _BEFORE = "hooks", "before"
 Files = dict[str, list[int]]
 
 
-class Saves:
-    """What one Accelerator knows of its saves.
+class Folders:
+    """The folders in which one Accelerator saves its states, and finds them.
+
+    Args:
+        strategy: of the Accelerator.
+        project: says where folders are made, and how many are kept.
 
     Attributes:
-        line: the mark of the run, the same in starts that went on from each other.
+        line: the mark of the run, the same in processes that continue from each other.
         sequence: the number of the last save.
-        folders: where this start has saved, the newest last.
-        counted: folders whose saves of earlier starts have been counted.
-        before_save: hooks ``(models, weights, output_dir)``, by the id of their handle.
-        before_load: hooks ``(models, input_dir)``.
+        folders: where this process has saved, the newest last.
+        counted: folders in which earlier saves have been counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Strategy, project: ProjectConfiguration) -> None:
+        self.strategy = strategy
+        self.project = project
         self.line = uuid4().hex[:12]
         self.sequence = 0
         self.folders: list[Location] = []
         self.counted: set[Location] = set()
-        self.before_save: OrderedDict[int, Callable[..., None]] = OrderedDict()
-        self.before_load: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def next(self, folder: Location) -> int:
         """Number one more save; it is higher than all that lie beside it."""
@@ -64,6 +65,99 @@ class Saves:
     def saved(self, folder: Location) -> None:
         """A save is on the disk."""
         self.folders = [other for other in self.folders if other != folder] + [folder]
+
+    # ---- names -------------------------------------------------------------------------------------------------------
+
+    def to_save(self, output_dir: Any) -> Location:
+        """Where the next state goes: the folder given, or the next number; the same on every rank.
+
+        Raises:
+            ValueError: nothing says where.
+        """
+        if output_dir is not None:
+            return location(output_dir)
+        if not self.project.automatic_checkpoint_naming:
+            raise ValueError(
+                "accelerator.save_state() was not told where. Pass output_dir=..., or let folders be numbered: "
+                "Accelerator(project_config=ProjectConfiguration(project_dir='runs', "
+                "automatic_checkpoint_naming=True))."
+            )
+        return self.strategy.broadcast(_next_numbered(self._root("save_state") / CHECKPOINTS, self.project))
+
+    def _root(self, asked: str) -> Location:
+        folder = self.project.project_dir
+        if folder is None:
+            raise ValueError(
+                f"accelerator.{asked}() numbers folders (automatic_checkpoint_naming=True) below project_dir, and "
+                "there is none. Pass Accelerator(project_dir=...)."
+            )
+        return location(folder)
+
+    # ---- the newest --------------------------------------------------------------------------------------------------
+
+    def to_load(self, input_dir: Any) -> Location:
+        """The checkpoint that ``load_state`` reads.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: nothing says where to look.
+        """
+        if input_dir is None:
+            return self._newest()
+        where = location(input_dir)
+        if (where / STATE).exists():
+            return where / STATE
+        if where.name.endswith(manifest.SUFFIX) and where.exists():
+            return where
+        raise FileNotFoundError(_nothing_in(where))
+
+    def _newest(self) -> Location:
+        config = self.project
+        folders: list[Location] = []
+        if config.automatic_checkpoint_naming:
+            folders = [self._root("load_state") / CHECKPOINTS]
+        elif config.project_dir is not None:
+            folders = [location(config.project_dir) / CHECKPOINTS, location(config.project_dir)]
+        if not folders and not self.folders:
+            raise ValueError(
+                "accelerator.load_state() was not told where. Pass input_dir=..., or Accelerator(project_dir=...), "
+                "whose newest state it takes."
+            )
+        own = [folder / STATE for folder in self.folders if (folder / STATE).exists()]
+        found = dict.fromkeys([*own, *(state for folder in folders for state in states_in(folder))])
+        newest, passed_over = newest_valid(found)
+        listed = ", ".join(f"{state.parent} ({why})" for state, why in passed_over.items())
+        if newest is None:
+            where = messages.names(map(str, folders or self.folders), "and")
+            broken = f" Passed over: {listed}." if listed else ""
+            raise FileNotFoundError(
+                f"accelerator.load_state(): there is no valid state in {where}.{broken} Save one first, or pass "
+                "input_dir."
+            )
+        if listed:
+            messages.warn(f"accelerator.load_state() passed over {listed} and takes {newest.parent}.")
+        return newest
+
+    # ---- how many are kept -------------------------------------------------------------------------------------------
+
+    def delete_old(self, newest: Location) -> None:
+        """Delete the oldest states of this run, also of earlier processes that it continues, beyond ``total_limit``.
+
+        Numbered folders are deleted whole; from others what was saved there, and the folder if nothing else is in it.
+        """
+        limit = self.project.total_limit
+        if limit is None:
+            return
+        found = dict.fromkeys([*states_in(newest.parent), *(folder / STATE for folder in self.folders)])
+        known = {state: one for state in found if (one := _known(state)) and one.line == self.line}
+        order = sorted(known, key=lambda state: known[state].sequence)
+        for state in [state for state in order if state.parent != newest][: max(len(order) - max(limit, 1), 0)]:
+            try:
+                _delete(state)
+            except OSError as error:
+                messages.warn(
+                    f"{newest} is saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: {error}"
+                )
 
 
 def states_in(folder: Location) -> Iterator[Location]:
@@ -79,36 +173,6 @@ def _known(state: Location) -> manifest.Manifest | None:
         return manifest.read(state)
     except (OSError, ValueError):
         return None
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-
-def folder_to_save(accelerator: Accelerator, output_dir: Any) -> Location:
-    """Where the next state goes: the folder given, or the next number; the same on every rank.
-
-    Raises:
-        ValueError: nothing says where.
-    """
-    if output_dir is not None:
-        return location(output_dir)
-    config = accelerator.project_configuration
-    if not config.automatic_checkpoint_naming:
-        raise ValueError(
-            "accelerator.save_state() was not told where. Pass output_dir=..., or let folders be numbered: "
-            "Accelerator(project_config=ProjectConfiguration(project_dir='runs', automatic_checkpoint_naming=True))."
-        )
-    return accelerator._strategy.broadcast(_next_numbered(_project(accelerator, "save_state") / CHECKPOINTS, config))
-
-
-def _project(accelerator: Accelerator, asked: str) -> Location:
-    folder = accelerator.project_configuration.project_dir
-    if folder is None:
-        raise ValueError(
-            f"accelerator.{asked}() numbers folders (automatic_checkpoint_naming=True) below project_dir, and there is "
-            "none. Pass Accelerator(project_dir=...)."
-        )
-    return location(folder)
 
 
 def _next_numbered(folder: Location, config: Any) -> Location:
@@ -134,26 +198,6 @@ def _number(name: str) -> int:
     return int(digits) if name.startswith(_NUMBERED) and digits.isdecimal() else -1
 
 
-# ---- the newest ------------------------------------------------------------------------------------------------------
-
-
-def state_to_load(accelerator: Accelerator, input_dir: Any) -> Location:
-    """The checkpoint that ``load_state`` reads.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: nothing says where to look.
-    """
-    if input_dir is None:
-        return _newest(accelerator)
-    where = location(input_dir)
-    if (where / STATE).exists():
-        return where / STATE
-    if where.name.endswith(manifest.SUFFIX) and where.exists():
-        return where
-    raise FileNotFoundError(_nothing_in(where))
-
-
 def _nothing_in(where: Location) -> str:
     text = f"accelerator.load_state({str(where)!r}): there is no {STATE} in it. "
     if not where.is_dir():
@@ -170,33 +214,6 @@ def _nothing_in(where: Location) -> str:
     return f"{text}It was never finished, or is something else. Pass a folder that save_state wrote."
 
 
-def _newest(accelerator: Accelerator) -> Location:
-    saves, config = accelerator._saves, accelerator.project_configuration
-    folders: list[Location] = []
-    if config.automatic_checkpoint_naming:
-        folders = [_project(accelerator, "load_state") / CHECKPOINTS]
-    elif config.project_dir is not None:
-        folders = [location(config.project_dir) / CHECKPOINTS, location(config.project_dir)]
-    if not folders and not saves.folders:
-        raise ValueError(
-            "accelerator.load_state() was not told where. Pass input_dir=..., or Accelerator(project_dir=...), whose "
-            "newest state it takes."
-        )
-    own = [folder / STATE for folder in saves.folders if (folder / STATE).exists()]
-    found = dict.fromkeys([*own, *(state for folder in folders for state in states_in(folder))])
-    newest, passed_over = newest_valid(found)
-    listed = ", ".join(f"{state.parent} ({why})" for state, why in passed_over.items())
-    if newest is None:
-        where = messages.names(map(str, folders or saves.folders), "and")
-        broken = f" Passed over: {listed}." if listed else ""
-        raise FileNotFoundError(
-            f"accelerator.load_state(): there is no valid state in {where}.{broken} Save one first, or pass input_dir."
-        )
-    if listed:
-        messages.warn(f"accelerator.load_state() passed over {listed} and takes {newest.parent}.")
-    return newest
-
-
 def newer_of_its_run(state: Location) -> str | None:
     """The folder, beside that of a state, of one that the same run saved later; None if there is none."""
     own = _known(state)
@@ -206,28 +223,6 @@ def newer_of_its_run(state: Location) -> str | None:
     return next(
         (str(one.parent) for one, known in found if known.line == own.line and known.sequence > own.sequence), None
     )
-
-
-# ---- how many are kept -----------------------------------------------------------------------------------------------
-
-
-def delete_old(saves: Saves, newest: Location, limit: int | None) -> None:
-    """Delete the oldest states of this run, and of starts that it goes on from, beyond ``limit``.
-
-    Numbered folders go whole; of others what was saved there, and the folder if nothing else is in it.
-    """
-    if limit is None:
-        return
-    found = dict.fromkeys([*states_in(newest.parent), *(folder / STATE for folder in saves.folders)])
-    known = {state: one for state in found if (one := _known(state)) and one.line == saves.line}
-    order = sorted(known, key=lambda state: known[state].sequence)
-    for state in [state for state in order if state.parent != newest][: max(len(order) - max(limit, 1), 0)]:
-        try:
-            _delete(state)
-        except OSError as error:
-            messages.warn(
-                f"{newest} is saved, but {state.parent} (beyond total_limit={limit}) could not be deleted: {error}"
-            )
 
 
 def _delete(state: Location) -> None:

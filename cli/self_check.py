@@ -34,7 +34,7 @@ def main() -> int:
         except Exception as error:
             messages.error(f"paceline test: rank {accelerator.process_index} failed in the check: {name}.")
             raise SystemExit(_told(error)) from error
-        found = accelerator._strategy.gather_objects(problem)
+        found = accelerator.strategy.gather_objects(problem)
         wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
         if wrong:
             if accelerator.is_main_process:
@@ -46,7 +46,7 @@ def main() -> int:
         messages.answer(
             f"All checks passed: {accelerator.num_processes} process"
             f"{'es' * (accelerator.num_processes > 1)} on {accelerator.device.type}, "
-            f"{type(accelerator._strategy).__name__}, mixed_precision={accelerator.mixed_precision}."
+            f"{type(accelerator.strategy).__name__}, mixed_precision={accelerator.mixed_precision}."
         )
     return 0
 
@@ -62,7 +62,7 @@ def check_group(accelerator: Accelerator) -> Iterable[str]:
     if accelerator.num_processes != asked:
         yield f"{asked} processes were started, but the group has {accelerator.num_processes}"
     here = accelerator.process_index, socket.gethostname(), str(accelerator.device)
-    found = accelerator._strategy.gather_objects(here)
+    found = accelerator.strategy.gather_objects(here)
     if [rank for rank, _, _ in found] != list(range(asked)):
         yield f"the ranks are {[rank for rank, _, _ in found]}"
     devices = [(host, device) for _, host, device in found]
@@ -72,7 +72,7 @@ def check_group(accelerator: Accelerator) -> Iterable[str]:
 
 def check_collectives(accelerator: Accelerator) -> Iterable[str]:
     """Sums, means, gathered tensors and objects are those of all processes."""
-    strategy, count = accelerator._strategy, accelerator.num_processes
+    strategy, count = accelerator.strategy, accelerator.num_processes
     mine = torch.arange(3.0, device=accelerator.device) + accelerator.process_index
     every = [torch.arange(3.0) + rank for rank in range(count)]
     expected = {"sum": sum(every), "mean": sum(every) / count, "max": every[-1]}
@@ -93,7 +93,7 @@ def check_data(accelerator: Accelerator) -> Iterable[str]:
     size = 2 * _ranks_of_a_batch(accelerator)
     shuffled = accelerator.prepare(DataLoader(TensorDataset(samples), size, shuffle=True))
     mine = [number for (batch,) in shuffled for number in batch.tolist()]
-    seen = sorted({number for part in accelerator._strategy.gather_objects(mine) for number in part})
+    seen = sorted({number for part in accelerator.strategy.gather_objects(mine) for number in part})
     if seen != samples.tolist():
         yield f"a shuffled pass left out the samples {sorted(set(samples.tolist()) - set(seen))}"
     ordered = accelerator.prepare(DataLoader(TensorDataset(samples), size))
@@ -124,8 +124,8 @@ def check_checkpoint(accelerator: Accelerator) -> Iterable[str]:
     x, y, model = _task(accelerator)
     trained = _train(accelerator, model, x, y)
     before = _outputs(accelerator, trained, x)
-    here = Path(tempfile.gettempdir()) if accelerator._strategy.num_nodes == 1 else Path.cwd()  # seen by all machines
-    folder = here / f"paceline_test_{accelerator._strategy.broadcast(os.getpid())}"
+    here = Path(tempfile.gettempdir()) if accelerator.strategy.num_nodes == 1 else Path.cwd()  # seen by all machines
+    folder = here / f"paceline_test_{accelerator.strategy.broadcast(os.getpid())}"
     try:
         accelerator.save_state(str(folder))
         with torch.no_grad():
@@ -151,13 +151,13 @@ CHECKS: dict[str, Callable[[Accelerator], Iterable[str]]] = {
 
 def _ranks_of_a_batch(accelerator: Accelerator) -> int:
     """How many data ranks share the batch of a loader: all of them with split_batches."""
-    return accelerator._strategy.num_data_ranks if accelerator.dataloader_config.split_batches else 1
+    return accelerator.strategy.num_data_ranks if accelerator.dataloader_config.split_batches else 1
 
 
 def _task(accelerator: Accelerator) -> tuple[Tensor, Tensor, nn.Module]:
     """Inputs, targets and a model, alike on all ranks; a batch of 8 for each data rank is all of the data."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(8 * accelerator._strategy.num_data_ranks, 8, generator=generator)
+    x = torch.randn(8 * accelerator.strategy.num_data_ranks, 8, generator=generator)
     torch.manual_seed(2)
     return x, x.sum(1, keepdim=True), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 

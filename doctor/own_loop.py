@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from .. import messages
 from ..strategies.base import Strategy
 from .doctor import Doctor
+from .script_options import Plan, loader_change
 from .step_clock import INDEX
 from .subject import has_compiled
 
@@ -36,44 +40,6 @@ _METHODS = {
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 
 
-@contextmanager
-def doctor(accelerator: Accelerator, examiner: Doctor) -> Iterator[Doctor]:
-    """Context around a loop; at its end the report is made on all ranks together, said and written.
-
-    A loop that an error ends is judged by the steps that rank 0 has done.
-
-    Args:
-        accelerator: whose loop it is. What is prepared inside of the context is measured too.
-        examiner: what measures.
-    """
-    examiner.setup("fit", accelerator.local_process_index, accelerator.project_configuration.project_dir)
-    wiring = Wiring(accelerator, examiner)
-    try:
-        wiring.wrap()
-        examiner.begin(wiring)
-        try:
-            yield examiner
-        except BaseException:
-            wiring.unwrap()
-            _judge_what_is_done(examiner)
-            raise
-        wiring.unwrap()  # what is said and exchanged below is no part of the loop
-        examiner.end()
-        examiner.describe()
-    finally:
-        wiring.unwrap()
-        examiner.teardown("fit")
-
-
-def _judge_what_is_done(examiner: Doctor) -> None:
-    """The loop was ended by an error, which nothing that goes wrong here hides."""
-    try:
-        examiner.interrupted()
-        examiner.describe()
-    except Exception as error:
-        messages.warn(f"The doctor cannot judge a loop that an error ended: {type(error).__name__}: {error}")
-
-
 class Wiring:
     """Wraps what was prepared, and answers what the doctor asks of the loop."""
 
@@ -86,12 +52,36 @@ class Wiring:
         self._seen: set[int] = set()
         self._trained: Any = None
 
+    @contextmanager
+    def examined(self) -> Iterator[Doctor]:
+        """Context around a loop; at its end all ranks together make the report, print it and write it.
+
+        What is prepared inside is measured too. A loop that an error ends is judged by the steps that rank 0 has done.
+        """
+        examiner = self.examiner
+        examiner.setup("fit", self.accelerator.local_process_index, self.accelerator.project_dir)
+        try:
+            self.wrap()
+            examiner.begin(self)
+            try:
+                yield examiner
+            except BaseException:
+                self.unwrap()
+                _judge_what_is_done(examiner)
+                raise
+            self.unwrap()  # what is printed and exchanged below is no part of the loop
+            examiner.end()
+            examiner.describe()
+        finally:
+            self.unwrap()
+            examiner.teardown("fit")
+
     # ---- what the doctor asks ---------------------------------------------------------------------------------------
 
     @property
     def strategy(self) -> Strategy:
         """The processes and their device."""
-        return self.accelerator._strategy
+        return self.accelerator.strategy
 
     @property
     def communication(self) -> dict[str, float]:
@@ -104,7 +94,7 @@ class Wiring:
             strategy.measure_communication()
 
     def _replicas(self) -> list[Strategy]:
-        return [one.strategy for one in self.accelerator._placements.values() if not one.frozen]
+        return [one.strategy for one in self.accelerator.prepared.trained]
 
     @property
     def accumulate(self) -> int:
@@ -119,12 +109,12 @@ class Wiring:
     @property
     def modules(self) -> Sequence[nn.Module]:
         """The models that were prepared."""
-        return list(self.accelerator._models)
+        return self.accelerator.prepared.models
 
     @property
     def loader(self) -> Any:
         """The loader of the last training pass."""
-        loaders = self.accelerator._dataloaders
+        loaders = self.accelerator.prepared.loaders
         return self._trained or (loaders[0] if loaders else None)
 
     # ---- wrapping ---------------------------------------------------------------------------------------------------
@@ -145,14 +135,14 @@ class Wiring:
 
     def _wrap_prepared(self) -> None:
         accelerator, clock = self.accelerator, self.examiner.clock
-        for module in self._new(accelerator._models):
+        for module in self._new(accelerator.prepared.models):
             self._set(module, "forward", clock.around("forward", module.forward))
-        for optimizer in self._new(accelerator._optimizers):
-            first = optimizer is accelerator._optimizers[0]
+        for optimizer in self._new(accelerator.prepared.optimizers):
+            first = optimizer is accelerator.prepared.optimizers[0]
             step = self._counting(optimizer.step) if first else optimizer.step
             self._set(optimizer, "step", clock.around("optimizer", step))
             self._set(optimizer, "zero_grad", clock.around("optimizer", optimizer.zero_grad))
-        for loader in self._new(accelerator._dataloaders):
+        for loader in self._new(accelerator.prepared.loaders):
             self._set(loader, "_hand_out", partial(self._pass, loader, loader._hand_out))
 
     def _new(self, objects: Sequence[Any]) -> list[Any]:
@@ -199,3 +189,72 @@ class Wiring:
                 vars(owner)[name] = value
             else:
                 vars(owner).pop(name, None)
+
+
+class PlannedLoop(Wiring):
+    """A loop in a script that ``paceline doctor`` runs.
+
+    It is measured until so many batches are done or the training ends; then the report is written, and the program
+    ends.
+    """
+
+    def __init__(self, accelerator: Accelerator, plan: Plan) -> None:
+        from .script_run import PlannedDoctor
+
+        super().__init__(accelerator, PlannedDoctor(plan))
+        self._plan = plan
+        self._change = loader_change(plan.change)
+        self._done = False
+
+    def start(self) -> None:
+        """Measure from here on."""
+        self.examiner.setup("fit", self.accelerator.local_process_index)
+        self.wrap()
+        self.examiner.begin(self)
+        vars(self.examiner)["iterate"] = partial(self._limited, self.examiner.iterate)
+        own = vars(self.accelerator)
+        if self._change:
+            own["prepare"] = partial(self._prepare_changed, own["prepare"])
+        own["end_training"] = partial(self._end, self.accelerator.end_training)
+        atexit.register(self._finish_if_it_went_well)
+
+    def _prepare_changed(self, prepare: Callable[..., Any], *objects: Any, **options: Any) -> Any:
+        from .script_run import changed
+
+        return prepare(
+            *(changed(one, **self._change) if isinstance(one, DataLoader) else one for one in objects), **options
+        )
+
+    def _limited(self, iterate: Callable[..., Iterator[Any]], action: str, iterator: Any) -> Iterator[Any]:
+        for batch in iterate(action, iterator):
+            yield batch
+            self._plan.steps -= 1
+            if self._plan.steps <= 0:
+                self._finish()
+                raise SystemExit(0)
+
+    def _end(self, end_training: Callable[[], None]) -> None:
+        self._finish()
+        end_training()
+
+    def _finish(self) -> None:
+        if not self._done:
+            self._done = True
+            self.unwrap()
+            self.examiner.end()
+            self.examiner.describe()
+            self.examiner.teardown("fit")
+
+    def _finish_if_it_went_well(self) -> None:
+        """At the end of a program: the report takes all processes, and one that failed is alone."""
+        if getattr(sys, "last_value", None) is None:
+            self._finish()
+
+
+def _judge_what_is_done(examiner: Doctor) -> None:
+    """An error has ended the loop; nothing that goes wrong here hides it."""
+    try:
+        examiner.interrupted()
+        examiner.describe()
+    except Exception as error:
+        messages.warn(f"The doctor cannot judge a loop that an error ended: {type(error).__name__}: {error}")

@@ -24,7 +24,8 @@ def join(
         return
     with_device: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if cluster is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **with_device)
+        store = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, **with_device)
     else:
         cluster.export()
         where: dict[str, Any] = (

@@ -33,7 +33,7 @@ def weights(model: nn.Module) -> Tensor:
 
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> Tensor | None:
     """The model's weights on rank 0, wherever they lie."""
-    state = accelerator._placements[id(model)].strategy.model_state(model)
+    state = accelerator.prepared.placements[id(model)].strategy.model_state(model)
     return torch.cat([value.reshape(-1) for value in state.values()]) if accelerator.is_main_process else None
 
 

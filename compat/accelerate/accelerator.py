@@ -37,6 +37,8 @@ class Accelerator(accelerator.Accelerator):
     @functools.wraps(accelerator.Accelerator.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Such loops skip to the position in the data, but for that of a loader which is asked to know it itself.
+        self.states.contents.script_skips = not self.dataloader_config.use_stateful_dataloader
         _OfTheLast.last = weakref.ref(self.gradient_state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -45,9 +47,9 @@ class Accelerator(accelerator.Accelerator):
             _OfTheLast.last = weakref.ref(self.gradient_state)
 
     @property
-    def _script_skips(self) -> bool:
-        """Such loops skip to the position in the data, but for that of a loader which is asked to know it itself."""
-        return not self.dataloader_config.use_stateful_dataloader
+    def _models(self) -> list[nn.Module]:
+        """The prepared models, which transformers.Trainer reads under this name."""
+        return self.prepared.models
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As ``paceline.Accelerator.gather_for_metrics``.
@@ -57,7 +59,7 @@ class Accelerator(accelerator.Accelerator):
         """
         loader = self.gradient_state.active_dataloader
         if loader is not None:
-            rows, size = loader.batch_rows, (loader.total_batch_size or 0) // self._strategy.num_data_ranks
+            rows, size = loader.batch_rows, (loader.total_batch_size or 0) // self.strategy.num_data_ranks
             if 0 < rows < size:
                 input_data = recursively_apply(lambda value: _first(value, rows, size), input_data)
         return super().gather_for_metrics(input_data, use_gather_object)

@@ -13,7 +13,7 @@ from ...strategies.base import Strategy
 
 
 def _strategy() -> Strategy:
-    return PartialState()._strategy
+    return PartialState().strategy
 
 
 def gather(tensor: Any) -> Any:

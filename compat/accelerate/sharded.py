@@ -41,7 +41,7 @@ def load_fsdp_model(
 ) -> Any:
     """Read what :func:`save_fsdp_model` wrote; returns the keys that did not fit. Every process must call."""
     _refuse_adapters(model, adapter_only)
-    placement = accelerator._placement(model, "load_fsdp_model")
+    placement = accelerator.prepared.placement(model, "load_fsdp_model")
     state = _read(_path(input_dir, "pytorch_model_fsdp", model_index))
     return placement.strategy.load_model_state(placement.module, state)
 
@@ -55,7 +55,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
 ) -> None:
     """Write a prepared optimizer's state to ``optimizer.bin``; every process must call."""
-    module = accelerator._placement(model, "save_fsdp_optimizer").module
+    module = accelerator.prepared.placement(model, "save_fsdp_optimizer").module
     state = optimizer.strategy.optimizer_state(module, optimizer.optimizer)
     _write(accelerator, state, _path(output_dir, "optimizer", optimizer_index))
 
@@ -70,7 +70,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
 ) -> None:
     """Read what :func:`save_fsdp_optimizer` wrote; every process must call."""
-    module = accelerator._placement(model, "load_fsdp_optimizer").module
+    module = accelerator.prepared.placement(model, "load_fsdp_optimizer").module
     state = _read(_path(input_dir, "optimizer", optimizer_index))
     optimizer.strategy.load_optimizer_state(module, optimizer.optimizer, state)
 

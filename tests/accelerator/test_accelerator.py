@@ -283,7 +283,7 @@ def test_freed_memory_leaves_plain_models() -> None:
     assert "forward" in vars(model)
     assert accelerator.free_memory(model) == [None]
     assert "forward" not in vars(model)
-    assert not accelerator._models
+    assert not accelerator.prepared.models
 
 
 def test_a_trigger_of_one_process_reaches_all_once() -> None:

@@ -227,7 +227,7 @@ def _reductions() -> list[int]:
         future.set_result(bucket.buffer())
         return future
 
-    accelerator._placements[id(model)].strategy._wrapped.register_comm_hook(None, hook)  # type: ignore[attr-defined]
+    accelerator.prepared.placements[id(model)].strategy._wrapped.register_comm_hook(None, hook)  # type: ignore[attr-defined]
     for _ in range(6):
         counts.append(0)
         with accelerator.accumulate(model):

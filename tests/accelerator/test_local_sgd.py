@@ -77,7 +77,7 @@ def trained(every: int, window: int, enabled: bool = True) -> tuple[dict[str, Te
                 optimizer.step()
                 optimizer.zero_grad()
                 local_sgd.step()
-                apart |= not accelerator._strategy.same(str(model[0].weight.tolist()))
+                apart |= not accelerator.strategy.same(str(model[0].weight.tolist()))
     dist.all_reduce = real
     return model.state_dict(), averaged, apart
 
@@ -110,7 +110,7 @@ def then_synchronous() -> list[bool]:
         accelerator.backward(nn.functional.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-        found.append(accelerator._strategy.same(str(model[0].weight.tolist())))
+        found.append(accelerator.strategy.same(str(model[0].weight.tolist())))
     return found
 
 
@@ -127,7 +127,7 @@ def without_a_last_backward() -> bool:
                 if index == 0:
                     accelerator.backward(nn.functional.mse_loss(model(x), y))
                 optimizer.step()
-        return accelerator._strategy.same(str(model[0].weight.grad.tolist()))
+        return accelerator.strategy.same(str(model[0].weight.grad.tolist()))
 
 
 def test_gradients_stay_local_also_where_a_window_ends_without_a_backward() -> None:
@@ -145,7 +145,7 @@ def not_yet_recorded() -> None:
     optimizer.zero_grad()
     with LocalSGD(accelerator, model, 2):
         accelerator.backward(nn.functional.mse_loss(model(batches[1][0]), batches[1][1]))
-        assert not accelerator._strategy.same(str(model[0].weight.grad.tolist()))
+        assert not accelerator.strategy.same(str(model[0].weight.grad.tolist()))
 
 
 def test_a_static_graph_is_recorded_before_local_sgd() -> None:

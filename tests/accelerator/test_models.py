@@ -107,7 +107,7 @@ def test_a_model_that_was_prepared_already_stays_as_it_is() -> None:
     forward = model.forward
     assert accelerator.prepare(model) is model
     assert model.forward is forward
-    assert len(accelerator._models) == 1
+    assert len(accelerator.prepared.models) == 1
 
 
 def _wrapped_before(wrap: str) -> Any:

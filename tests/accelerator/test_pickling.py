@@ -113,7 +113,7 @@ def test_a_copy_trains_on_to_the_same_bits(place: str, how: str, trained: Any) -
     train(other)
     assert torch.equal(weights(other.model), trained("no"))
     assert torch.equal(weights(loop.model), before)  # the original stays where it was
-    assert other.accelerator._models == [other.model]
+    assert other.accelerator.prepared.models == [other.model]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -238,7 +238,7 @@ def test_a_module_that_holds_its_own_accelerator_says_what_to_pickle_instead() -
     loop = made()
     loop.model.accelerator = loop.accelerator
     other = pickle.loads(pickle.dumps(loop.accelerator))
-    assert other._models[0].accelerator is other
+    assert other.prepared.models[0].accelerator is other
     loop.accelerator.gradient_state.num_steps = 1
     with pytest.raises(TypeError, match="Sequential holds the Accelerator, or an optimizer, that it was prepared with"):
         pickle.loads(pickle.dumps(loop.model))

@@ -57,7 +57,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def test_e2_distributed_data_parallel_is_made_as_the_handler_says() -> None:
     def look(accelerator: Accelerator, model: nn.Module) -> Any:
-        wrapped: Any = accelerator._placements[id(model)].strategy._wrapped  # type: ignore[attr-defined]
+        wrapped: Any = accelerator.prepared.placements[id(model)].strategy._wrapped  # type: ignore[attr-defined]
         return wrapped.gradient_as_bucket_view, wrapped.static_graph, wrapped.bucket_bytes_cap
 
     def both() -> Any:

@@ -1,11 +1,18 @@
-"""What ``prepare`` does where parameters are replaced: what belonged to the old ones follows, or is refused."""
+"""What ``prepare`` does where parameters are replaced: what belonged to the old ones follows, or is refused.
+
+And ``join_uneven_inputs``: processes with fewer batches do not let the others wait.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from own_loop import data, loss_of, network, whole_weights
 from rank_processes import RanksError, ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.accelerator.accelerator import Accelerator
 
@@ -43,3 +50,111 @@ def _share(whole_layer: bool) -> None:
 def test_sharded_models_that_share_parameters_are_refused(whole_layer: bool) -> None:
     with pytest.raises(RanksError, match=r"shares 0\.weight with the prepared Sequential"):
         ranks(2, _share, whole_layer)
+
+
+# ---- uneven inputs ------------------------------------------------------------------------------------------------
+
+SAMPLES = 9
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def samples(count: int = SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(count, 4, generator=generator), torch.randn(count, 1, generator=generator))
+
+
+def own_batches(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Rank 0 has five batches, rank 1 three."""
+    x, y = samples(16).tensors
+    return [(x[i : i + 2], y[i : i + 2]) for i in (range(0, 10, 2) if rank == 0 else range(10, 16, 2))]
+
+
+def on_unequal_batches(joined: bool, window: int = 1) -> dict[str, Tensor]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
+    model, optimizer = accelerator.prepare(*made())
+
+    def train() -> None:
+        for x, y in own_batches(accelerator.process_index):
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if joined:
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            train()
+    else:
+        train()
+    return model.state_dict()
+
+
+def test_u12_uneven_data_would_hang_and_joined_do_not() -> None:
+    with pytest.raises(RanksError):
+        ranks(2, on_unequal_batches, False)
+    model, optimizer = made()
+    pairs = [own_batches(0), own_batches(1)]
+    for index in range(5):
+        losses = [nn.functional.mse_loss(model(x), y) for own in pairs for x, y in own[index : index + 1]]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks(2, on_unequal_batches, True):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name], value)
+
+
+def on_a_prepared_loader(window: int) -> tuple[dict[str, Tensor], list[list[float]], bool]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
+    model, optimizer, loader = accelerator.prepare(*made(), DataLoader(samples(), batch_size=2))
+    seen = []
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for x, y in loader:
+            seen.append(y.flatten().tolist())
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    return model.state_dict(), seen, loader.even_batches
+
+
+def test_u12_prepared_loaders_give_each_sample_once_inside_and_are_even_again_after() -> None:
+    (first, seen, even), (second, also_seen, _) = ranks(2, on_a_prepared_loader, 1)
+    assert even
+    assert len(seen) != len(also_seen)
+    everything = sorted(value for batch in [*seen, *also_seen] for value in batch)
+    assert everything == sorted(samples().tensors[1].flatten().tolist())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_joined_processes_may_accumulate() -> None:
+    first, second = ranks(2, on_unequal_batches, True, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def refused(strategy: str | None) -> Any:
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model, _ = accelerator.prepare(*made())
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        pass
+
+
+def test_a_sharded_model_cannot_be_joined() -> None:
+    with pytest.raises(
+        RanksError, match=r"NotImplementedError: FSDPStrategy has no joinable: its processes hold parts"
+    ):
+        ranks(2, refused, "fsdp")
+
+
+def test_one_process_has_nothing_to_join() -> None:
+    refused(None)
+    accelerator = Accelerator(cpu=True)
+    with (
+        pytest.raises(ValueError, match="a Linear that this accelerator has not prepared"),
+        accelerator.join_uneven_inputs([nn.Linear(1, 1)]),
+    ):
+        pass

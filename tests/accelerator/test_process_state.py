@@ -132,10 +132,10 @@ def test_the_main_process_goes_first_also_when_it_fails(tmp_path: Path) -> None:
 def test_a_state_made_later_stands_where_the_first_one_does() -> None:
     strategy = SingleDevice("cpu")
     first = PartialState.of(strategy)
-    assert PartialState()._strategy is strategy
+    assert PartialState().strategy is strategy
     second = PartialState.of(SingleDevice("cpu"))
-    assert second._strategy is not strategy
-    assert PartialState()._strategy is first._strategy
+    assert second.strategy is not strategy
+    assert PartialState().strategy is first.strategy
 
 
 def test_the_group_may_be_left_and_joined_anew() -> None:

@@ -325,14 +325,14 @@ def test_objects_without_a_state_are_refused_all_by_name() -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ValueError, match=r"\(1: int, 2: Tensor, 3: Tensor\)"):
         accelerator.register_for_checkpointing(Counter(), 3, torch.zeros(2), torch.zeros(3))
-    assert accelerator._custom_objects == []
+    assert accelerator.states.contents.objects == []
 
 
 def test_an_object_is_registered_once() -> None:
     accelerator, one, other = Accelerator(cpu=True), Counter(), Counter()
     accelerator.register_for_checkpointing(one, other, one)
     accelerator.register_for_checkpointing(other)
-    assert accelerator._custom_objects == [one, other]
+    assert accelerator.states.contents.objects == [one, other]
 
 
 def own_counters(folder: str) -> int:

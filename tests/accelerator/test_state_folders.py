@@ -28,12 +28,12 @@ def made(**config: Any) -> Accelerator:
 
 
 def put(accelerator: Accelerator, value: float) -> Accelerator:
-    nn.init.constant_(accelerator._models[0].weight, value)
+    nn.init.constant_(accelerator.prepared.models[0].weight, value)
     return accelerator
 
 
 def value(accelerator: Accelerator) -> float:
-    return accelerator._models[0].weight.item()
+    return accelerator.prepared.models[0].weight.item()
 
 
 def numbered(tmp_path: Path, **config: Any) -> Accelerator:
@@ -171,10 +171,9 @@ def test_u8_two_processes_agree_on_the_number_and_write_one_state(tmp_path: Path
 
 def killed(work: Callable[[], Any], owner: Any, name: str, times: int) -> None:
     """Run in a forked process, which is killed by signal 9 when ``owner.name`` is called for the ``times``-th time."""
+    called, original = [0], getattr(owner, name)
     pid = os.fork()
     if pid == 0:
-        called = [0]
-        original = getattr(owner, name)
 
         def strike(*args: Any, **kwargs: Any) -> Any:
             called[0] += 1
@@ -192,7 +191,12 @@ def killed(work: Callable[[], Any], owner: Any, name: str, times: int) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
-POINTS = [(torch, "save", 1), (os, "fsync", 1), (atomic_write, "take_place", 1), (state_folders, "delete_old", 1)]
+POINTS = [
+    (torch, "save", 1),
+    (os, "fsync", 1),
+    (atomic_write, "take_place", 1),
+    (state_folders.Folders, "delete_old", 1),
+]
 
 
 @pytest.mark.parametrize(("owner", "name", "times"), POINTS, ids=[name for _, name, _ in POINTS])

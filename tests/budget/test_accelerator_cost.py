@@ -16,7 +16,10 @@ import paceline
 from paceline.accelerator.accelerator import Accelerator
 
 PACKAGE = Path(paceline.__file__).resolve().parent
-ROOMS = tuple(str(PACKAGE / room) for room in ("trainer", "strategies", "callbacks", "loggers", "torch_private.py"))
+ROOMS = tuple(
+    str(PACKAGE / room)
+    for room in ("accelerator", "data", "strategies", "processes", "loggers", "memory", "torch_private.py")
+)
 #: What a loader of torch's does itself, with more calls: it makes the batch, here of tensors in memory.
 LOADING = "/in_memory.py"
 

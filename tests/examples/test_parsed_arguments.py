@@ -96,11 +96,11 @@ def distributed(program: Any, folder: str, words: list[str]) -> Any:
     program.accelerator_of = lambda args: made.append(real(args)) or made[0]
     mean = program.train(args)
     accelerator = made[0]
-    strategy = accelerator._placements[id(accelerator._models[0])].strategy
+    strategy = accelerator.prepared.placements[id(accelerator.prepared.models[0])].strategy
     assert isinstance(strategy, DDPStrategy)
     wrapped = strategy.joinable()
     assert wrapped is not None
-    minutes = accelerator._strategy.timeout.total_seconds() / 60
+    minutes = accelerator.strategy.timeout.total_seconds() / 60
     return mean, minutes, wrapped.gradient_as_bucket_view, wrapped.static_graph
 
 

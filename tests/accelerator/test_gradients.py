@@ -68,10 +68,10 @@ def _prepared_one_after_the_other() -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(optimizer)
-    before = accelerator._placements[id(model)].strategy.model_state(model)
+    before = accelerator.prepared.placements[id(model)].strategy.model_state(model)
     accelerator.backward(loss_of(model, data(4)[:]))
     optimizer.step()
-    after = accelerator._placements[id(model)].strategy.model_state(model)
+    after = accelerator.prepared.placements[id(model)].strategy.model_state(model)
     return not accelerator.is_main_process or any(not torch.equal(before[name], after[name]) for name in before)
 
 

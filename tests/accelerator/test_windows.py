@@ -90,7 +90,7 @@ def test_models_that_are_trained_in_turn_keep_their_windows(tmp_path: Path) -> N
         models = [nn.Linear(4, 1) for _ in range(2)]
         optimizers = [torch.optim.SGD(model.parameters(), 0.5) for model in models]
         accelerator.prepare(*models, *optimizers)
-        return accelerator, models, accelerator._optimizers
+        return accelerator, models, accelerator.prepared.optimizers
 
     def train(parts: Any, which: int, number: int) -> None:
         step(parts[0], parts[1][which], parts[2][which], number)
@@ -144,7 +144,7 @@ def test_no_gradients_are_saved_once_they_were_stepped_with(tmp_path: Path) -> N
 def test_a_strategy_that_cannot_save_gradients_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = made()
     step(*parts, 0)
-    (placement,) = parts[0]._placements.values()
+    (placement,) = parts[0].prepared.placements.values()
     monkeypatch.setattr(placement.strategy, "window_gradients", lambda module: None)
     with pytest.warns(PacelineWarning, match=r"those of 'Sequential' are not in this state"):
         parts[0].save_state(tmp_path / "s")

@@ -1,0 +1,209 @@
+"""The gradients of one Accelerator: what runs backward passes, holds gradients back, unscales and clips them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import messages
+from ..strategies.base import Strategy
+from ..strategies.precision.base import Precision
+from .optimizers import AcceleratedOptimizer
+
+if TYPE_CHECKING:
+    from .accumulation import GradientState
+    from .models import PreparedModel
+    from .prepare import Prepared
+
+
+class Gradients:
+    """Chooses what runs backward passes, and finishes gradients for clipping.
+
+    Args:
+        strategy: of the Accelerator.
+        state: the window under way.
+        prepared: the models and optimizers.
+
+    Attributes:
+        run: runs the backward pass of a weighed loss; None: the loss does it itself.
+        replicas: strategies whose backward passes may leave gradients that only this process has.
+        norm: of the last window's gradients before they were clipped, shape (); None before the first.
+    """
+
+    def __init__(self, strategy: Strategy, state: GradientState, prepared: Prepared) -> None:
+        self.strategy = strategy
+        self.state = state
+        self.prepared = prepared
+        self.run: Callable[..., None] | None = None
+        self.replicas: list[Strategy] = []
+        self.norm: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"run": None, "replicas": []}
+
+    # ---- backward --------------------------------------------------------------------------------------------------
+
+    def choose(self) -> None:
+        """Choose what runs backward passes. What the script forgot to prepare is found here, once."""
+        self._check_optimizers()
+        self._check_shared()
+        self.state.checked = True
+        trained = [one.strategy for one in self.prepared.trained]
+        self.replicas = [one for one in trained if type(one).left_gradients is not Strategy.left_gradients]
+        for model in self.prepared.trained:
+            model.strategy.find_latecomers(model.module)
+        strategy = trained[0] if len(trained) == 1 else self.strategy
+        method = type(strategy).backward if len(trained) < 2 else Strategy.backward
+        plain = method is Strategy.backward and type(strategy.precision).scale_loss is Precision.scale_loss
+        self.run = None if plain else partial(method, strategy)
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        """An error of a backward pass that says what to do; None if there is nothing to add."""
+        trained = self.prepared.trained
+        return self.prepared.errors.explain(trained[0] if len(trained) == 1 else None, error)
+
+    # ---- communication ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, model: Any = None) -> Iterator[None]:
+        """See :meth:`.accelerator.Accelerator.no_sync`."""
+        prepared = self.prepared
+        found = prepared.placements.values() if model is None else [prepared.placement(model, "no_sync")]
+        strategies = [one.strategy for one in found if one.strategy.communicates_gradients]
+        for strategy in strategies:
+            strategy.sync_gradients(False)
+        try:
+            yield
+        finally:
+            for strategy in strategies:
+                strategy.sync_gradients(True)
+            self.state.speaker = None
+
+    @contextmanager
+    def trigger_sync(self, model: Any) -> Iterator[None]:
+        """See :meth:`.accelerator.Accelerator.trigger_sync_in_backward`."""
+        strategy = self.prepared.placement(model, "trigger_sync_in_backward").strategy
+        if strategy.communicates_gradients:
+            strategy.sync_next_backward()
+        yield
+
+    # ---- complete gradients ----------------------------------------------------------------------------------------
+
+    def clip_norm(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """See :meth:`.accelerator.Accelerator.clip_grad_norm_`."""
+        if not self.state.sync_gradients:
+            return torch.tensor(float("nan")) if self.norm is None else self.norm
+        found, strategy = self._settled(parameters)
+        self.norm = strategy.clip_by_norm(found, max_norm, norm_type)
+        return self.norm
+
+    def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """See :meth:`.accelerator.Accelerator.clip_grad_value_`."""
+        if self.state.sync_gradients:
+            found, strategy = self._settled(parameters)
+            strategy.clip_by_value(found, clip_value)
+
+    def unscale(self, optimizer: Any) -> None:
+        """See :meth:`.accelerator.Accelerator.unscale_gradients`."""
+        if self.state.sync_gradients:
+            given = self.prepared.optimizers if optimizer is None else optimizer
+            for one in given if isinstance(given, (list, tuple)) else [given]:
+                self.state.window.settle(one)
+
+    def _settled(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Strategy]:
+        """The current parameters, whose gradients then have their final size, and the strategy that clips them."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        found, strategy = [], self.strategy
+        owners: dict[int, PreparedModel] = {}
+        for parameter in given:
+            for placement in self.prepared.placements.values():
+                own = placement.current(parameter)
+                if own is not None:
+                    owners[id(placement)], strategy, parameter = placement, placement.strategy, own
+                    break
+            found.append(parameter)
+        for optimizer in self.prepared.optimizers:
+            if not optimizer.placements or any(id(one) in owners for one in optimizer.placements):
+                self.state.window.settle(optimizer)
+        return found, strategy
+
+    # ---- what the script forgot to prepare -------------------------------------------------------------------------
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.strategy.precision.scaler is not None
+
+    def _check_optimizers(self) -> None:
+        """Raise if an optimizer that was not prepared would step with gradients that are not complete.
+
+        It matters where gradients are accumulated, scaled, weighed by items or sharded. Only models without a prepared
+        optimizer are searched for, so a complete script pays nothing.
+
+        Raises:
+            RuntimeError: there is one.
+        """
+        state, optimizers = self.state, self.prepared.optimizers
+        matters = state.num_steps > 1 or state.window.by_items or self._is_scaled or self.prepared.shards
+        served = {id(one.placement) for one in optimizers}
+        lacking = [one for one in self.prepared.trained if id(one) not in served]
+        if not matters or not any(parameter.requires_grad for one in lacking for parameter in one.parameters.values()):
+            return
+        known = {id(one.optimizer) for one in optimizers}
+        for found in gc.get_objects():
+            kind = type(found)  # isinstance would ask a weak proxy, whose object may have gone
+            if not issubclass(kind, Optimizer) or issubclass(kind, AcceleratedOptimizer) or id(found) in known:
+                continue
+            owner = _owner(found, lacking)
+            if owner is not None:
+                raise RuntimeError(self._forgotten(found, owner))
+
+    def _forgotten(self, optimizer: Optimizer, model: PreparedModel) -> str:
+        steps = self.state.num_steps
+        if self.prepared.shards:
+            why = (
+                "whose parameters were replaced when the model was sharded, so it would train tensors that nobody uses"
+            )
+        elif self._is_scaled:
+            why = "so it would step with gradients that have fp16's loss scale in them"
+        elif steps > 1:
+            why = f"so it would step after every micro-batch of {steps}"
+        else:
+            why = (
+                "so it would step with gradients that backward(num_items=...) has not divided by the number of items "
+                "yet"
+            )
+        return (
+            f"{type(optimizer).__name__} has parameters of the prepared {type(model.module).__name__} but was not "
+            f"prepared itself, {why}. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
+        )
+
+    def _check_shared(self) -> None:
+        """Warn if what was not prepared makes the processes train apart, or on the same samples."""
+        processes = self.strategy.num_data_ranks
+        if processes == 1:
+            return
+        apart = [type(one.optimizer).__name__ for one in self.prepared.optimizers if one.placement is None]
+        if apart or not self.prepared.trained:
+            what = f"{apart[0]} has no parameter of a prepared model" if apart else "no model was prepared"
+            messages.warn_once(
+                f"At accelerator.backward {what}, so the {processes} processes do not average its gradients and train "
+                "apart. Pass both to prepare: model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+        used = any(loader.epoch > 0 or loader.batches_done > 0 for loader in self.prepared.loaders)
+        if not self.state.by_hand and not used:
+            messages.warn_once(
+                f"At accelerator.backward no prepared loader was in use. If the loader gives each of the {processes} "
+                "processes the same samples, they all do the same work: loader = accelerator.prepare(loader)."
+            )
+
+
+def _owner(optimizer: Optimizer, models: list[PreparedModel]) -> PreparedModel | None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return next((model for model in models if any(model.current(one) is not None for one in parameters)), None)

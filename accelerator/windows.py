@@ -1,0 +1,221 @@
+"""The accumulation windows of one Accelerator: opened, saved with a state, restored and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .. import messages
+from ..torch_private import is_in_parts
+from .accumulation import GradientState, Window
+
+if TYPE_CHECKING:
+    from ..strategies.base import Strategy
+    from .models import PreparedModel
+    from .prepare import Prepared
+
+
+class Windows:
+    """Opens accumulation windows, and moves those under way into and out of a saved state.
+
+    Args:
+        strategy: of the Accelerator.
+        state: holds the windows; it gets the one that a loop without ``accumulate`` uses.
+        prepared: the models.
+    """
+
+    def __init__(self, strategy: Strategy, state: GradientState, prepared: Prepared) -> None:
+        self.strategy = strategy
+        self.state = state
+        self.prepared = prepared
+        self.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Windows by the numbers of their models: ids mean nothing in a copy."""
+        index = {id(model): number for number, model in enumerate(self.prepared.models)}
+        known = self.state.windows.items()
+        return vars(self) | {
+            "windows": [([index[one] for one in key], window) for key, window in known if set(key) <= index.keys()]
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        models = self.prepared.models
+        for key, window in vars(self).pop("windows"):
+            self.state.windows[tuple(id(models[one]) for one in key)] = window
+
+    def open(self, models: Sequence[Any]) -> Window:
+        """The window in which these models gather gradients; all prepared models if none is given.
+
+        Raises:
+            ValueError: a model was not prepared.
+        """
+        key = tuple(map(id, models))
+        window = self.state.windows.get(key)
+        if window is None:
+            placements = [self.prepared.placement(model, "accumulate") for model in models] or self._placements
+            window = self.state.windows[key] = Window(self.state, self.strategy, placements)
+        return window
+
+    @property
+    def _placements(self) -> list[PreparedModel]:
+        return list(self.prepared.placements.values())
+
+    def clear(self) -> None:
+        """Forget all windows."""
+        self.state.windows.clear()
+        self.state.window = Window(self.state, self.strategy)
+
+    # ---- gather ------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> dict[str, Any]:
+        """What this rank keeps of all windows.
+
+        ``windows``: of each its models, whether it is the one in force, and where it stands; ``gradients``: those that
+        wait, by model; None where the strategy has no way to save them.
+        """
+        state = self.state
+        places = {id(model): index for index, model in enumerate(self.prepared.models)}
+        named: list[tuple[list[int] | None, Window]] = [
+            ([places[key] for key in keys], window) for keys, window in self.state.windows.items()
+        ]
+        if all(window is not state.window for _, window in named):
+            named.append((None, state.window))  # of a loop without `accumulate`
+        windows, waiting = [], set[int]()
+        for models, window in named:
+            kept = window.state_dict()
+            windows.append({"models": models, "in_force": window is state.window, "state": kept})
+            if kept["count"]:
+                waiting |= set(models or range(len(places)))
+        gradients = {
+            index: one.strategy.window_gradients(one.module)
+            for index, one in enumerate(self._placements)
+            if index in waiting and not one.frozen
+        }
+        self._say_lost([index for index, found in gradients.items() if found is None])
+        return {"windows": windows, "gradients": gradients}
+
+    def _say_lost(self, models: list[int]) -> None:
+        if models:
+            listed = messages.names([type(self.prepared.models[index]).__name__ for index in models], "and")
+            messages.warn_once(
+                f"{type(self.strategy).__name__} has no way to save gradients that wait for an optimizer step, so "
+                f"those of {listed} are not in this state: a loop that continues from it lacks the micro-batches of "
+                "the window under way. Call save_state where accelerator.sync_gradients is True."
+            )
+
+    # ---- restore -----------------------------------------------------------------------------------------------------
+
+    def restore(self, own: Mapping[str, Any] | None, ranks: Sequence[Any]) -> list[str]:
+        """Restore gradients that wait for a step, and the position within each window; every rank must call.
+
+        Args:
+            own: what :meth:`gather` returned on this rank; None if the saved run had another number of ranks.
+            ranks: what it returned on each rank.
+
+        Returns:
+            In words, what was derived because it could not be restored.
+        """
+        self.forget()
+        placements = self._placements
+        exact = own is not None and all(_fits(placements, index, kept) for index, kept in own["gradients"].items())
+        share = len(ranks) / self.strategy.num_data_ranks
+        lost = self._restore_counts(own if exact else None, ranks, share)
+        found = own["gradients"] if own is not None and exact else _merged(placements, ranks, share)
+        for index, gradients in found.items():
+            if gradients and index < len(placements) and index not in lost:
+                placements[index].strategy.load_window_gradients(placements[index].module, gradients)
+        derived = []
+        if lost:
+            derived.append("the accumulation window, which starts over without its micro-batches")
+        elif found and not exact:
+            derived.append("the gradients of the window under way (the mean over the saved ranks)")
+        return derived
+
+    def forget(self) -> None:
+        """Forget the micro-batches that wait for an optimizer step, and their gradients."""
+        for model in self.prepared.models:
+            for parameter in model.parameters():
+                parameter.grad = None
+        state = self.state
+        for window in (state.window, *self.state.windows.values()):
+            window.load_state_dict({**window.state_dict(), "count": 0})
+        state.sync_gradients = True
+
+    def _restore_counts(self, own: Mapping[str, Any] | None, ranks: Sequence[Any], share: float) -> set[int]:
+        """Restore the position within each window; returns the models whose gradients cannot be restored."""
+        lost = {
+            index
+            for kept in (ranks if own is None else [own])
+            for index, gradients in kept["gradients"].items()
+            if gradients is None or (own is None and any(_whole(one) is None for one in gradients.values()))
+        }
+        for number, entry in enumerate((own or ranks[0])["windows"]):
+            window, state = self._window(entry), entry["state"]
+            if window is None:
+                continue
+            if lost & set(entry["models"] or range(len(self.prepared.models))):
+                state = {**state, "count": 0}
+            elif own is None:
+                state = {**state, "items": _items([kept["windows"][number]["state"]["items"] for kept in ranks], share)}
+            window.load_state_dict(state)
+            if entry["in_force"]:
+                self.state.window = window
+                self.state.sync_gradients = window.complete
+        return lost
+
+    def _window(self, entry: Mapping[str, Any]) -> Window | None:
+        """The window of the same models; None if some of them are missing here."""
+        models = entry["models"]
+        if models is None:
+            window = self.state.window
+            return window if window.free else None
+        if any(index >= len(self.prepared.models) for index in models):
+            return None
+        return self.open([self.prepared.models[index] for index in models])
+
+
+def _fits(placements: list[PreparedModel], index: int, gradients: Mapping[str, Any] | None) -> bool:
+    """Whether saved gradients have the form that the model's strategy keeps them in."""
+    return gradients is None or all(
+        isinstance(kept, dict) is _in_parts(placements, index) for kept in gradients.values()
+    )
+
+
+def _in_parts(placements: list[PreparedModel], index: int) -> bool:
+    parameters = placements[index].module.parameters() if index < len(placements) else ()
+    return any(map(is_in_parts, parameters))
+
+
+def _items(saved: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
+    """Items per current rank: an equal share of those that all saved ranks have counted."""
+    return {"items": sum(one["items"] for one in saved) / len(saved) * share, "unit": saved[0]["unit"]}
+
+
+def _merged(placements: list[PreparedModel], ranks: Sequence[Any], share: float) -> dict[int, dict[str, Any]]:
+    """Per-rank gradients with the same mean as in the saved run (the same sum if items are counted)."""
+    by_items = {
+        index
+        for entry in ranks[0]["windows"]
+        if entry["state"]["by_items"]
+        for index in entry["models"] or range(len(placements))
+    }
+    found: dict[int, dict[str, Any]] = {}
+    for index in dict.fromkeys(index for kept in ranks for index in kept["gradients"]):
+        saved = [kept["gradients"].get(index) or {} for kept in ranks]
+        factor = (share if index in by_items else 1.0) / len(ranks)
+        found[index] = {}
+        for name in dict.fromkeys(name for gradients in saved for name in gradients):
+            whole = [_whole(gradients[name]) for gradients in saved if name in gradients]
+            total = sum(one * factor for one in whole if one is not None)
+            found[index][name] = {"whole": total, "part": None} if _in_parts(placements, index) else total
+    return found
+
+
+def _whole(value: Any) -> Tensor | None:
+    """The whole gradient if a rank has accumulated it alone; None if ranks hold parts of it."""
+    if isinstance(value, dict):
+        return value["whole"] if value["part"] is None else None
+    return value
