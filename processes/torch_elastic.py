@@ -182,7 +182,7 @@ def is_ignored(number: int) -> bool:
 
 
 def numa_of(devices_kind: str, numa: bool) -> Any:
-    """Options that make torch elastic bind processes to the NUMA nodes of their GPUs; None, with a note, if it cannot."""
+    """Options for binding processes to the NUMA nodes of their GPUs; None, with a note, where that has no effect."""
     if not numa:
         return None
     if devices_kind != "cuda" or len(nodes()) < 2:

@@ -590,7 +590,7 @@ def test_what_was_split_for_training_is_split_anew_for_evaluation():
 
 def test_too_few_samples_to_fill_a_batch_of_every_process_are_said_so():
     loader = shard_training(DataLoader(range(5), 3, drop_last=True), 0, 2)
-    with pytest.raises(ValueError, match="5 samples do not fill one of batch_size=3 on each of 2 processes"):
+    with pytest.raises(ValueError, match="5 samples do not fill one batch of batch_size=3 on each of 2 processes"):
         count_batches(loader, None, "train_dataloader")
 
 

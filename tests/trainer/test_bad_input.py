@@ -1277,7 +1277,7 @@ def test_an_empty_loader_of_an_evaluation_is_refused(entry: str, trainer: Traine
         hook,
         "is empty",
         "is 0",
-        "Check the data set",
+        "Check its data set",
     )
 
 
