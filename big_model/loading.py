@@ -295,7 +295,7 @@ def _check_shape(name: str, own: Tensor, value: Tensor, file: Path, model: nn.Mo
 
 
 def _tell(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:
-    kinds = ((loaded.missing_keys, "missing in it"), (loaded.unexpected_keys, "unexpected"))
+    kinds = ((loaded.missing_keys, "missing from it"), (loaded.unexpected_keys, "unexpected"))
     said = "; ".join(f"{len(names)} {what} ({_some(names)})" for names, what in kinds if names)
     if not said:
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from .. import messages
 from ..callbacks.base import Callback
 from ..callbacks.loss_guard import Rollback
-from ..checkpoint.restore_parts import PARTS, Part, check_parts
+from ..checkpoint.restore import PARTS, Part, check_parts
 from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..doctor.script_arguments import overruled
 from ..loggers.base import Logger

@@ -243,7 +243,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_what_was_there(f
 def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(RanksError, match=r"a folder of this name that is no checkpoint"):
+    with pytest.raises(RanksError, match=r"a folder of this name that is not a checkpoint"):
         run_at("sharded x2", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
