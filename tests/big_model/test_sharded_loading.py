@@ -480,8 +480,8 @@ def look_elsewhere(module: nn.Module, place: Path) -> None:
 
 
 SAID = {
-    "missing": "not there|No such file",
-    "corrupt": "damaged or of another kind",
+    "missing": "are missing|No such file",
+    "corrupt": "damaged or has another format",
     "another shape": r"has the shape \(1,",
 }
 
@@ -675,7 +675,7 @@ def test_weights_are_loaded_into_a_sharded_model_in_the_middle_of_a_run(folder: 
         if accelerator.is_main_process:
             assert all(torch.equal(found[key], value) for key, value in trained().state_dict().items())
         with pytest.raises(
-            ValueError, match=r"blocks.0.norm.bias is torch.float32 and lies in parts.*before it is prepared"
+            ValueError, match=r"blocks.0.norm.bias is torch.float32 and already sharded.*before it is prepared"
         ):
             load_checkpoint_in_model(network, folder, dtype=torch.bfloat16)
 
