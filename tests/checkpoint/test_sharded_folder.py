@@ -277,7 +277,7 @@ def test_a_new_name_replaces_nothing(folder: bool, linux: bool, tmp_path: Path, 
         if turn == "first":
             take_place(new, tmp_path / "it", new=True)
         else:
-            with pytest.raises(FileExistsError, match=r"another run saved one of the same name.*dirpath"):
+            with pytest.raises(FileExistsError, match=r"another run saved one with the same name.*dirpath"):
                 take_place(new, tmp_path / "it", new=True)
     assert (tmp_path / "it" / "inside" if folder else tmp_path / "it").read_text() == "first"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it", "new"]
