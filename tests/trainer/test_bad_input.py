@@ -169,7 +169,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
         "default_root_dir",
         "s4://bucket/runs",
         ValueError,
-        ("'s4://bucket/runs'", "Unknown protocol 's4'", "pass a path"),
+        ("'s4://bucket/runs'", "Unknown protocol 's4'", "pass a local path"),
     ),
     ("default_root_dir", __file__, ValueError, (repr(__file__), "is a file", "Pass the path of a folder")),
     ("compile", 3, TypeError, ("compile=3", "an int", "Pass True, 'step'", "or a dict")),
