@@ -1,8 +1,8 @@
-"""Paceline trains PyTorch models: subclass :class:`TrainingModule`, hand it to a :class:`Trainer`.
+"""Paceline trains PyTorch models: subclass :class:`TrainingModule` and pass it to a :class:`Trainer`.
 
-For a loop of your own there is :class:`Accelerator`.
+To write your own loop, use :class:`Accelerator`.
 
-Every public name is loaded when it is first used, so ``import paceline`` costs next to nothing (not even torch).
+Every public name is loaded when it is first used, so ``import paceline`` is almost free (it does not import torch).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ __all__ = [
     "verify",
 ]
 
-_HOME = {
+_MODULE_OF = {
     "Accelerator": ".accelerator.accelerator",
     "AutocastKwargs": ".accelerator.kwargs_handlers",
     "Callback": ".callbacks.base",
@@ -161,11 +161,11 @@ sys.meta_path.insert(0, OldPaths())
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f".{name}", __name__)
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         from .messages import did_you_mean
 
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __all__)}")
-    value = globals()[name] = getattr(importlib.import_module(_HOME[name], __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
     return value
 
 

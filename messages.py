@@ -1,7 +1,7 @@
-"""Every word Paceline says to a person goes through here: notes, warnings, and the wording helpers errors share.
+"""Everything Paceline says to the user: notes, warnings, and the text helpers that error messages share.
 
-Only the standard library is imported, so any room may use it at no cost. In a run of several processes only rank 0
-speaks, unless a message is about one rank.
+Only the standard library is imported, so any room can use this file at no cost. With several processes only rank 0
+prints, unless a message is about one rank.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, Literal
 log = logging.getLogger("paceline")
 
 _PACKAGE = __name__.partition(".")[0]
-#: What stands beside the package in its repository, and is a user of it.
-_BESIDE = ("tests", "examples", "benchmarks", "docs")
+#: Folders of the repository that are not part of the package: their code counts as a user's.
+_NOT_IN_PACKAGE = ("tests", "examples", "benchmarks", "docs")
 _PROGRAMS = os.path.dirname(sys.executable)
 
-#: What a process has said before it started others by running its command again: its id and checksums, for those.
+#: Environment variable for processes that run this process's command again: its id, and checksums of its messages.
 SAID = "PACELINE_SAID"
-#: Where launchers write which process this is. The strategies read them with more care, and then call set_rank.
+#: Variables in which launchers store the rank. The strategies read them more carefully, and then call set_rank.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PMI_RANK", "SLURM_PROCID")
 
 _REMEMBERED = 1000
@@ -38,30 +38,30 @@ _warned: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 class PacelineWarning(UserWarning):
-    """Something that works but probably is not what you want; the text says what to change."""
+    """A warning about something that works but is probably not what you want; the text says what to change."""
 
 
 def set_rank(rank: int | None) -> None:
-    """Tell the messages which process this is; ranks other than 0 stay silent. None: as the environment says."""
+    """Set the rank of this process; ranks other than 0 print nothing. None: read it from the environment."""
     global _rank
     _rank = rank
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that speaks and writes."""
+    """Whether this process is rank 0, which prints messages and writes files."""
     if _rank is not None:
         return _rank == 0
-    told = next((value for name in _RANK_VARIABLES if (value := os.environ.get(name))), "0")
-    return told == "0" or not told.isdecimal()
+    rank = next((value for name in _RANK_VARIABLES if (value := os.environ.get(name))), "0")
+    return rank == "0" or not rank.isdecimal()
 
 
 def spoken() -> str:
-    """What this process has said so far, for the variable :data:`SAID` of processes that run the same command."""
+    """The value of :data:`SAID` for processes that run the same command: this process's id and its messages so far."""
     return ",".join([str(os.getpid()), *_spoken])
 
 
 def _is_mine(text: str) -> bool:
-    """Whether this process is to say it: on rank 0, and not if the one that started it has said so already."""
+    """Whether this process prints the message: only rank 0 does, unless its parent process already has."""
     if not is_rank_zero():
         return False
     checksum = f"{zlib.crc32(text.encode()):x}"
@@ -73,13 +73,13 @@ def _is_mine(text: str) -> bool:
 
 
 def info(text: str) -> None:
-    """Print one line to the person, through the ``paceline`` logger; on standard error if logging is not set up."""
+    """Print one line for the user through the ``paceline`` logger; to standard error if logging is not set up."""
     if _is_mine(text):
         info_anywhere(text)
 
 
 def info_anywhere(text: str) -> None:
-    """Like :func:`info`, from whichever process it is: a message about one rank."""
+    """Like :func:`info`, but on every rank: for messages about one rank."""
     if log.handlers or logging.getLogger().handlers:
         log.info(text)
     else:
@@ -87,27 +87,27 @@ def info_anywhere(text: str) -> None:
 
 
 def columns() -> int | None:
-    """Columns of the terminal that :func:`info` writes to; None where a line may be of any length."""
-    with suppress(OSError, ValueError, AttributeError):  # no such size, no number in COLUMNS, no stream
+    """Width of the terminal that :func:`info` writes to; None if it does not write to a terminal."""
+    with suppress(OSError, ValueError, AttributeError):  # unknown size, COLUMNS is not a number, no stream
         if sys.stderr.isatty():
             return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(sys.stderr.fileno()).columns or None
     return None
 
 
 def answer(text: str) -> None:
-    """Print what a command was asked for, to standard output."""
+    """Print the result of a command to standard output."""
     print(text)
 
 
 def error(text: str) -> None:
-    """Print to standard error, always: the last words of a process that ends."""
+    """Print to standard error on every rank: the final message of a process that is exiting."""
     print(text, file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
-    """Warn through :mod:`warnings` (category :class:`PacelineWarning`), on rank 0, as from the user's own line.
+    """Warn on rank 0 through :mod:`warnings` (category :class:`PacelineWarning`), located at the user's line.
 
-    Where no line of the user leads here, as in a thread of a library, the warning has no location.
+    If no user code is on the stack, as in a library's thread, the warning has no location.
     """
     if not _is_mine(text):
         return
@@ -125,18 +125,18 @@ def warn(text: str) -> None:
 
 
 def owner_of(frame: FrameType) -> Literal["user", "package", "library"]:
-    """Whose code runs in a frame: the user's, Paceline's, or that of torch, Python and what has no file."""
+    """Who wrote the code of a frame: the user, Paceline, or a library (torch, Python itself, code without a file)."""
     file, names = frame.f_code.co_filename, frame.f_globals
     module = names.get("__package__") or names.get("__name__") or ""
     top, _, rest = module.partition(".")
-    if top == _PACKAGE and rest.partition(".")[0] not in _BESIDE:
+    if top == _PACKAGE and rest.partition(".")[0] not in _NOT_IN_PACKAGE:
         return "package"
     is_library = top in ("", "torch") or top in sys.stdlib_module_names
     return "library" if is_library or file == "<string>" or os.path.dirname(file) == _PROGRAMS else "user"
 
 
 def warn_once(text: str, key: str | None = None) -> None:
-    """Like :func:`warn`, but a text (or ``key``) is given once in a process."""
+    """Like :func:`warn`, but only once per process for each text (or ``key``)."""
     key = key or text
     if key not in _said:
         _said.add(key)
@@ -144,7 +144,7 @@ def warn_once(text: str, key: str | None = None) -> None:
 
 
 def info_once(text: str, key: str | None = None) -> None:
-    """Like :func:`info`, but a text (or ``key``) is given once in a process."""
+    """Like :func:`info`, but only once per process for each text (or ``key``)."""
     key = key or text
     if key not in _said:
         _said.add(key)
@@ -152,7 +152,7 @@ def info_once(text: str, key: str | None = None) -> None:
 
 
 def forget() -> None:
-    """Allow every once-only message again."""
+    """Let every once-only message be printed again."""
     _said.clear()
 
 
@@ -165,7 +165,7 @@ def names(values: Iterable[Any], last: str = "or") -> str:
 
 
 def path(value: Any) -> str:
-    """A path as it is shortest: relative if it lies below the working directory."""
+    """The shortest form of a path: relative if it is below the working directory."""
     text = str(value)
     try:
         below = os.path.join(os.getcwd(), "")
@@ -181,7 +181,7 @@ def a(value: Any) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns."""
+    """Rows as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -197,7 +197,7 @@ def size(number: float) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """``[1, 2, 3, 7]`` -> ``"ranks 1-3, 7"``: short also for thousands."""
+    """``[1, 2, 3, 7]`` -> ``"ranks 1-3, 7"``: short even for thousands of ranks."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -209,12 +209,12 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def missing(who: str, package: str) -> str:
-    """The sentence for a package that ``who`` needs and that is not there."""
+    """Error text for a package that ``who`` needs and that is not installed."""
     return f"{who} needs the package {package!r}, which is not installed here. Run: pip install {package}"
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported, found out without importing it. A mere folder of that name does not count."""
+    """Whether a package can be imported, checked without importing it. A plain folder of that name does not count."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
@@ -226,6 +226,6 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
 
 
 def unknown(what: str, value: Any, choices: Iterable[str], more: str = "") -> str:
-    """The sentence for a name that does not exist: the value, the nearest name, the list, and what else is accepted."""
+    """Error text for an unknown name: the value, the closest name, the valid names, and what else is accepted."""
     choices = list(choices)
     return f"Unknown {what} {value!r}.{did_you_mean(value, choices)} Choose {names(choices)}{more}."

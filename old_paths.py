@@ -1,4 +1,4 @@
-"""Earlier places of modules that documentation has named: importing one gives the module from its place now."""
+"""Import modules by their former names: importing one returns the module from its current location, with a note."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
-_NOW = {
+_MOVED = {
     "loggers.messages": "messages",
     "strategies.big_model": "big_model",
     "strategies.big_model.hooks": "big_model.hooks",
@@ -31,28 +31,28 @@ _NOW = {
 
 
 class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module under its earlier name.
+    """Import finder for former module names.
 
-    It stands first in ``sys.meta_path``: otherwise an empty folder left behind by an upgrade would be found instead.
+    It comes first in ``sys.meta_path``: otherwise Python would find an empty folder left behind by an upgrade.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """How to import it; None for any other name."""
+        """The spec of a former name; None for any other name."""
         package, _, inner = name.partition(".")
-        if package != _PACKAGE or inner not in _NOW:
+        if package != _PACKAGE or inner not in _MOVED:
             return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=any(old.startswith(f"{inner}.") for old in _NOW))
+        return importlib.machinery.ModuleSpec(name, self, is_package=any(old.startswith(f"{inner}.") for old in _MOVED))
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The module in its place now, with a note."""
+        """Import the module from its current location and print a note."""
         from . import messages
 
         inner = spec.name.partition(".")[2]
-        messages.info_once(f"{_PACKAGE}.{inner} is now {_PACKAGE}.{_NOW[inner]}: import it from there.")
-        module = importlib.import_module(f"{_PACKAGE}.{_NOW[inner]}")
+        messages.info_once(f"{_PACKAGE}.{inner} is now {_PACKAGE}.{_MOVED[inner]}: import it from there.")
+        module = importlib.import_module(f"{_PACKAGE}.{_MOVED[inner]}")
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run already; Python has given it the spec of the earlier name, which goes again."""
+        """Restore the module's own spec, which Python has replaced; the module itself has already run."""
         module.__spec__ = module.__spec__ and module.__spec__.loader_state

@@ -1,1 +1,1 @@
-"""Models whose weights come from files that others wrote."""
+"""Big models: device maps, offloaded weights, and loading weight files that other tools wrote."""

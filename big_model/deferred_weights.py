@@ -1,8 +1,8 @@
-"""Weights that are loaded into parameters without memory, before it is known which process holds which part of them.
+"""Deferred weights: weights loaded into parameters on the meta device before a strategy shards the module.
 
-Where a strategy splits a module, ``configure_model`` comes before the split. A parameter that has no memory then keeps
-a note of the file that has its values; names and shapes are checked at once. After the split each process reads its
-part: none of them ever holds the whole.
+If a strategy shards a module, ``configure_model`` runs before that. A parameter on the meta device then stores a note
+of the file that has its values; names and shapes are checked at once. After the module has been sharded, each process
+reads its shards, so no process ever holds all weights.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .empty_init import put
 from .weight_files import Pages, mapped_tensors
 
 _NOTE = "_paceline_note"
-#: Where a model has the names of what was noted in it.
+#: Attribute of a model with the names of its deferred parameters.
 _NAMES = "_paceline_noted"
 _noting: ContextVar[bool] = ContextVar("noting", default=False)
 
 
 class Note(NamedTuple):
-    """Where the values of a parameter are.
+    """Where the values of a parameter are stored.
 
     Attributes:
-        file: what holds them.
-        name: what they are called there.
-        dtype: what floating-point ones become when they are read, before they become what the parameter is by then;
-            None: that at once.
+        file: the weight file.
+        name: the name of the tensor in the file.
+        dtype: dtype to which floating-point values are converted when they are read, before they are converted to the
+            parameter's dtype at that time; None converts them to the latter directly.
     """
 
     file: Path
@@ -44,7 +44,7 @@ class Note(NamedTuple):
 
 
 class NotedParameter(nn.Parameter):
-    """A parameter without memory, with a note of where its values are; a copy has the note too."""
+    """A parameter on the meta device with a note of where its values are stored; copies keep the note."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = super().__deepcopy__(memo)
@@ -63,7 +63,7 @@ def _rebuilt(data: Tensor, requires_grad: bool, note: Note) -> nn.Parameter:
 
 @contextmanager
 def noting() -> Iterator[None]:
-    """Within, what is loaded into a parameter without memory is noted, to be read when the module has been split."""
+    """Context in which weights for parameters on the meta device are deferred until the module has been sharded."""
     token = _noting.set(True)
     try:
         yield
@@ -72,24 +72,24 @@ def noting() -> Iterator[None]:
 
 
 def is_noting() -> bool:
-    """Whether weights are only noted at this moment, to be read when the module has been split."""
+    """Whether weights are being deferred until the module has been sharded."""
     return _noting.get()
 
 
 def is_to_be_noted(own: Tensor) -> bool:
-    """Whether the values of this tensor are to be read later."""
+    """Whether loading this tensor's values must be deferred."""
     return is_noting() and own.is_meta and isinstance(own, nn.Parameter)
 
 
 def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtype: torch.dtype) -> None:
-    """Let a parameter without memory know where its values are.
+    """Store a note of where the values of a parameter on the meta device are.
 
     Args:
-        model: that it is of.
-        names: of the parameter in it.
+        model: the model.
+        names: names of the parameter in the model.
         own: the parameter, which stays the same object.
-        note: where they are.
-        dtype: what the parameter is from now on.
+        note: where its values are stored.
+        dtype: new dtype of the parameter.
     """
     own.data = own.data.to(dtype)
     _attach(own, note)
@@ -106,7 +106,7 @@ def _notes(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Note]]:
     """The notes of a module's parameters, by name.
 
     Raises:
-        RuntimeError: something was done to a parameter after it was loaded, which would have been lost.
+        RuntimeError: a parameter was changed after it was loaded, and that change would be lost.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         note, version = vars(parameter).get(_NOTE, (None, 0))
@@ -118,7 +118,7 @@ def _notes(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Note]]:
 
 
 def _check_replaced(module: nn.Module) -> None:
-    """Raise if a parameter that was loaded has made room for another one without memory (resized, say)."""
+    """Raise if a loaded parameter has been replaced by another one on the meta device (by resizing it, for example)."""
     for place, part in module.named_modules():
         names = vars(part).pop(_NAMES, ())
         own = dict(part.named_parameters(remove_duplicate=False)) if names else {}
@@ -129,21 +129,22 @@ def _check_replaced(module: nn.Module) -> None:
 
 def _lost(name: str, what: str) -> str:
     return (
-        f"{name} was loaded from a file and then {what}, while it has no memory: under a strategy that shards, the "
-        "file is read after configure_model, so that would be lost. Change it before load_checkpoint_in_model; or "
-        "build the model without init_empty_weights, so that each process holds the whole of it for a moment."
+        f"{name} was loaded from a file and then {what}, but it has no memory yet: under a strategy that shards, the "
+        "file is read after configure_model, so the change would be lost. Change it before load_checkpoint_in_model; "
+        "or build the model without init_empty_weights, so that each process holds all of it for a moment."
     )
 
 
 class Waiting:
-    """What of a module waits for values while it is set up, by its name.
+    """Parameters whose values have not been loaded yet.
 
     Args:
-        module: as it was built, before anything is split; None: nothing waits.
+        module: the module as it was built, before it is sharded; None if no values are missing.
 
     Attributes:
-        notes: of parameters whose values are in files.
-        unfilled: what has memory, but no values: no layer's own method gives it any. A checkpoint may.
+        notes: notes of the parameters whose values are in files, by name.
+        unfilled: names of tensors that have memory but no values, because no method of their layer sets them. A
+            checkpoint may do so.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -161,29 +162,29 @@ class Waiting:
         return "\n".join(f"{name}: {note.name} of {note.file.name}" for name, note in self.notes.items())
 
     def take_memory(self, module: nn.Module, device: torch.device) -> None:
-        """Give what was noted its memory, without values; of what has been split only this process's part."""
-        twins: dict[int, list[str]] = {}
+        """Allocate memory, without values, for the deferred parameters; if sharded, for this process's shards only."""
+        tied: dict[int, list[str]] = {}
         own = dict(module.named_parameters(remove_duplicate=False))
         for name in self.notes:
             if own[name].is_meta:
-                twins.setdefault(id(own[name]), []).append(name)
-        for names in twins.values():
+                tied.setdefault(id(own[name]), []).append(name)
+        for names in tied.values():
             parameter = own[names[0]]
             made = nn.Parameter(sharded_loading.memory_for(parameter, device), requires_grad=parameter.requires_grad)
             put(module, names, made)
 
     def restored(self, names: Iterable[str]) -> None:
-        """These have got values, from a checkpoint."""
+        """Record that a checkpoint has set the values of these parameters."""
         found = set(names)
         self.notes = {name: note for name, note in self.notes.items() if name not in found}
         self.unfilled = [name for name in self.unfilled if name not in found]
 
     def read(self, module: nn.Module) -> None:
-        """Fill what was noted from its files, one after the other; of what has been split only this process's part."""
+        """Read the deferred parameters (if sharded, this process's shards) from their files, one after the other."""
         own = dict(module.named_parameters(remove_duplicate=False))
         files: dict[Path, dict[str, dict[int, tuple[Tensor, Note]]]] = {}
         for name, note in self.notes.items():
-            # A tied parameter has several names, and a value may go to several parameters: to a copy, say.
+            # A tied parameter has several names, and several parameters (copies, for example) may use one value.
             targets = files.setdefault(note.file, {}).setdefault(note.name, {})
             targets[id(own[name])] = (own[name], note)
         for file, wanted in files.items():
@@ -191,14 +192,14 @@ class Waiting:
         self.notes = {}
 
     def check(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
-        """Raise on every process if something has no values on one of them.
+        """Raise on every process if a tensor has no values on one of them.
 
         Args:
-            module: that it is of.
-            gather: returns what every process passes.
+            module: the module.
+            gather: returns the values that all processes pass to it.
 
         Raises:
-            RuntimeError: what has none.
+            RuntimeError: tensors without values; the message names them.
         """
         from .materialize import has_sentinel
 
@@ -211,8 +212,8 @@ class Waiting:
         if self.unfilled:
             raise RuntimeError(
                 f"{type(module).__name__} was made on the meta device, and nothing gives "
-                f"{messages.names(self.unfilled[:10], 'and')} a value: the layer has no reset_parameters() that fills "
-                "it, no module around it has _init_weights(module), and no checkpoint was loaded. Load one "
+                f"{messages.names(self.unfilled[:10], 'and')} a value: the layer has no reset_parameters() that sets "
+                "it, no module around it has _init_weights(module), and no checkpoint was loaded. Load a checkpoint "
                 "(load_checkpoint_in_model), write one of those methods, or make that layer outside of "
                 "torch.device('meta')."
             )
@@ -236,6 +237,6 @@ def _read_file(file: Path, wanted: Mapping[str, Mapping[int, tuple[Tensor, Note]
 
 def _changed(file: Path, what: str) -> ValueError:
     return ValueError(
-        f"The weights in {str(file)!r} have changed since the model was built: {what}. Leave them as they are while a "
+        f"The weights in {str(file)!r} have changed since the model was built: {what}. Do not change the file while a "
         "run starts."
     )

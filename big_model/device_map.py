@@ -1,4 +1,4 @@
-"""Device maps: which part of a model lies where, by the name of a module or tensor."""
+"""Device maps: the device of each part of a model, by the name of a module or tensor."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .. import messages
 from ..torch_private import APPLY
 from .module_sizes import named_tensors
 
-#: A device: the number of an accelerator, ``"cpu"``, ``"disk"``, or what ``torch.device`` takes.
+#: A device: the number of an accelerator, ``"cpu"``, ``"disk"``, or a name for ``torch.device``.
 Device = int | str
 DeviceMap = dict[str, Device]
 
 
 def is_offloaded(device: Any, main_device: Any) -> bool:
-    """Whether what lies on ``device`` is fetched to run on the main device."""
+    """Whether weights on ``device`` are fetched to the main device to run."""
     return device == "disk" or (_is_host(device) and not _is_host(main_device))
 
 
@@ -27,12 +27,12 @@ def _is_host(device: Any) -> bool:
 
 
 def main_device_of(device_map: Mapping[str, Any]) -> Any:
-    """Where parts run that lie in the host's memory or on disk: the first accelerator of a map, else the CPU."""
+    """The device on which offloaded parts run: the first accelerator of the map, else the CPU."""
     return next((device for device in device_map.values() if not (device == "disk" or _is_host(device))), "cpu")
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """What a map says of a module or tensor: its own entry, or that of the nearest module around it; None: nothing."""
+    """A map's device for a module or tensor: its own entry, or that of the nearest module around it, or None."""
     while True:
         if name in device_map:
             return device_map[name]
@@ -42,10 +42,10 @@ def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """See that a map speaks of every tensor of a model and of nothing else, and names devices that are there.
+    """Check that a map covers every tensor of a model and nothing else, and that its devices exist.
 
     Raises:
-        ValueError: a tensor is left out, or a name or a device is unknown.
+        ValueError: a tensor is missing, or a name or a device is unknown.
     """
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     tensors = [name for name, _ in named_tensors(model)]
@@ -57,7 +57,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     if missing:
         raise ValueError(
             f"device_map says nothing about {len(missing)} of the {len(tensors)} tensors of {type(model).__name__}: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add their module, or '' for all the rest."
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Add their module, or '' for all others."
         )
     for name, device in device_map.items():
         if device != "disk":
@@ -65,14 +65,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def torch_device(device: Any, what: str) -> torch.device:
-    """The device that a map names.
+    """The device that an entry of a map stands for.
 
     Args:
         device: a number, a name or a device.
-        what: what it is called in errors.
+        what: the name of the entry in errors.
 
     Raises:
-        ValueError: there is none of that name here.
+        ValueError: this process sees no such device.
     """
     kind = torch.accelerator.current_accelerator()
     try:
@@ -88,17 +88,18 @@ def torch_device(device: Any, what: str) -> torch.device:
     if found.type != "meta" and (found.index or 0) >= count:
         seen = f"{count} of that kind" if count else "none"
         raise ValueError(
-            f"{what} is {str(found)!r}, but this process sees {seen}. Use 'cpu' or 'disk', or show it more."
+            f"{what} is {str(found)!r}, but this process sees {seen}. Use 'cpu' or 'disk', or make more devices "
+            "visible."
         )
     return found
 
 
 class Refusal:
-    """Stands where a module that was spread has what moves and converts it (``to``, ``half``, also of a parent).
+    """Replaces the method by which a dispatched module is moved or converted (``to``, ``half``, also of a parent).
 
     Args:
-        name: of its class.
-        where: over what it was spread.
+        name: name of the module's class.
+        where: the devices over which the module was spread.
     """
 
     def __init__(self, name: str, where: str) -> None:
@@ -107,19 +108,19 @@ class Refusal:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"This would move or convert {self.name}, which was spread over {self.where}, and undo that. Load it again "
-            "with another device_map, max_memory or dtype, or first call remove_hook_from_submodules(model), from "
-            "paceline.big_model.hooks."
+            f"This would move or convert {self.name}, which was spread over {self.where}, and so undo the device map. "
+            "Load it again with another device_map, max_memory or dtype, or first call "
+            "remove_hook_from_submodules(model), from paceline.big_model.hooks."
         )
 
 
 def spread_in(module: nn.Module) -> nn.Module | None:
-    """The first module in a module that a device map has spread; None if none was."""
+    """The first submodule that was spread by a device map; None if there is none."""
     return next((part for part in module.modules() if isinstance(vars(part).get(APPLY), Refusal)), None)
 
 
 def join_neighbors(device_map: Mapping[str, Device]) -> DeviceMap:
-    """The shortest map that says the same: modules in which all lies on one device, instead of their parts."""
+    """The shortest equivalent map: a module replaces its parts if they are all on the same device."""
     below: dict[str, set[Device]] = {}
     for name, device in device_map.items():
         for prefix in _prefixes(name):

@@ -1,4 +1,4 @@
-"""Spread a model over accelerators, the host's memory and disk, and let it run as if it lay in one place."""
+"""Spread a model over accelerators, host memory and disk, and run it as if it were on one device."""
 
 from __future__ import annotations
 
@@ -53,42 +53,44 @@ def dispatch_model(
     preload_module_classes: Any = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Bring each part of a model to where a map says, and let it run from there. The same object.
+    """Move each part of a model to its device in a map, and make the model run from there. Returns the same object.
 
-    A part in the host's memory or on disk comes to the main device when it runs, whole, and goes afterwards; the next
-    one is fetched meanwhile. With the CPU as main device weights on disk are used where the file is mapped, without a
-    copy. Outputs are those of the model in one place, to the bit, if modules call each other: one that reads the weight
-    of another sees its values where they lie, which on the CPU may change the last bits of a product unless its file is
-    aligned to 64 bytes, as those that Paceline writes are. One thread at a time may run it, and the files must stay as
-    they are while it is in use. To train what does not fit, use ``strategy="fsdp"``.
+    A part in host memory or on disk is copied to the main device when it runs, and freed afterwards; the next part is
+    fetched meanwhile. If the CPU is the main device, weights on disk are used directly from the mapped file, without a
+    copy. Outputs are bit-identical to those of the model on one device, as long as modules call each other. A module
+    that reads the weight of another one directly gets its stored values; on the CPU this may change the last bits of a
+    product unless the file is aligned to 64 bytes, as Paceline's own files are. Only one thread at a time may run the
+    model, and the files must not change while it is in use. To train a model that does not fit, use
+    ``strategy="fsdp"``.
 
     Args:
-        model: with all its values, or on the meta device where ``state_dict`` or ``offload_index`` has them.
-        device_map: name of module or tensor to device: a number, ``"cpu"``, ``"disk"``; ``""`` is all the rest.
-        main_device: where parts run that lie elsewhere; None: the first accelerator of the map, else the CPU.
-        state_dict: values of offloaded parts, where they are not the model's.
-        offload_dir: where the values of ``"disk"`` are written that are in no file of safetensors yet, or there in
-            another dtype.
-        offload_index: what that folder has (or which safetensors files), where it was written before.
-        offload_buffers: buffers of offloaded parts too.
+        model: a model with all its values, or on the meta device if ``state_dict`` or ``offload_index`` has them.
+        device_map: device (a number, ``"cpu"``, ``"disk"``) by name of module or tensor; ``""`` stands for all others.
+        main_device: device on which offloaded parts run; None for the first accelerator of the map, else the CPU.
+        state_dict: values of offloaded parts, if they are not in the model.
+        offload_dir: folder for the values of ``"disk"`` that are not yet in a safetensors file, or there in another
+            dtype.
+        offload_index: index of that folder (or of safetensors files), if it was written before.
+        offload_buffers: whether to offload buffers too.
         skip_keys: keyword arguments that are not moved to a part's device.
-        preload_module_classes: classes, or names of them, that are fetched whole. None: the model's blocks.
-        force_hooks: attach hooks also if all lies on one device.
+        preload_module_classes: classes, or their names, whose instances are fetched as a whole. None for the model's
+            blocks.
+        force_hooks: whether to attach hooks even if everything is on one device.
 
     Raises:
-        ValueError: the map leaves something out, names what is not there, or asks for disk without a folder.
+        ValueError: the map does not cover the model, has unknown names, or uses the disk without a folder.
     """
     check_device_map(model, device_map)
-    _take_off(model)
+    _remove_dispatch(model)
     main = torch_device(main_device_of(device_map) if main_device is None else main_device, "main_device")
     offloaded = {name: device for name, device in device_map.items() if is_offloaded(device, main)}
     if len(set(map(str, device_map.values()))) == 1 and not offloaded and not force_hooks:
-        _bring(model, device_map, main, _weights(state_dict, offload_dir, offload_index), None, offload_buffers)
+        _place(model, device_map, main, _weights(state_dict, offload_dir, offload_index), None, offload_buffers)
         check_filled(model)
         model.to(torch_device(next(iter(device_map.values())), "device_map"))
     else:
         weights = _weights(state_dict, offload_dir, offload_index)
-        _bring(model, device_map, main, weights, offload_dir, offload_buffers)
+        _place(model, device_map, main, weights, offload_dir, offload_buffers)
         _attach(model, device_map, main, offload_buffers, skip_keys, preload_module_classes)
         _forbid_moves(model, bool(offloaded))
     check_filled(model)
@@ -103,14 +105,14 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Any = None,
 ) -> nn.Module:
-    """Keep a model's weights in the host's memory and bring each part to a device while it runs.
+    """Keep a model's weights in host memory and copy each part to a device while it runs.
 
     Args:
         model: the model; the same object is returned.
-        execution_device: where it runs; None: the first accelerator, else the CPU.
-        offload_buffers: buffers too.
-        state_dict: the values, where they are not the model's.
-        preload_module_classes: what is fetched whole.
+        execution_device: device on which it runs; None for the first accelerator, else the CPU.
+        offload_buffers: whether to offload buffers too.
+        state_dict: the values, if they are not in the model.
+        preload_module_classes: classes whose instances are fetched as a whole.
     """
     main = default_device() if execution_device is None else execution_device
     rest = {"preload_module_classes": preload_module_classes, "force_hooks": True}
@@ -124,14 +126,14 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Any = None,
 ) -> nn.Module:
-    """Write a model's weights to a folder and bring each part to a device while it runs.
+    """Write a model's weights to a folder and copy each part to a device while it runs.
 
     Args:
         model: the model; the same object is returned.
         offload_dir: the folder.
-        execution_device: where it runs; None: the first accelerator, else the CPU.
-        offload_buffers: buffers too.
-        preload_module_classes: what is fetched whole.
+        execution_device: device on which it runs; None for the first accelerator, else the CPU.
+        offload_buffers: whether to offload buffers too.
+        preload_module_classes: classes whose instances are fetched as a whole.
     """
     main = default_device() if execution_device is None else execution_device
     return dispatch_model(
@@ -147,12 +149,12 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model in the host's memory until it runs; it stays on the device until the next one needs it.
+    """Keep a whole model in host memory until it runs; it stays on the device until the next model needs it.
 
     Args:
         model: the model.
-        execution_device: where it runs; None: the first accelerator, else the CPU.
-        prev_module_hook: of the model before it in a pipeline, which is moved back when this one runs.
+        execution_device: device on which it runs; None for the first accelerator, else the CPU.
+        prev_module_hook: hook of the previous model in a pipeline, which is moved back when this one runs.
 
     Returns:
         The model, and its hook with ``offload()`` and ``remove()``.
@@ -170,15 +172,15 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep the weights of each layer in a smaller dtype than it computes in.
+    """Keep the weights of each layer in a smaller dtype than the one it computes in.
 
     Args:
         module: the model.
-        storage_dtype: between forwards, such as ``torch.float8_e4m3fn``.
-        compute_dtype: within.
-        skip_modules_pattern: regular expressions for names that keep their dtype, with all that is in them.
-        skip_modules_classes: classes that keep it, likewise.
-        non_blocking: do not wait for copies.
+        storage_dtype: dtype between forward passes, such as ``torch.float8_e4m3fn``.
+        compute_dtype: dtype during forward passes.
+        skip_modules_pattern: regular expressions for names of modules that keep their dtype, with their submodules.
+        skip_modules_classes: classes of modules that keep their dtype, with their submodules.
+        non_blocking: whether the host does not wait for copies.
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
     left_out: tuple[str, ...] = ()
@@ -192,7 +194,7 @@ def attach_layerwise_casting_hooks(
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-# ---- where values lie ------------------------------------------------------------------------------------------------
+# ---- placing values --------------------------------------------------------------------------------------------------
 
 
 def _weights(
@@ -201,7 +203,7 @@ def _weights(
     return OffloadedWeightsLoader(state_dict, folder if index is not None else None, index or {})
 
 
-def _bring(
+def _place(
     model: nn.Module,
     device_map: Mapping[str, Any],
     main: torch.device,
@@ -209,7 +211,7 @@ def _bring(
     folder: str | os.PathLike[str] | None,
     offload_buffers: bool,
 ) -> None:
-    """Each tensor to where it lies; a tied one to the first of its places. What a file has stays in that file."""
+    """Move each tensor to its device; a tied tensor to the device of its first name. Values in files stay there."""
     pages, seen, index, names = Pages(), set(), {}, names_of(model)
     buffers = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
     for name, tensor in list(named_tensors(model)):
@@ -225,8 +227,8 @@ def _bring(
         if is_offloaded(device, main) and id(tensor) in buffers:
             device = main
         if device != "disk":
-            place = torch_device(device, f"device_map[{name!r}]")
-            value = value.to(place, dtype, copy=in_file and not is_aligned(value)).contiguous()
+            target = torch_device(device, f"device_map[{name!r}]")
+            value = value.to(target, dtype, copy=in_file and not is_aligned(value)).contiguous()
         elif not in_file or value.dtype != dtype:
             value = _written(name, found, folder, index)
         give(model, names[id(tensor)], tensor, value)
@@ -237,32 +239,32 @@ def _bring(
 def _written(name: str, found: Stored, folder: str | os.PathLike[str] | None, index: dict[str, Any]) -> Tensor:
     value, dtype, in_file = found
     if folder is None:
-        why = f", where its file has {value.dtype}" if in_file else ""
+        why = f", while its file has {value.dtype}" if in_file else ""
         raise ValueError(
             f"device_map puts {name!r} on disk as {dtype}{why}, but there is no folder to write it to. Pass "
-            "offload_dir=... (in load_checkpoint_and_dispatch and from_pretrained: offload_folder=...), with room for "
-            "the weights."
+            "offload_dir=... (in load_checkpoint_and_dispatch and from_pretrained: offload_folder=...), a folder with "
+            "enough space for the weights."
         )
     offload_weight(value, name, folder, index, dtype)
     return load_offloaded_weight(Path(folder) / f"{name}.dat", index[name])
 
 
 def check_filled(model: nn.Module) -> None:
-    """See that no tensor of a model is on the meta device.
+    """Check that no tensor of a model is on the meta device.
 
     Raises:
-        RuntimeError: one is.
+        RuntimeError: a tensor is on the meta device.
     """
     empty = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     if empty:
         raise RuntimeError(
             f"{len(empty)} tensors of {type(model).__name__} have no values: {', '.join(empty[:5])}"
-            f"{', ...' if len(empty) > 5 else ''}. Load weights that have them; buffers that are computed must be made "
-            "for real (init_empty_weights(include_buffers=False))."
+            f"{', ...' if len(empty) > 5 else ''}. Load weights that include them; buffers that are computed need real "
+            "memory (init_empty_weights(include_buffers=False))."
         )
 
 
-# ---- what happens when it runs ---------------------------------------------------------------------------------------
+# ---- hooks for running -----------------------------------------------------------------------------------------------
 
 
 def _attach(
@@ -275,7 +277,7 @@ def _attach(
 ) -> None:
     fetcher = Fetcher()
     kept = set() if offload_buffers else {id(buffer) for buffer in model.buffers()}
-    homes: dict[int, Any] = {}  # a tied one lies at the first of its places
+    homes: dict[int, Any] = {}  # a tied tensor is on the device of its first name
     for name, tensor in named_tensors(model):
         homes.setdefault(id(tensor), device_of(name, device_map))
     owned: dict[str, dict[int, Tensor]] = {}
@@ -291,16 +293,16 @@ def _attach(
     parts = {name: Part(list(tensors.values()), devices[name], fetcher) for name, tensors in owned.items()}
     for part, following in itertools.pairwise(parts.values()):
         part.following = following
-    places = _places(model, device_map, main)
-    for name in dict.fromkeys(["", *places, *parts] if parts else places):
-        device = devices.get(name, places.get(name, main))
+    inputs = _input_devices(model, device_map, main)
+    for name in dict.fromkeys(["", *inputs, *parts] if parts else inputs):
+        device = devices.get(name, inputs.get(name, main))
         rest = {"part": parts.get(name), "fetcher": fetcher if parts and not name else None}
-        hook = AlignDevicesHook(device, io_same_device=not name and bool(places), skip_keys=skip_keys, **rest)
+        hook = AlignDevicesHook(device, io_same_device=not name and bool(inputs), skip_keys=skip_keys, **rest)
         add_hook_to_module(model.get_submodule(name), hook, append=True)
 
 
 def _parts(model: nn.Module, whole: Any, device_map: Mapping[str, Any]) -> list[tuple[str, nn.Module | Tensor]]:
-    """What is brought as one, by name: blocks and the like; what is in them, where the map speaks of that."""
+    """The parts that are fetched as a whole, by name: blocks and the like, or their parts if the map splits them."""
     split = {name[:end] for name in device_map for end, letter in enumerate(name) if letter == "."}
     split |= {""} if any(device_map) else set()
     return [found for name, part in smallest_parts(model, whole) for found in _split(name, part, split)]
@@ -315,13 +317,13 @@ def _split(name: str, part: nn.Module | Tensor, split: set[str]) -> list[tuple[s
 
 
 def _run_device(name: str, device_map: Mapping[str, Any], main: torch.device) -> torch.device:
-    """Where a module runs."""
+    """The device on which a module runs."""
     device = device_of(name, device_map)
     return main if device is None or is_offloaded(device, main) else torch_device(device, "device_map")
 
 
-def _take_off(model: nn.Module) -> None:
-    """Undo an earlier dispatch, but for where values lie; hooks of others stay."""
+def _remove_dispatch(model: nn.Module) -> None:
+    """Remove the hooks of an earlier dispatch. Values stay where they are, and so do other hooks."""
     for part in model.modules():
         hook = vars(part).get("_hf_hook")
         hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
@@ -335,8 +337,8 @@ def _take_off(model: nn.Module) -> None:
             del vars(part)[APPLY]
 
 
-def _places(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
-    """The modules that take inputs to an accelerator, the model itself first; none if all runs on the CPU."""
+def _input_devices(model: nn.Module, device_map: Mapping[str, Any], main: torch.device) -> dict[str, torch.device]:
+    """The modules that move inputs to an accelerator, the model first; empty if everything runs on the CPU."""
     run = {
         name: main if is_offloaded(one, main) else torch_device(one, "device_map") for name, one in device_map.items()
     }
@@ -350,7 +352,7 @@ def _places(model: nn.Module, device_map: Mapping[str, Any], main: torch.device)
 
 
 def _called(model: nn.Module, name: str) -> list[str]:
-    """The module of that name, or what is called inside of it if it is a mere container; none for a tensor."""
+    """The module of that name, or the modules called inside it if it is only a container; empty for a tensor."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -361,7 +363,7 @@ def _called(model: nn.Module, name: str) -> list[str]:
 
 
 def _runner(model: nn.Module, name: str) -> str:
-    """The nearest module around (or at) a name that is called: containers and tensors are not."""
+    """The nearest module at or around a name that is called; containers and tensors are not called."""
     while name:
         try:
             if type(model.get_submodule(name)).forward is not _NO_FORWARD:
@@ -373,6 +375,6 @@ def _runner(model: nn.Module, name: str) -> str:
 
 
 def _forbid_moves(model: nn.Module, offloaded: bool) -> None:
-    where = "the host's memory or disk" if offloaded else "several devices"
+    where = "host memory or disk" if offloaded else "several devices"
     for part in (model, *(one for one in model.modules() if isinstance(vars(one).get("_hf_hook"), AlignDevicesHook))):
         vars(part)[APPLY] = Refusal(type(part).__name__, where)

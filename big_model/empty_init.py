@@ -1,4 +1,4 @@
-"""Models that are made with shapes and without values."""
+"""Make models with shapes but without values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..torch_private import own_buffers, own_parameters
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Within, modules are made with parameters that have shapes and no values, on the meta device: no memory, no time.
+    """Context in which modules are made on the meta device: parameters have shapes, but use no memory and no time.
 
     Args:
-        include_buffers: buffers too; None: by ACCELERATE_INIT_INCLUDE_BUFFERS, else no: they may be computed, and then
-            no file has them.
+        include_buffers: whether buffers are on the meta device too; None uses ACCELERATE_INIT_INCLUDE_BUFFERS, by
+            default False: buffers may be computed, and then no file has them.
 
     Example:
         >>> with init_empty_weights():
@@ -33,11 +33,12 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
 
 @contextmanager
 def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator[None]:
-    """Within, modules are made with their parameters on a device.
+    """Context in which modules are made with their parameters on a device.
 
     Args:
-        device: where.
-        include_buffers: buffers too; None: by ACCELERATE_INIT_INCLUDE_BUFFERS, else no.
+        device: the device.
+        include_buffers: whether buffers are on the device too; None uses ACCELERATE_INIT_INCLUDE_BUFFERS, by default
+            False.
     """
     if include_buffers is None:
         include_buffers = os.environ.get("ACCELERATE_INIT_INCLUDE_BUFFERS", "").lower() in ("1", "true", "yes")
@@ -46,7 +47,7 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
             yield
         return
     register = nn.Module.register_parameter
-    made = WeakIdKeyDictionary()  # one that several modules were given stays one
+    made = WeakIdKeyDictionary()  # so that a parameter of several modules stays a single object
 
     def place(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
@@ -64,14 +65,14 @@ def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator
 
 
 def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A parameter of other values that is the same in everything else."""
+    """A parameter with other values that is otherwise the same."""
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
 
 
 def put(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
-    """Let a module have this tensor as its parameter (or buffer) of these names."""
+    """Set a tensor as a module's parameter (or buffer) under these names."""
     for name in names:
         place, _, last = name.rpartition(".")
         part = model.get_submodule(place)
@@ -80,7 +81,7 @@ def put(model: nn.Module, names: Iterable[str], tensor: Tensor) -> None:
 
 
 def give(model: nn.Module, names: Iterable[str], old: Tensor, values: Tensor) -> None:
-    """Give a module's tensor other values; from the meta device that needs another object, under all its names."""
+    """Set the values of a module's tensor. One on the meta device is replaced by another object under all its names."""
     if old.is_meta:
         put(model, names, like(old, values) if isinstance(old, nn.Parameter) else values)
     else:

@@ -1,7 +1,7 @@
-"""What is done before and after a module's forward: moving inputs, bringing weights.
+"""Hooks before and after a module's forward, which move inputs and fetch weights.
 
 The names and attributes are those of Accelerate's hooks (``module._hf_hook``, ``module._old_forward``), which libraries
-around transformers and diffusers look at.
+around transformers and diffusers use.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from .offload import Fetcher, Part
 
 
 class ModelHook:
-    """Something to do around a module's forward; :func:`add_hook_to_module` attaches it."""
+    """A hook around a module's forward; :func:`add_hook_to_module` attaches it."""
 
     #: Whether the forward runs under ``torch.no_grad()``.
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """When it is attached; returns the module."""
+        """Called when the hook is attached; returns the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the forward; returns its arguments."""
+        """Called before the forward; returns its arguments."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """After the forward; returns its output."""
+        """Called after the forward; returns its output."""
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """Instead of :meth:`post_forward`, when the forward raises; not if :meth:`pre_forward` did."""
+        """Called instead of :meth:`post_forward` if the forward raises, but not if :meth:`pre_forward` raised."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """When it is removed; returns the module."""
+        """Called when the hook is removed; returns the module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, one after the other.
+    """Several hooks that run one after the other.
 
     Args:
-        *hooks: in order, also after the forward.
+        *hooks: the hooks, in the order in which they run, also after the forward.
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -59,50 +59,50 @@ class SequentialHook(ModelHook):
         self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Of each."""
+        """Call each hook's ``init_hook``."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of each."""
-        for place, hook in enumerate(self.hooks):
+        """Call each hook's ``pre_forward``."""
+        for index, hook in enumerate(self.hooks):
             try:
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
             except BaseException:
-                SequentialHook(*self.hooks[:place]).failed(module)
+                SequentialHook(*self.hooks[:index]).failed(module)
                 raise
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Of each."""
-        for place, hook in enumerate(self.hooks):
+        """Call each hook's ``post_forward``."""
+        for index, hook in enumerate(self.hooks):
             try:
                 output = hook.post_forward(module, output)
             except BaseException:
-                SequentialHook(*self.hooks[place + 1 :]).failed(module)
+                SequentialHook(*self.hooks[index + 1 :]).failed(module)
                 raise
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """Of each."""
+        """Call each hook's ``failed``."""
         for hook in self.hooks:
             hook.failed(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Of each."""
+        """Call each hook's ``detach_hook``."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Do something around a module's forward, on the instance.
+    """Attach a hook to a module's forward, on the instance.
 
     Args:
         module: the module, which is returned.
-        hook: what to do.
-        append: after the hook it has already, rather than in its place.
+        hook: the hook.
+        append: whether to run it after the module's existing hook instead of replacing that.
     """
     before = vars(module).get("_hf_hook")
     if before is not None and not append:
@@ -111,12 +111,12 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     module = hook.init_hook(module)
     vars(module).update(_hf_hook=SequentialHook(before, hook) if before is not None and append else hook)
     vars(module).update(_old_forward=old)
-    module.forward = functools.update_wrapper(functools.partial(_run, module), old)  # a copy of both runs the copy
+    module.forward = functools.update_wrapper(functools.partial(_run, module), old)  # deep copies run the copied module
     return module
 
 
 def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """A module's forward with its hook."""
+    """Run a module's forward with its hook."""
     hook: ModelHook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     try:
@@ -129,18 +129,18 @@ def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Give a module its own forward back.
+    """Remove a module's hook and restore its own forward.
 
     Args:
         module: the module, which is returned.
-        recurse: also the modules in it.
+        recurse: whether to remove the hooks of its submodules too.
     """
     hook = vars(module).pop("_hf_hook", None)
     if hook is not None:
         hook.detach_hook(module)
         old = vars(module).pop("_old_forward")
         vars(module).pop("forward", None)
-        if getattr(old, "__func__", None) is not type(module).forward:  # it had been replaced before
+        if getattr(old, "__func__", None) is not type(module).forward:  # the user had replaced it before
             vars(module)["forward"] = old
     for child in module.children() if recurse else ():
         remove_hook_from_module(child, recurse)
@@ -148,7 +148,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Give a module and all in it their own forwards back; what stands in the way of moving it goes too."""
+    """Remove the hooks of a module and all its submodules, and allow it to be moved again."""
     remove_hook_from_module(module, recurse=True)
     for part in module.modules():
         vars(part).pop(APPLY, None)
@@ -156,19 +156,19 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 class AlignDevicesHook(ModelHook):
-    """Inputs, and with ``offload`` the weights, are where a module runs.
+    """Moves inputs, and with ``offload`` also weights, to the device on which a module runs.
 
     Args:
-        execution_device: where it runs; None: where it is.
-        offload: the weights lie elsewhere: in ``weights_map``, or in the host's memory.
-        io_same_device: outputs go back to where the inputs were.
-        weights_map: values by name, in the host's memory or mapped from a file.
-        offload_buffers: buffers too.
-        place_submodules: all modules inside of it too, not only its own tensors.
+        execution_device: device on which it runs; None for its current device.
+        offload: whether its weights are offloaded, to ``weights_map`` or to host memory.
+        io_same_device: whether outputs are moved back to the device of the inputs.
+        weights_map: values by name, in host memory or mapped from a file.
+        offload_buffers: whether buffers are offloaded too.
+        place_submodules: whether to include all its submodules instead of only its own tensors.
         skip_keys: keyword arguments that are not moved.
-        tied_params_map: accepted; tied parameters are one object, and move together.
-        part: what comes and goes with it, if that is decided already.
-        fetcher: told when the module begins and ends to run; for the whole model.
+        tied_params_map: accepted and ignored: tied parameters are one object and move together.
+        part: the tensors that are fetched with it, if they are already known.
+        fetcher: the fetcher of the whole model, which is started and stopped with the module's forward.
     """
 
     def __init__(
@@ -197,20 +197,20 @@ class AlignDevicesHook(ModelHook):
         self.fetcher = fetcher
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Bring the tensors to where they run, or with ``offload`` to where they lie."""
+        """Move the tensors to the execution device, or with ``offload`` to host memory or their files."""
         if self.execution_device is None or self.part is not None or self.fetcher is not None:
             return module
         device = torch_device(self.execution_device, "execution_device")
-        away = list(named_tensors(module, self.place_submodules, self.offload_buffers)) if self.offload else []
-        leaving = {id(tensor) for _, tensor in away}
+        offloaded = list(named_tensors(module, self.place_submodules, self.offload_buffers)) if self.offload else []
+        leaving = {id(tensor) for _, tensor in offloaded}
         for _, tensor in named_tensors(module, recurse=self.place_submodules):
             if id(tensor) not in leaving and not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
-        if away:
-            self._send_away(module, [name for name, _ in away], device)
+        if offloaded:
+            self._offload(module, [name for name, _ in offloaded], device)
         return module
 
-    def _send_away(self, module: nn.Module, names: list[str], device: torch.device) -> None:
+    def _offload(self, module: nn.Module, names: list[str], device: torch.device) -> None:
         weights = self.weights_map or {}
         for name in names:
             tensor = _tensor(module, name)
@@ -221,7 +221,7 @@ class AlignDevicesHook(ModelHook):
         self.part = Part(list(tensors.values()), device, Fetcher())
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Weights and inputs come to where the module runs."""
+        """Fetch weights and move inputs to the execution device."""
         if self.io_same_device:
             self.input_device = _device_in((args, kwargs))
         if self.execution_device is not None and str(self.execution_device) != "cpu":
@@ -240,32 +240,32 @@ class AlignDevicesHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Weights go; with ``io_same_device`` outputs go back."""
+        """Free fetched weights; with ``io_same_device`` move outputs back to the device of the inputs."""
         self.failed(module)
         if self.io_same_device and self.input_device is not None:
             return move(output, self.input_device)
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """Weights go."""
+        """Free fetched weights."""
         if self.part is not None:
             self.part.leave()
         if self.fetcher is not None:
             self.fetcher.stop()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Weights stay where they lie, fit to be used from there."""
+        """Leave the weights where they are stored, in a form that can be used from there."""
         if self.part is not None:
             self.part.release()
         return module
 
 
 class CpuOffload(ModelHook):
-    """A whole model lies in the host's memory until it runs; then it stays on the device until another one runs.
+    """Keeps a whole model in host memory until it runs; then it stays on the device until another model runs.
 
     Args:
-        execution_device: where it runs; None: the accelerator of this machine.
-        prev_module_hook: of the model whose place it takes.
+        execution_device: device on which it runs; None for the accelerator of this machine.
+        prev_module_hook: hook of the model that is moved back to host memory when this one runs.
     """
 
     def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
@@ -273,11 +273,11 @@ class CpuOffload(ModelHook):
         self.execution_device = default_device() if execution_device is None else execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """To the host's memory."""
+        """Move the model to host memory."""
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The other model goes, this one comes."""
+        """Move the other model to host memory and this one to the device."""
         device = torch_device(self.execution_device, "execution_device")
         tensor = next((tensor for _, tensor in named_tensors(module)), None)
         if tensor is not None and tensor.device != device:
@@ -288,7 +288,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """What :func:`cpu_offload_with_hook` returns to steer by hand.
+    """Handle returned by :func:`cpu_offload_with_hook`, to offload the model or remove the hook.
 
     Args:
         model: the model.
@@ -300,21 +300,21 @@ class UserCpuOffloadHook:
         self.hook = hook
 
     def offload(self) -> None:
-        """Move the model back to the host's memory now."""
+        """Move the model back to host memory now."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         remove_hook_from_module(self.model)
 
 
 class LayerwiseCastingHook(ModelHook):
-    """A layer's weights lie in one dtype and compute in another.
+    """Stores a layer's weights in one dtype and computes in another.
 
     Args:
-        storage_dtype: between forwards.
-        compute_dtype: within.
-        non_blocking: do not wait for copies.
+        storage_dtype: dtype between forward passes.
+        compute_dtype: dtype during forward passes.
+        non_blocking: whether the host does not wait for copies.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
@@ -323,21 +323,21 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """To the dtype of storage."""
+        """Convert the weights to the storage dtype."""
         return convert(module, self.storage_dtype, self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """To the dtype of computing."""
+        """Convert the weights to the compute dtype."""
         convert(module, self.compute_dtype, self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """To the dtype of storage."""
+        """Convert the weights to the storage dtype."""
         self.failed(module)
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """To the dtype of storage."""
+        """Convert the weights to the storage dtype."""
         convert(module, self.storage_dtype, self.non_blocking)
 
 

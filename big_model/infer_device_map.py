@@ -1,4 +1,4 @@
-"""Which part of a model lies on which device: sizes and limits in, a device map out, with the reason for each line."""
+"""Make a device map from the sizes of a model's parts and the limits of the devices, with a reason for each entry."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .module_sizes import Sizes, named_tensors, size_in_bytes
 
 Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 WORDS: tuple[Spread, ...] = get_args(Spread)
-#: They read the weights of modules inside of them, without calling these.
+#: Modules that read the weights of their submodules without calling them.
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-#: Of a device's free memory, what weights may take when no limit is given; the rest is for activations.
+#: Fraction of a device's free memory for weights if no limit is given; the rest is for activations.
 _FOR_WEIGHTS = 0.9
 
 
@@ -29,11 +29,11 @@ class Row(NamedTuple):
     """One line of a plan.
 
     Attributes:
-        module: name of a module or tensor; ``""``: the whole model.
+        module: name of a module or tensor; ``""`` for the whole model.
         kind: its class.
-        device: where it lies.
-        bytes: that it takes there; of a tied tensor nothing, where it lies already.
-        why: the reason.
+        device: its device.
+        bytes: bytes that it uses there; 0 for a tied tensor that is already there.
+        why: the reason for this device.
     """
 
     module: str
@@ -45,16 +45,16 @@ class Row(NamedTuple):
 
 @dataclass
 class DevicePlan:
-    """Where each part of a model is to lie.
+    """The device of each part of a model.
 
     Attributes:
-        device_map: name to device, as :func:`dispatch_model` takes it.
-        rows: the parts in order, before neighbors on one device were joined.
+        device_map: device by name, for :func:`dispatch_model`.
+        rows: the parts in order, before neighbors on the same device are joined.
         limits: bytes of weights that each device may hold; infinite for the disk.
-        main_device: where parts run that lie in the host's memory or on disk.
-        reserved: bytes kept free there for the part that is fetched while the one before it runs.
-        buffers: bytes of buffers there that belong to parts which lie elsewhere.
-        used: bytes on each device.
+        main_device: device on which offloaded parts run.
+        reserved: bytes kept free there for the part that is fetched while the previous one runs.
+        buffers: bytes of buffers there that belong to offloaded parts.
+        used: bytes used on each device.
     """
 
     device_map: DeviceMap
@@ -71,7 +71,7 @@ class DevicePlan:
 
     @property
     def offloaded(self) -> list[str]:
-        """The names in the map that do not lie where they run."""
+        """The names in the map that are offloaded: they run on another device."""
         return [name for name, device in self.device_map.items() if is_offloaded(device, self.main_device)]
 
     def __str__(self) -> str:
@@ -80,12 +80,11 @@ class DevicePlan:
             (_span(rows), rows[0].kind, str(rows[0].device), _bytes(rows), rows[0].why) for rows in _runs(self.rows)
         ]
         totals = [
-            f"{device}: {messages.size(self.used[device])}"
-            + (f" of {messages.size(limit)}" if limit < math.inf else "")
+            f"{messages.size(self.used[device])}{f' of {messages.size(limit)}' if limit < math.inf else ''} on {device}"
             for device, limit in self.limits.items()
         ]
         kept = f"; {messages.size(self.reserved)} of {self.main_device} kept free for fetching" if self.reserved else ""
-        return "\n".join([messages.table([head, *lines]), f"In all {', '.join(totals)}{kept}."])
+        return "\n".join([messages.table([head, *lines]), f"Used: {', '.join(totals)}{kept}."])
 
 
 def plan_device_map(
@@ -99,25 +98,25 @@ def plan_device_map(
     fallback_allocation: bool = False,
     verbose: bool = True,
 ) -> DevicePlan:
-    """Decide which part of a model lies where, and show it as a table; nothing is moved.
+    """Choose the device of each part of a model, and print the plan as a table; nothing is moved.
 
-    Devices are filled in order: accelerators, the host's memory, disk. A part that does not fit is taken apart, as far
-    as may be; what follows it goes to the same device or a later one, so that data pass each device once. If not all
-    fits where it runs, room is kept there for the largest part that is fetched.
+    Devices are filled in order: accelerators, host memory, disk. A part that does not fit is split if that is allowed.
+    The parts after it go to the same device or a later one, so that data passes each device once. If the model does not
+    fit on the main device, space is kept free there for the largest part that is fetched.
 
     Args:
-        model: may be on the meta device.
+        model: the model; it may be on the meta device.
         device_map: ``"auto"`` or ``"balanced"`` spreads the model evenly over the accelerators; ``"balanced_low_0"``
-            leaves room on the first; ``"sequential"`` fills one after the other.
-        max_memory: bytes, or text such as ``"20GiB"``, that weights may take on each device, by number, ``"cpu"`` or
-            ``"disk"``; devices left out are not used, except the disk. None: what is free, less a tenth.
-        no_split_module_classes: classes, or their names, of which no instance is taken apart (one, or several). None:
-            what the model names (``_no_split_modules``), else the blocks that repeat in its containers.
-        dtype: that floating-point weights will have; None: as in the model.
+            leaves space on the first; ``"sequential"`` fills one after the other.
+        max_memory: bytes, or text such as ``"20GiB"``, that weights may use on each device, by number, ``"cpu"`` or
+            ``"disk"``; devices without an entry are not used, except the disk. None for nine tenths of the free memory.
+        no_split_module_classes: one or several classes, or their names, whose instances are not split. None for the
+            classes that the model names (``_no_split_modules``), else for the blocks that repeat in its containers.
+        dtype: dtype that floating-point weights will have; None for their dtype in the model.
         special_dtypes: the same for single tensors, by name.
-        offload_buffers: buffers of what is fetched lie with it; otherwise on the main device.
-        fallback_allocation: put later parts on an earlier device where they fit, instead of keeping the order.
-        verbose: print the table.
+        offload_buffers: whether the buffers of offloaded parts are offloaded too; if not, they stay on the main device.
+        fallback_allocation: whether later parts may go to an earlier device where they fit, out of order.
+        verbose: whether to print the table.
 
     Raises:
         ValueError: a word, limit or class is unknown, or a limit is too small for what must run there.
@@ -151,15 +150,15 @@ def infer_auto_device_map(
     """The map of :func:`plan_device_map` with ``"sequential"``.
 
     Args:
-        model: see there, as for all that is not named here.
+        model: the model; see :func:`plan_device_map` for all arguments.
         max_memory: limits.
-        no_split_module_classes: what stays whole.
-        dtype: that weights will have.
-        special_dtypes: the same by name.
-        verbose: print the table.
-        clean_result: join neighbors on the same device under the name of what they are in.
-        offload_buffers: with what is fetched.
-        fallback_allocation: do not keep the order.
+        no_split_module_classes: classes whose instances are not split.
+        dtype: dtype that weights will have.
+        special_dtypes: the same for single tensors, by name.
+        verbose: whether to print the table.
+        clean_result: whether to join neighbors on the same device under the name of the module that contains them.
+        offload_buffers: whether to offload buffers too.
+        fallback_allocation: whether parts may go to an earlier device out of order.
     """
     rest = (no_split_module_classes, dtype, special_dtypes, offload_buffers, fallback_allocation, verbose)
     plan = plan_device_map(model, "sequential", max_memory, *rest)
@@ -170,8 +169,8 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
     """Bytes of weights that each device may hold, accelerators first, then ``"cpu"`` and ``"disk"``.
 
     Args:
-        max_memory: by device; None: nine tenths of what is free on each. Sizes given as text become numbers in this
-            dict too: libraries compare the limits of their own dict with what this returns.
+        max_memory: limits by device; None for nine tenths of the free memory on each. Sizes given as text become
+            numbers in this dict too, because libraries compare the limits in their own dict with the result.
 
     Raises:
         ValueError: a device or size is unknown.
@@ -184,7 +183,7 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
             free["mps"] = int(torch.mps.recommended_max_memory() * _FOR_WEIGHTS)
         return {**free, "cpu": int(devices.available_memory() * _FOR_WEIGHTS), "disk": math.inf}
     if not isinstance(max_memory, Mapping):
-        raise TypeError(f"max_memory={max_memory!r} is no dict. Pass bytes by device, such as {{'cpu': '2GB'}}.")
+        raise TypeError(f"max_memory={max_memory!r} is not a dict. Pass bytes by device, such as {{'cpu': '2GB'}}.")
     limits = {_key(device): _limit(device, size) for device, size in max_memory.items()}
     if isinstance(max_memory, MutableMapping):
         texts: list[Any] = [device for device, size in max_memory.items() if isinstance(size, str)]
@@ -207,26 +206,26 @@ def get_balanced_memory(
 
     Args:
         model: the model.
-        max_memory: limits that are not to be passed.
-        no_split_module_classes: what stays whole.
-        dtype: that weights will have.
-        special_dtypes: the same by name.
-        low_zero: give the first accelerator only what the others cannot take.
+        max_memory: upper limits.
+        no_split_module_classes: classes whose instances are not split.
+        dtype: dtype that weights will have.
+        special_dtypes: the same for single tensors, by name.
+        low_zero: whether the first accelerator gets only what does not fit on the others.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     return _balanced(model, sizes, _atoms(model, no_split_module_classes), get_max_memory(max_memory), low_zero)
 
 
 def smallest_parts(model: nn.Module, no_split_module_classes: Any = None) -> list[tuple[str, nn.Module | Tensor]]:
-    """The parts that are moved as one, by name: blocks, the layers outside of them, and tensors beside these."""
+    """The parts that are moved as a whole, by name: blocks, layers outside of blocks, and tensors outside of layers."""
     return [(item.name, item.module) for item in _smallest(_Item("", model), _atoms(model, no_split_module_classes))]
 
 
-# ---- how it is decided -----------------------------------------------------------------------------------------------
+# ---- choosing devices ------------------------------------------------------------------------------------------------
 
 
 class _Item(NamedTuple):
-    """A part that is still to be placed: a module with all that is in it, or one tensor of a module."""
+    """A part that still needs a device: a module with everything in it, or a single tensor of a module."""
 
     name: str
     module: nn.Module | Tensor
@@ -235,7 +234,7 @@ class _Item(NamedTuple):
         return sizes.within(self.module) if isinstance(self.module, nn.Module) else {id(self.module)}
 
     def parts(self, atoms: set[int]) -> list[_Item]:
-        """What it is made of; nothing if it stays whole."""
+        """The parts it can be split into; empty if it is not split."""
         if not isinstance(self.module, nn.Module) or id(self.module) in atoms:
             return []
         children = [_Item(self._below(name), child) for name, child in self.module.named_children()]
@@ -250,7 +249,7 @@ class _Item(NamedTuple):
 
 @dataclass
 class _Placed:
-    """Rows, the smallest parts of what is fetched, and the bytes of their buffers that stay on the main device."""
+    """Rows, the smallest parts that are fetched, and the bytes of their buffers that stay on the main device."""
 
     rows: list[Row]
     fetched: list[_Item]
@@ -283,45 +282,45 @@ class _Placer:
             )
         placed, reserved = self._place(0), 0
         if any(is_offloaded(row.device, self.main) for row in placed.rows):
-            placed, reserved = self._with_room_to_fetch()
+            placed, reserved = self._with_fetch_space()
         device_map = join_neighbors({row.module: row.device for row in placed.rows})
         return DevicePlan(device_map, placed.rows, self.limits, self.main, reserved, placed.buffers)
 
-    def _with_room_to_fetch(self) -> tuple[_Placed, int]:
-        """With as little of the main device kept free as the largest part needs that is then fetched."""
+    def _with_fetch_space(self) -> tuple[_Placed, int]:
+        """Keep as little of the main device free as the largest part that is then fetched needs."""
         limit, buffers = self.limits[self.main], 0
         parts = _smallest(_Item("", self.model), self.atoms)
-        for reserved in sorted({self._room_for(part) for part in parts}):
+        for reserved in sorted({self._fetch_bytes(part) for part in parts}):
             kept: float = reserved
             while kept <= limit:
                 placed = self._place(kept)
                 over = sum(row.bytes for row in placed.rows if row.device == self.main) + placed.buffers
                 over += reserved - limit
-                if over <= 0 and max(map(self._room_for, placed.fetched), default=0) <= reserved:
+                if over <= 0 and max(map(self._fetch_bytes, placed.fetched), default=0) <= reserved:
                     return placed, reserved
                 buffers = placed.buffers
                 kept = kept + over if over > 0 else limit + 1
-        largest = max(parts, key=self._room_for)
-        size = self._room_for(largest)
+        largest = max(parts, key=self._fetch_bytes)
+        size = self._fetch_bytes(largest)
         if size <= limit:
             raise ValueError(
                 f"max_memory={{{self.main!r}: {int(limit)}}} is too small for the {messages.size(buffers)} of buffers "
-                f"of what is offloaded, which stay there, beside {messages.size(size)} to fetch into. Pass "
+                f"of offloaded parts, which stay there, plus {messages.size(size)} for fetching. Pass "
                 "offload_buffers=True, or a higher limit."
             )
         raise ValueError(
             f"max_memory={{{self.main!r}: {int(limit)}}} is {messages.size(size - limit)} less than the "
             f"{messages.size(size)} that {largest.name!r} ({type(largest.module).__name__}) needs to be fetched"
-            f"{'' if self.main == 'cpu' else ' while the part before it runs'}. Give {self.main!r} at least "
+            f"{'' if self.main == 'cpu' else ' while the previous part runs'}. Give {self.main!r} at least "
             f"{size} bytes, load in a smaller dtype, or name smaller blocks in no_split_module_classes."
         )
 
-    def _room_for(self, item: _Item) -> int:
-        """On an accelerator for the part that runs and the next one; in the host's memory the former comes on top."""
+    def _fetch_bytes(self, item: _Item) -> int:
+        """Bytes to keep free for fetching a part: on an accelerator twice its size, to hold the running part too."""
         return self.sizes.sum(item.ids(self.sizes) - self.buffers) * (1 if self.main == "cpu" else 2)
 
     def _place(self, kept: float) -> _Placed:
-        """Place all, with so much of the main device kept free."""
+        """Choose a device for every part, keeping ``kept`` bytes of the main device free."""
         room = {device: limit - (kept if device == self.main else 0) for device, limit in self.limits.items()}
         order = list(room)
         homes: dict[int, tuple[Device, str]] = {}
@@ -358,7 +357,7 @@ class _Placer:
         room: dict[Device, float],
         order: list[Device],
     ) -> tuple[Device | None, str]:
-        """A device and the reason; no device: it is to be taken apart."""
+        """A device and the reason; None if the part must be split."""
         size = self.sizes.sum(new)
         if ids and not new:
             device, other = homes[next(one for one in self.sizes.bytes if one in ids)]
@@ -372,8 +371,8 @@ class _Placer:
                 return None, ""
             full.append(f"{device} ({messages.size(max(0, room[device]))} left)")
         raise ValueError(
-            f"{item.name!r} ({type(item.module).__name__}, {messages.size(size)}) fits nowhere: there is no room on "
-            f"{', '.join(full)}. Raise the limits in max_memory."
+            f"{item.name!r} ({type(item.module).__name__}, {messages.size(size)}) does not fit on any device: there is "
+            f"no room on {', '.join(full)}. Raise the limits in max_memory."
         )
 
 
@@ -385,7 +384,7 @@ def _smallest(item: _Item, atoms: set[int]) -> list[_Item]:
 def _balanced(
     model: nn.Module, sizes: Sizes, atoms: set[int], limits: dict[Device, float], low_zero: bool
 ) -> dict[Device, float]:
-    """Limits with the accelerators' lowered to an even share and one part more; the last one keeps its own."""
+    """Limits lowered to an even share plus one part for every accelerator but the last."""
     several = [device for device, limit in limits.items() if device not in ("cpu", "disk") and limit]
     if len(several) < 2:
         return limits
@@ -400,7 +399,7 @@ def _balanced(
 
 
 def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
-    """The ids of the modules that stay whole although there are modules inside."""
+    """The ids of modules that are not split although they contain modules."""
     fixed = {id(module) for module in model.modules() if isinstance(module, _INDIVISIBLE)}
     asked = bool(no_split_module_classes)
     if no_split_module_classes is None:
@@ -415,15 +414,17 @@ def _atoms(model: nn.Module, no_split_module_classes: Any) -> set[int]:
     if asked and not names & known:
         name = min(names)
         messages.warn(
-            f"no_split_module_classes names {name!r}, but {type(model).__name__} has no such module, so blocks may be "
-            f"taken apart.{messages.did_you_mean(name, known)}"
+            f"no_split_module_classes names {name!r}, but {type(model).__name__} has no such module, so its blocks may "
+            f"be split.{messages.did_you_mean(name, known)}"
         )
     return fixed | {id(module) for module in model.modules() if type(module).__name__ in names}
 
 
 def _key(device: Any) -> Device:
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
-        raise ValueError(f"max_memory names the device {device!r}. Pass a number, 'cpu', 'disk' or such as 'cuda:0'.")
+        raise ValueError(
+            f"max_memory names the device {device!r}. Pass a number, 'cpu', 'disk', or a name such as 'cuda:0'."
+        )
     if isinstance(device, int):
         return device
     if device == "disk":
@@ -447,7 +448,7 @@ def _limit(device: Any, size: float | str) -> float:
 
 
 def _runs(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows that differ by their number only, together."""
+    """Group consecutive rows that differ only in their number."""
     runs: list[list[Row]] = []
     for row in rows:
         before = runs[-1][-1] if runs else None

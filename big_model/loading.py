@@ -1,4 +1,4 @@
-"""Weights of a model from the files that other tools write: one file, several with an index, or a folder of either."""
+"""Load a model's weights from files that other tools wrote: one file, several with an index, or a folder of either."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .weight_files import Pages, copy_into, mapped_tensors, weight_files
 
 
 class Loaded(NamedTuple):
-    """What did not fit.
+    """Names that do not match after loading.
 
     Attributes:
-        missing_keys: names of the model that no file has.
+        missing_keys: names in the model that no file has.
         unexpected_keys: names in the files that the model does not have.
     """
 
@@ -51,31 +51,31 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load weights into a model, each straight to its place, and let it run from there. The same object.
+    """Load weights into a model, each directly to its device, and make it run from there. Returns the same object.
 
     Args:
-        model: usually made under :func:`init_empty_weights`.
+        model: the model, usually made in :func:`init_empty_weights`.
         checkpoint: a ``.safetensors`` file, one that torch saved, an index, or a folder with one of these.
-        device_map: a word or a map, as :func:`plan_device_map` and :func:`dispatch_model` take them. None: all weights
-            where they are; from the meta device to the CPU.
+        device_map: a word for :func:`plan_device_map` or a map for :func:`dispatch_model`. None leaves all weights on
+            their devices and moves those on the meta device to the CPU.
         max_memory: see :func:`plan_device_map`.
-        no_split_module_classes: see there.
-        offload_folder: for weights on disk that are to have another dtype than in their files; all others are read
-            from there and need no folder.
-        offload_buffers: buffers of offloaded parts lie with them.
-        dtype: what floating-point tensors become; None: the model's, or the file's where the model has no values.
-        offload_state_dict: accepted; no more than a chunk is ever held besides the model.
+        no_split_module_classes: see :func:`plan_device_map`.
+        offload_folder: folder for weights on disk whose dtype differs from that in their files; all others are read
+            from their files and need no folder.
+        offload_buffers: whether the buffers of offloaded parts are offloaded too.
+        dtype: dtype for floating-point tensors; None for the model's, or the file's if the model has no values.
+        offload_state_dict: accepted and ignored: at most one chunk is held in memory besides the model.
         skip_keys: keyword arguments that are not moved to a part's device.
-        preload_module_classes: what is fetched whole; None: what is not split.
-        force_hooks: attach hooks also if all lies on one device.
-        strict: missing and unexpected names are an error; otherwise one warning.
-        full_state_dict: accepted; files are read by each process.
-        broadcast_from_rank0: accepted, likewise.
+        preload_module_classes: classes whose instances are fetched as a whole; None for those that are not split.
+        force_hooks: whether to attach hooks even if everything is on one device.
+        strict: whether missing and unexpected names are an error instead of a warning.
+        full_state_dict: accepted and ignored: each process reads the files.
+        broadcast_from_rank0: accepted and ignored: each process reads the files.
 
     Raises:
-        FileNotFoundError: there are no weights, or the index names a file that is not there.
-        ValueError: a file is damaged, a tensor has another shape, or the map or a limit cannot be kept.
-        RuntimeError: names do not fit (``strict``), or something is left without values.
+        FileNotFoundError: there are no weights, or the index names a file that does not exist.
+        ValueError: a file is damaged, a tensor has another shape, or the map or a limit is impossible.
+        RuntimeError: names do not match (``strict``), or a tensor has no values.
 
     Example:
         >>> with init_empty_weights():                                             # doctest: +SKIP
@@ -85,9 +85,9 @@ def load_checkpoint_and_dispatch(
     if is_noting():
         raise RuntimeError(
             f"load_checkpoint_and_dispatch({type(model).__name__}) places weights on the devices of one process, but "
-            "here a strategy is about to split them over processes. Call load_checkpoint_in_model(model, checkpoint)."
+            "here a strategy is about to shard them. Call load_checkpoint_in_model(model, checkpoint)."
         )
-    weight_files(Path(checkpoint))  # complain before a plan is shown
+    weight_files(Path(checkpoint))  # raise before a plan is printed
     whole = no_split_module_classes if preload_module_classes is None else preload_module_classes
     main = None
     if isinstance(device_map, str):
@@ -113,7 +113,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _dtypes_on_meta(model: nn.Module, checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
-    """What tensors that have no values yet will be: the dtype of the first file that has them."""
+    """The dtypes that tensors on the meta device will get: those in the first file that has them."""
     empty = {name for name, tensor in named_tensors(model) if tensor.is_meta}
     found: dict[str, torch.dtype] = {}
     for file in weight_files(Path(checkpoint)) if empty else ():
@@ -140,43 +140,43 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> Loaded:
-    """Fill a model's parameters and buffers from files, each straight to its place and type.
+    """Load a model's parameters and buffers from files, each directly to its device and dtype.
 
-    Files are mapped into memory and copied chunk by chunk, so that besides the model no more than a chunk is in memory.
-    A tensor whose place is ``"disk"`` is not copied at all: it stays mapped from its file, and its pages come and go.
-    What a file names is never run.
+    Files are mapped into memory and copied chunk by chunk, so at most one chunk is in memory besides the model. A
+    tensor on ``"disk"`` is not copied at all: it stays mapped from its file. Code that a file names is never run.
 
-    Where a strategy splits the model over processes (``"fsdp"``, tensor parallel), no process holds the whole: each
-    copies its own part of a parameter that lies in parts already (of a prepared model, or of one that torch's
-    ``fully_shard`` has split). In ``configure_model``, and within ``accelerator.init_module()``, a parameter on the
-    meta device only gets a note of its file, which is read after the split; names and shapes are checked at once, and
-    a checkpoint that the run goes on from wins. Every process must call.
+    If a strategy shards the model (``"fsdp"``, tensor parallel), no process holds all weights. Each process copies its
+    shards of parameters that are already sharded (in a prepared model, or by torch's ``fully_shard``). In
+    ``configure_model``, and in ``accelerator.init_module()``, parameters on the meta device are deferred: they only get
+    a note of their file, which is read after the model has been sharded. Names and shapes are checked at once, and a
+    checkpoint from which the run resumes takes precedence. Every process must call this.
 
     Args:
-        model: as it was built, or split; what is on the meta device comes to its place.
+        model: the model, sharded or not; tensors on the meta device get memory.
         checkpoint: a ``.safetensors`` file, one that torch saved, an index (``.index.json``), or a folder with one of
             these.
-        device_map: name of module or tensor to device; None: where each tensor is, from the meta device to the CPU.
-        offload_folder: for what is on disk in another dtype; see :func:`load_checkpoint_and_dispatch`.
-        dtype: what floating-point tensors become; None: the model's, or the file's where the model has no values yet.
-        offload_state_dict: accepted; nothing is held.
-        offload_buffers: buffers on disk too.
-        keep_in_fp32_modules: parts of names whose floating-point tensors become float32 instead.
-        offload_8bit_bnb: must be False: there are no 8-bit weights.
-        strict: missing and unexpected names are an error; otherwise one warning.
-        full_state_dict: accepted; files are read by each process.
-        broadcast_from_rank0: accepted, likewise.
+        device_map: device by name of module or tensor; None leaves each tensor on its device and moves those on the
+            meta device to the CPU.
+        offload_folder: folder for weights on disk in another dtype; see :func:`load_checkpoint_and_dispatch`.
+        dtype: dtype for floating-point tensors; None for the model's, or the file's if the model has no values yet.
+        offload_state_dict: accepted and ignored: nothing is held in memory.
+        offload_buffers: whether buffers are offloaded to disk too.
+        keep_in_fp32_modules: substrings of names whose floating-point tensors become float32 instead.
+        offload_8bit_bnb: must be False: Paceline has no 8-bit weights.
+        strict: whether missing and unexpected names are an error instead of a warning.
+        full_state_dict: accepted and ignored: each process reads the files.
+        broadcast_from_rank0: accepted and ignored: each process reads the files.
 
     Raises:
-        FileNotFoundError: there are no weights, or the index names a file that is not there.
+        FileNotFoundError: there are no weights, or the index names a file that does not exist.
         ValueError: a file is damaged, or a tensor has another shape.
-        RuntimeError: with ``strict``, what is missing or unexpected.
+        RuntimeError: with ``strict``, names are missing or unexpected.
     """
     if offload_8bit_bnb:
         raise NotImplementedError("load_checkpoint_in_model(offload_8bit_bnb=True): Paceline has no 8-bit weights.")
     wanted = as_dtype(dtype)
     if wanted is not None and not wanted.is_floating_point:
-        raise ValueError(f"dtype={wanted} would round weights to whole numbers. Pass a floating-point one, or None.")
+        raise ValueError(f"dtype={wanted} would round weights to whole numbers. Pass a floating-point dtype, or None.")
     with sharded_loading.together(model):
         files = weight_files(Path(checkpoint))
         if device_map is not None:
@@ -184,7 +184,7 @@ def load_checkpoint_in_model(
         sharded_loading.reshard(model)
         filler = _Filler(model, device_map, offload_folder, wanted, offload_buffers, keep_in_fp32_modules or ())
         loaded = _load(model, files, filler)
-        _tell(model, loaded, strict, Path(checkpoint))
+        _report(model, loaded, strict, Path(checkpoint))
     return loaded
 
 
@@ -205,7 +205,7 @@ def _load(model: nn.Module, files: list[Path], filler: _Filler) -> Loaded:
 
 
 class _Filler:
-    """Gives a model's tensors their values; a tied one once, under all its names."""
+    """Sets the values of a model's tensors; those of a tied tensor only once, under all its names."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class _Filler:
 
     @torch.no_grad()
     def fill(self, name: str, value: Tensor, pages: Pages, file: Path) -> None:
-        """Give one tensor its value, which is mapped from a file."""
+        """Set one tensor to a value that is mapped from a file."""
         own = self.tensors[name]
         names = self._names[id(own)]
         self.filled.update(names)
@@ -244,7 +244,7 @@ class _Filler:
         device = self._device(name, own)
         if device == "disk":
             if value.numel() and value.data_ptr() in self._mapped:
-                value = dict(mapped_tensors(file))[name]  # two names of one memory: changing one is not to change both
+                value = dict(mapped_tensors(file))[name]  # map shared memory again: changes must not affect both names
             self._mapped.add(value.data_ptr())
             give(self.model, names, own, self._on_disk(name, value, dtype))
         elif own.device == device and own.dtype == dtype:
@@ -274,14 +274,14 @@ class _Filler:
             return value
         if self.folder is None:
             raise ValueError(
-                f"{name!r} is to lie on disk as {dtype}, but its file has {value.dtype}, and there is no folder to "
-                f"convert it into. Pass offload_folder=..., or dtype={value.dtype}."
+                f"{name!r} should be on disk as {dtype}, but its file has {value.dtype}, and there is no folder for "
+                f"the converted file. Pass offload_folder=..., or dtype={value.dtype}."
             )
         offload_weight(value, name, self.folder, self._index, dtype)
         return load_offloaded_weight(Path(self.folder) / f"{name}.dat", self._index[name])
 
     def close(self) -> None:
-        """List what was written."""
+        """Write the index of the converted files."""
         if self.folder is not None:
             save_offload_index(self._index, self.folder)
 
@@ -290,19 +290,19 @@ def _check_shape(name: str, own: Tensor, value: Tensor, file: Path, model: nn.Mo
     if own.shape != value.shape:
         raise ValueError(
             f"{name} has the shape {tuple(value.shape)} in {file.name!r}, but {tuple(own.shape)} in "
-            f"{type(model).__name__}. Build the model with the arguments it had when its weights were written."
+            f"{type(model).__name__}. Build the model with the arguments it had when its weights were saved."
         )
 
 
-def _tell(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:
-    kinds = ((loaded.missing_keys, "missing in it"), (loaded.unexpected_keys, "unexpected"))
-    said = "; ".join(f"{len(names)} {what} ({_some(names)})" for names, what in kinds if names)
-    if not said:
+def _report(model: nn.Module, loaded: Loaded, strict: bool, path: Path) -> None:
+    kinds = ((loaded.missing_keys, "missing from it"), (loaded.unexpected_keys, "unexpected"))
+    differences = "; ".join(f"{len(names)} {what} ({_some(names)})" for names, what in kinds if names)
+    if not differences:
         return
-    text = f"The weights in {str(path)!r} do not fit {type(model).__name__} in all: {said}."
+    text = f"The names in {str(path)!r} do not all match {type(model).__name__}: {differences}."
     if strict:
-        raise RuntimeError(f"{text} Build the model they were written from, or load with strict=False.")
-    messages.warn(f"{text} What is missing keeps the values it had, or gets its layer's initial ones.")
+        raise RuntimeError(f"{text} Build the model that the weights were saved from, or load with strict=False.")
+    messages.warn(f"{text} Missing weights keep their current values, or get their layer's initial ones.")
 
 
 def _some(names: list[str]) -> str:

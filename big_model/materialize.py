@@ -1,4 +1,4 @@
-"""Layers that were made without memory (on the meta device) get memory and their initial values, one at a time."""
+"""Give layers on the meta device memory and their initial values, one layer at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def materialize(root: nn.Module, device: torch.device, noted: Collection[int] = ()) -> list[str]:
-    """Fill all that is on the meta device; see :class:`Materializer`. Returns what got memory, but no values."""
+    """Fill all tensors on the meta device; see :class:`Materializer`. Returns the names of those without values."""
     materializer = Materializer(root, device, noted)
     for name, part in bottom_up(root):
         materializer.fill(name, part)
@@ -26,22 +26,22 @@ def materialize(root: nn.Module, device: torch.device, noted: Collection[int] = 
 
 
 class Materializer:
-    """Fills what is on the meta device, module by module, children first.
+    """Fills tensors on the meta device, module by module, children first.
 
-    A module's own ``reset_parameters`` gives the initial values, and after it the ``_init_weights(module)`` of the
-    nearest module around it that has one. Children first is the order in which constructors fill their layers, so that
-    the random numbers, and with them the initial values, are those of a process that made the same layers for real.
-    They are not where a constructor fills its children anew (or copies them) and no method of that name does.
+    A module's own ``reset_parameters`` sets the initial values, followed by ``_init_weights(module)`` of the nearest
+    module around it that has this method. Constructors fill their layers in the same order, children first. So the
+    random numbers, and with them the initial values, are the same as in a process that made the layers with memory.
+    They differ if a constructor fills (or copies) its children again and none of these methods does the same.
 
-    What has values, or gets them otherwise, keeps them, and no random numbers are drawn for it.
+    Tensors that have values, or get them from elsewhere, are unchanged, and no random numbers are drawn for them.
 
     Args:
-        root: the module; nothing is changed yet.
-        device: where memory is taken.
-        noted: ids of parameters on the meta device that stay there: their values come from elsewhere.
+        root: the module; it is not changed yet.
+        device: device on which memory is allocated.
+        noted: ids of parameters that stay on the meta device, because their values come from elsewhere.
 
     Attributes:
-        unfilled: names of tensors that got memory, but no values; a checkpoint may still bring them.
+        unfilled: names of tensors that have memory but no values; a checkpoint may still set them.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, noted: Collection[int] = ()) -> None:
@@ -55,12 +55,12 @@ class Materializer:
         empty = sum(len(_own_tensors(owner)) for owner in root.modules()) - len(self._given)
         if empty:
             messages.info_once(
-                f"{empty} tensors of {type(root).__name__} were made without values, and get their layers' initial "
-                "ones. If they are to come from files, load them with load_checkpoint_in_model."
+                f"{empty} tensors of {type(root).__name__} were made without values, and get the initial values of "
+                "their layers. To load them from files instead, call load_checkpoint_in_model."
             )
         self.unfilled: list[str] = []
         self._filler: dict[int, Any] = {}
-        #: By the id of the empty one, which is kept alive; the one that was made is let go of when it is sharded.
+        #: Empty tensor (kept alive) and new tensor (a weak reference, since sharding replaces it), by id of the former.
         self._made: dict[int, tuple[Tensor, weakref.ref[Tensor]]] = {}
         self._find_fillers(root, None)
 
@@ -73,14 +73,14 @@ class Materializer:
 
     @torch.no_grad()
     def fill(self, name: str, module: nn.Module) -> None:
-        """Give memory and values to the tensors that ``module`` itself holds, if they have none."""
+        """Give memory and values to those of ``module``'s own tensors that have none."""
         own = _own_tensors(module)
         empty = {key for key, value in own if value.is_meta and (id(module), key) not in self._given}
         if not empty:
             return
         self._take_memory(module, empty)
         reset = next((found for key in _RESETS if callable(found := getattr(module, key, None))), None)
-        with self._without_what_was_given(module):
+        with self._values_hidden(module):
             if reset is not None:
                 reset()
             fill = self._filler[id(module)]
@@ -91,25 +91,25 @@ class Materializer:
                 self.unfilled.append(f"{name}.{key}" if name else key)
 
     @contextmanager
-    def _without_what_was_given(self, module: nn.Module) -> Iterator[None]:
-        """Within, methods that fill a module find nothing they could change in the place of what has values."""
-        put_away: list[tuple[dict[str, Any], str, Tensor]] = []
+    def _values_hidden(self, module: nn.Module) -> Iterator[None]:
+        """Context in which tensors with values are replaced by empty ones, so that initializers cannot change them."""
+        hidden: list[tuple[dict[str, Any], str, Tensor]] = []
         for owner in module.modules():
             for held in (own_parameters(owner), own_buffers(owner)):
                 for key, value in held.items():
                     if value is not None and not value.is_meta and (id(owner), key) in self._given:
-                        put_away.append((held, key, value))
-        for held, key, value in put_away:
+                        hidden.append((held, key, value))
+        for held, key, value in hidden:
             empty = torch.empty_like(value, device="meta")
             held[key] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
         try:
             yield
         finally:
-            for held, key, value in put_away:
+            for held, key, value in hidden:
                 held[key] = value
 
     def _take_memory(self, module: nn.Module, keys: Collection[str]) -> None:
-        """As ``to_empty``, but a tied parameter stays one, and what nobody fills afterwards can be told."""
+        """Like ``to_empty``, but tied parameters stay tied, and sentinel values show which tensors are never filled."""
         for held in (own_parameters(module), own_buffers(module)):
             for key, value in held.items():
                 if value is None or key not in keys:
@@ -135,7 +135,7 @@ def _with_sentinel(tensor: Tensor) -> Tensor:
 
 
 def has_sentinel(tensor: Tensor) -> bool:
-    """Whether an element was left as it was; a bool cannot tell, and counts as left."""
+    """Whether an element still has the sentinel value; bool tensors have none and always count as unfilled."""
     if not tensor.numel():
         return False
     if tensor.is_floating_point() or tensor.is_complex():

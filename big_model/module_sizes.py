@@ -1,4 +1,4 @@
-"""How many bytes a model's parts take, and which of its parameters are one."""
+"""Sizes of a model's parts in bytes, and its tied parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def size_in_bytes(size: int | str, what: str) -> int:
 
     Args:
         size: a number of bytes, or text.
-        what: what it is called in the error.
+        what: name of the argument in the error.
 
     Raises:
         ValueError: it is not a size.
@@ -36,13 +36,13 @@ def size_in_bytes(size: int | str, what: str) -> int:
 
 
 class Sizes:
-    """Bytes of a model's tensors as they are to be loaded.
+    """Bytes of a model's tensors in the dtypes in which they will be loaded.
 
     Args:
-        model: may be on the meta device.
-        dtype: that floating-point tensors get; None: as they are.
+        model: the model; it may be on the meta device.
+        dtype: dtype for floating-point tensors; None for their current one.
         special_dtypes: the same for single tensors, by name.
-        buffers: count these too.
+        buffers: whether to count buffers.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Sizes:
         return tensor.numel() * (dtype or tensor.dtype).itemsize
 
     def within(self, module: nn.Module, recurse: bool = True) -> set[int]:
-        """The ids of the tensors in a module; each once, however many names it has."""
+        """The ids of the tensors in a module; each only once, even if it has several names."""
         return {id(tensor) for _, tensor in named_tensors(module, recurse=recurse, buffers=self._buffers)}
 
     def of(self, module: nn.Module) -> int:
-        """Bytes of a module with all that is in it."""
+        """Bytes of a module with all its submodules."""
         return self.sum(self.within(module))
 
     def sum(self, ids: set[int]) -> int:
@@ -80,13 +80,13 @@ class Sizes:
 def named_tensors(
     module: nn.Module, recurse: bool = True, buffers: bool = True, persistent_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name; a tied one under each of its names.
+    """Parameters and buffers by name; tied ones under each of their names.
 
     Args:
         module: the module.
-        recurse: also those of the modules in it.
-        buffers: also these.
-        persistent_only: without the buffers that a ``state_dict`` leaves out.
+        recurse: whether to include those of its submodules.
+        buffers: whether to include buffers.
+        persistent_only: whether to exclude buffers that are not in the ``state_dict``.
     """
     yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
     if buffers:
@@ -97,7 +97,7 @@ def named_tensors(
 
 
 def names_of(module: nn.Module) -> dict[int, list[str]]:
-    """The names that each parameter and buffer has, by its id."""
+    """The names of each parameter and buffer, by its id."""
     names: dict[int, list[str]] = {}
     for name, tensor in named_tensors(module):
         names.setdefault(id(tensor), []).append(name)
@@ -105,7 +105,7 @@ def names_of(module: nn.Module) -> dict[int, list[str]]:
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of the buffers that a ``state_dict`` leaves out."""
+    """The names of the buffers that are not in the ``state_dict``."""
     return {
         f"{name}.{key}" if name else key
         for name, part in module.named_modules(remove_duplicate=False)
@@ -119,13 +119,13 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes under each name of a model: its modules (``""``: all of it) and its tensors.
+    """Bytes of each module (``""`` for the whole model) and each tensor of a model, by name.
 
     Args:
         model: the model.
-        dtype: that floating-point tensors get; None: as they are.
+        dtype: dtype for floating-point tensors; None for their current one.
         special_dtypes: the same for single tensors, by name.
-        buffers_only: leave parameters out.
+        buffers_only: whether to exclude parameters.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     found: dict[str, int] = {}
@@ -142,20 +142,20 @@ def compute_module_sizes(
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one and the same, a list for each."""
+    """The names of tied parameters, one list for each parameter."""
     names = names_of(model)
     return [sorted(names[id(one)]) for one in model.parameters() if len(names[id(one)]) > 1]
 
 
 def as_dtype(dtype: Any) -> torch.dtype | None:
-    """A dtype by itself or by name: ``"bfloat16"``, ``"torch.bfloat16"``.
+    """A dtype, given as such or by name: ``"bfloat16"``, ``"torch.bfloat16"``.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no dtype of that name.
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype={dtype!r} is no dtype of torch. Pass one such as torch.bfloat16, or 'bfloat16'.")
+        raise ValueError(f"dtype={dtype!r} is not a torch dtype. Pass one such as torch.bfloat16, or 'bfloat16'.")
     return found

@@ -1,4 +1,4 @@
-"""Weights that lie on disk or in the host's memory, and are brought to where they run, the next part in advance."""
+"""Offloaded weights: stored on disk or in host memory, and fetched to the device that runs them, one part ahead."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def offload_weight(
     index: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Write a tensor to a folder: its bytes in a file of its own, which appears whole or not at all.
+    """Write a tensor's bytes to a file in a folder. The file appears complete or not at all.
 
     Args:
         weight: the tensor.
         weight_name: its name.
-        offload_folder: made if it does not exist.
-        index: gets an entry with dtype and shape.
-        dtype: to convert to.
+        offload_folder: the folder, which is created if it does not exist.
+        index: index to which an entry with dtype and shape is added.
+        dtype: dtype to convert to.
 
     Returns:
         The index.
@@ -76,7 +76,7 @@ def offload_weight(
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to the list of what is in a folder."""
+    """Add entries to a folder's index."""
     if index:
         path = Path(offload_folder) / _INDEX
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -86,7 +86,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write all tensors of a state to a folder, with an index."""
+    """Write all tensors of a ``state_dict`` to a folder, with an index."""
     index: dict[str, Any] = {}
     for name, tensor in state_dict.items():
         offload_weight(tensor, name, save_dir, index)
@@ -97,7 +97,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     """A tensor that :func:`offload_weight` wrote, mapped into memory.
 
     Raises:
-        ValueError: the file does not have the size that the index says.
+        ValueError: the file's size does not match the index.
     """
     path, shape = Path(weight_file), tuple(weight_info["shape"])
     dtype = as_dtype(weight_info["dtype"]) or torch.float32
@@ -105,18 +105,18 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     if path.stat().st_size != expected:
         raise ValueError(
             f"{str(path)!r} has {path.stat().st_size} bytes, but a tensor of {dtype} and shape {shape} has {expected}. "
-            "The folder was changed or belongs to another model: offload again."
+            "The folder was changed or belongs to another model: offload the weights again."
         )
     return map_file(path, dtype, shape)
 
 
 class Stored(NamedTuple):
-    """A tensor before it is brought to its place.
+    """A tensor as it is stored, before it is moved to its device.
 
     Attributes:
-        value: as it is stored.
-        dtype: that it is to have.
-        in_file: it is mapped from a file.
+        value: the stored values.
+        dtype: the dtype that it should have.
+        in_file: whether it is mapped from a file.
     """
 
     value: Tensor
@@ -125,14 +125,14 @@ class Stored(NamedTuple):
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Tensors by name, from a state in memory and from files, which are mapped when they are asked for.
+    """Tensors by name, from a ``state_dict`` in memory and from files, which are mapped on first use.
 
     Args:
         state_dict: tensors in memory.
-        save_folder: what :func:`offload_state_dict` wrote.
+        save_folder: a folder that :func:`offload_state_dict` wrote.
         index: entries of its index, or for a tensor of a safetensors file ``{"safetensors_file": path, "weight_name":
-            name}``; None: that of the folder.
-        device: accepted; tensors come on the CPU.
+            name}``; None for the folder's index.
+        device: accepted and ignored: tensors are on the CPU.
     """
 
     def __init__(
@@ -169,9 +169,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return Stored(value, as_dtype(entry.get("dtype")) or value.dtype, in_file=True)
 
     def _map(self, file: Path, name: str) -> Tensor:
-        """A tensor of a file, which is mapped once for all of them.
+        """A tensor of a file, which is mapped once for all its tensors.
 
-        It is mapped anew for a tensor that was handed out already: changing one of two must not change the other.
+        If the same tensor is requested twice, the file is mapped again: changing one must not change the other.
         """
         if name not in self._unread.get(file, ()):
             self._unread[file] = dict(tensors_of_safetensors(file))
@@ -179,7 +179,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             near = messages.did_you_mean(name, self._unread[file])
             raise ValueError(
                 f"The index of offloaded weights looks for {name!r} in {str(file)!r}, which does not have it.{near} "
-                "The file was changed or belongs to another model: make the index again."
+                "The file was changed or belongs to another model: create the index again."
             )
         return self._unread[file].pop(name)
 
@@ -191,11 +191,11 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """The tensors of a mapping whose names begin with a prefix, without it.
+    """The tensors of a mapping whose names begin with a prefix, by their names without it.
 
     Args:
         dataset: the mapping.
-        prefix: in front of each name.
+        prefix: the prefix.
     """
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
@@ -216,41 +216,41 @@ class PrefixedDataset(Mapping[str, Tensor]):
 
 
 class _Fetched(NamedTuple):
-    """What a tensor is to hold while it runs, if not what it holds already, and its version when that was read."""
+    """The values that a tensor has while it runs (None for its stored ones), and its version when they were read."""
 
     values: Tensor | None
     version: int | None
 
 
-class _Lodger:
-    """A tensor of a part: where it lies, and how it comes to where it runs.
+class _OffloadedTensor:
+    """An offloaded tensor of a part, which is fetched to the device on which it runs.
 
-    One that is mapped from a file where the CPU can compute with it is used right there: fetching it reads its pages,
-    leaving it gives them back. Any other is copied.
+    A tensor that is mapped from a file, and that the CPU can compute with, is used in place: fetching it reads its
+    pages, leaving it frees them. Any other tensor is copied.
 
     Args:
-        tensor: the parameter or buffer; its ``data`` is what lies on disk or in the host's memory.
-        device: where it runs.
+        tensor: the parameter or buffer; its ``data`` is stored on disk or in host memory.
+        device: device on which it runs.
         pages: the mapped files.
     """
 
-    __slots__ = ("_pages", "_there", "copied", "device", "home", "mapped", "tensor")
+    __slots__ = ("_fetched", "_pages", "copied", "device", "home", "mapped", "tensor")
 
     def __init__(self, tensor: Tensor, device: torch.device, pages: Pages) -> None:
         self.tensor = tensor
         self.device = device
-        self._settle(pages)
+        self._store_current(pages)
 
-    def _settle(self, pages: Pages) -> None:
-        """Take what the tensor holds now for what lies there."""
+    def _store_current(self, pages: Pages) -> None:
+        """Make the tensor's current values its stored ones."""
         self.home = self.tensor.data
         self.mapped = pages.holds(self.home)
         self.copied = self.home.device != self.device or (self.mapped and not is_aligned(self.home))
         self._pages = pages
-        self._there = _Fetched(None, 0)
+        self._fetched = _Fetched(None, 0)
 
     def fetch(self) -> _Fetched:
-        """Read it, and copy it if it does not run where it lies. May run in a thread of its own."""
+        """Read the tensor, and copy it if it cannot run where it is stored. May be called in another thread."""
         version = change_count(self.tensor)
         if not self.copied:
             if self.mapped:
@@ -263,41 +263,41 @@ class _Lodger:
         return _Fetched(made, version)
 
     def enter(self, fetched: _Fetched) -> None:
-        """Have the tensor hold what was fetched, or if it was changed since, what it is now."""
+        """Set the tensor to the fetched values, or to its current values if it was changed since they were fetched."""
         if not _same_memory(self.tensor.data, self.home):
-            self._settle(Pages())
+            self._store_current(Pages())
             fetched = self.fetch()
         elif fetched.version != change_count(self.tensor):
             fetched = self.fetch()
-        self._there = fetched
+        self._fetched = fetched
         if fetched.values is not None:
             self.tensor.data = fetched.values
 
     def leave(self) -> None:
-        """Have the tensor hold what lies there, with what was changed while it ran."""
-        (there, version), self._there = self._there, _Fetched(None, 0)
-        if there is not None:
-            if not _same_memory(self.tensor.data, there):  # it was given other values
-                self._settle(Pages())
+        """Set the tensor to its stored values again, after saving changes that were made while it ran."""
+        (values, version), self._fetched = self._fetched, _Fetched(None, 0)
+        if values is not None:
+            if not _same_memory(self.tensor.data, values):  # its data was replaced
+                self._store_current(Pages())
                 return
-            if self._was_changed(there, version):
+            if self._was_changed(values, version):
                 with torch.inference_mode():
-                    self.home.copy_(there)
+                    self.home.copy_(values)
             self.tensor.data = self.home
         self.give_back()
 
-    def _was_changed(self, there: Tensor, version: int | None) -> bool:
+    def _was_changed(self, values: Tensor, version: int | None) -> bool:
         if isinstance(self.tensor, nn.Parameter) and version is not None:
             return change_count(self.tensor) != version
-        return there.device.type != "cpu" or not torch.equal(there, self.home)  # batch statistics leave no trace
+        return values.device.type != "cpu" or not torch.equal(values, self.home)  # batch statistics: same version
 
     def give_back(self) -> None:
-        """Drop pages that the file has."""
+        """Free pages that can be read from the file again."""
         if self.mapped:
             self._pages.give_back(self.home, around=True)
 
     def release(self) -> None:
-        """Have the tensor hold values with which anything may be computed from now on, without :meth:`enter`."""
+        """Set the tensor to values that can be used from now on without :meth:`enter`."""
         if self.mapped and self.copied and _same_memory(self.tensor.data, self.home):
             self.tensor.data = self.home.clone(memory_format=torch.contiguous_format)
 
@@ -307,54 +307,54 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class Part:
-    """Tensors that come and go together: a block, or a layer outside of blocks.
+    """Tensors that are fetched and freed together: a block, or a layer outside of blocks.
 
     Args:
-        tensors: its parameters and buffers, each once.
-        device: where it runs.
-        fetcher: shared by the parts of a model.
+        tensors: its parameters and buffers, each only once.
+        device: device on which it runs.
+        fetcher: the fetcher that all parts of a model share.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, fetcher: Fetcher) -> None:
         self.device = device
         self.following: Part | None = None
-        self._lodgers = [_Lodger(tensor, device, fetcher.pages) for tensor in tensors]
+        self._tensors = [_OffloadedTensor(tensor, device, fetcher.pages) for tensor in tensors]
         self._fetcher = fetcher
         self._depth = 0
 
     def enter(self) -> None:
-        """Have the tensors where they run, and begin to fetch the part that came after this one the last time."""
+        """Fetch the tensors, and start to fetch the part that followed this one the last time."""
         if not self._depth:
             try:
-                for lodger, fetched in zip(self._lodgers, self._fetcher.take(self), strict=True):
-                    lodger.enter(fetched)
+                for tensor, fetched in zip(self._tensors, self._fetcher.take(self), strict=True):
+                    tensor.enter(fetched)
             except BaseException:
-                for lodger in self._lodgers:
-                    lodger.leave()
+                for tensor in self._tensors:
+                    tensor.leave()
                 raise
             self._fetcher.begin(self.following)
         self._depth += 1
 
     def leave(self) -> None:
-        """Give the memory back. Values that were changed while it ran are kept."""
+        """Free the memory. Values that were changed while it ran are saved."""
         self._depth -= 1
         if not self._depth:
-            for lodger in self._lodgers:
-                lodger.leave()
+            for tensor in self._tensors:
+                tensor.leave()
 
     def fetch(self) -> list[_Fetched]:
-        """What :meth:`enter` puts in place. Runs in the fetcher's thread."""
-        return [lodger.fetch() for lodger in self._lodgers]
+        """Fetch the values for :meth:`enter`. Called in the fetcher's thread."""
+        return [tensor.fetch() for tensor in self._tensors]
 
     def give_back(self) -> None:
-        """Drop what was fetched and not used."""
-        for lodger in self._lodgers:
-            lodger.give_back()
+        """Free fetched values that were not used."""
+        for tensor in self._tensors:
+            tensor.give_back()
 
     def release(self) -> None:
-        """Leave the tensors with values that need nothing from here any more."""
-        for lodger in self._lodgers:
-            lodger.release()
+        """Leave the tensors with values that can be used without this object."""
+        for tensor in self._tensors:
+            tensor.release()
 
 
 class _Advance(NamedTuple):
@@ -363,7 +363,7 @@ class _Advance(NamedTuple):
 
 
 class Fetcher:
-    """Fetches one part in advance, in a thread of its own, while the model runs; for all parts of a model."""
+    """Fetches the parts of a model in a separate thread while it runs, one part ahead."""
 
     def __init__(self) -> None:
         self.pages = Pages()
@@ -380,21 +380,21 @@ class Fetcher:
         )
 
     def start(self) -> None:
-        """The model begins to run.
+        """Record that the model begins to run.
 
         Raises:
-            RuntimeError: it runs already, in another thread.
+            RuntimeError: it is already running in another thread.
         """
         if self._running and self._runner != threading.get_ident():
             raise RuntimeError(
-                "A model with offloaded weights was called in a thread while it runs in another: its weights come and "
-                "go as it runs. Call it in one thread at a time."
+                "A model with offloaded weights was called in a thread while it runs in another, but its weights are "
+                "fetched and freed as it runs. Call it in one thread at a time."
             )
         self._runner = threading.get_ident()
         self._running += 1
 
     def stop(self) -> None:
-        """The model has run: nothing is fetched in advance any more, as weights may be changed before the next time."""
+        """Record that the model has run, and fetch nothing more ahead: weights may change before the next run."""
         self._running -= 1
         if not self._running:
             self._last = None
@@ -404,13 +404,13 @@ class Fetcher:
                 self._thread = None
 
     def begin(self, part: Part | None) -> None:
-        """Start to fetch a part, if the model runs."""
+        """Start to fetch a part if the model is running."""
         if part is not None and self._advance is None and self._running:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="paceline-fetch")
             self._advance = _Advance(part, self._thread.submit(self._fetch, part))
 
     def take(self, part: Part) -> list[_Fetched]:
-        """The tensors of a part, now. Remembers that it follows the one that was taken before."""
+        """Return the fetched tensors of a part, and remember that it followed the part that was taken before."""
         if self._last is not None:
             self._last.following = part if part is not self._last else None
         self._last = part
@@ -428,7 +428,7 @@ class Fetcher:
         return found
 
     def _drop(self) -> None:
-        """Forget what was fetched in advance, also that it failed: it is tried again when it is needed."""
+        """Discard the part that was fetched ahead. If that failed, it is tried again when the part is needed."""
         advance, self._advance = self._advance, None
         if advance is not None and advance.tensors.exception() is None:
             advance.part.give_back()

@@ -1,4 +1,4 @@
-"""Weights of a model that lies in parts on several processes: each copies its own part of what a file holds."""
+"""Load weights into a sharded model: each process copies its own shards from the files."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-#: Where a module that FSDPStrategy has sharded keeps what gathers it.
+#: Attribute in which a module sharded by FSDPStrategy stores the FSDP module that gathers it.
 HOLDER = "_paceline_fsdp"
 
 
 def in_parts(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor; costs no import where there is none."""
+    """Whether a tensor is a DTensor; imports nothing if there cannot be one."""
     torch_tensors = sys.modules.get("torch.distributed.tensor")
     return torch_tensors is not None and isinstance(tensor, torch_tensors.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor lies in this process."""
+    """This process's shard of a tensor; the tensor itself if it is not sharded."""
     return tensor.to_local() if in_parts(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def part_of(whole: Tensor, like: DTensor) -> Tensor:
-    """What this process holds of a whole tensor that is laid out as ``like``: a view of it where the part is one piece.
+    """This process's shard of a whole tensor, if sharded like ``like``; a view if the shard is contiguous.
 
     Raises:
-        NotImplementedError: torch would lay it out in another way than ``like`` is.
+        NotImplementedError: torch would shard it differently from ``like``.
     """
     part, held = whole, local(like)
     placements: list[Any] = list(like.placements)
@@ -50,15 +50,16 @@ def part_of(whole: Tensor, like: DTensor) -> Tensor:
             part = part.narrow(dim, start if length else 0, length)
     if part.shape != held.shape:
         raise NotImplementedError(
-            f"A tensor of shape {tuple(like.shape)} lies as {like.placements} on a mesh of shape "
-            f"{tuple(like.device_mesh.shape)}: this process holds {tuple(held.shape)}, but torch {torch.__version__} "
-            f"would give it {tuple(part.shape)}. Choose sizes that divide by the number of processes."
+            f"A tensor of shape {tuple(like.shape)} is sharded as {like.placements} on a mesh of shape "
+            f"{tuple(like.device_mesh.shape)}: this process has a shard of shape {tuple(held.shape)}, but torch "
+            f"{torch.__version__} would give it {tuple(part.shape)}. Choose sizes that are divisible by the number of "
+            "processes."
         )
     return part
 
 
 def _indices(like: DTensor, dim: int) -> Tensor:
-    """Which indices along a dimension this process holds, as torch distributes them: a 1-D tensor."""
+    """The indices along a dimension that this process holds, as torch distributes them: a 1-D tensor."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def along(placement: Any) -> Any:
@@ -82,13 +83,13 @@ def _pick(whole: Tensor, dim: int, indices: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(own: Tensor, value: Tensor, dtype: torch.dtype | None, pages: Pages) -> None:
-    """Copy a value, or this process's part of it, to where ``own`` is.
+    """Copy a value, or this process's shard of it, into ``own``.
 
     Args:
-        own: a parameter or buffer that has memory, whole or in parts.
-        value: the whole, of the same shape.
-        dtype: what a floating-point value becomes on its way; None: what ``own`` is.
-        pages: the mapped files, whose pages are given back.
+        own: a parameter or buffer that has memory, sharded or not.
+        value: the whole value, of the same shape.
+        dtype: dtype to which floating-point values are converted first; None for the dtype of ``own``.
+        pages: the mapped files, whose pages are freed.
     """
     whole = value
     if in_parts(own):
@@ -102,10 +103,10 @@ def fill(own: Tensor, value: Tensor, dtype: torch.dtype | None, pages: Pages) ->
 def fill_parts(
     model: nn.Module, names: list[str], own: DTensor, value: Tensor, dtype: torch.dtype | None, pages: Pages
 ) -> None:
-    """Give a parameter that lies in parts its value, at all the names that it has; one without memory gets some.
+    """Set the value of a sharded parameter under all its names; one on the meta device gets memory.
 
     Raises:
-        ValueError: ``dtype`` is another one than it has, which what gathers it has been told.
+        ValueError: ``dtype`` differs from its dtype, in which it is gathered.
     """
     if own.is_meta:
         kept = (dtype if value.is_floating_point() else None) or value.dtype
@@ -116,20 +117,20 @@ def fill_parts(
         own = made  # type: ignore[assignment]
     elif dtype is not None and value.is_floating_point() and own.dtype != dtype:
         raise ValueError(
-            f"load_checkpoint_in_model(dtype={dtype}): {names[0]} is {own.dtype} and lies in parts on several "
-            "processes already, which are gathered as what they are. Build the model in that dtype (model.to(dtype) "
-            "before it is prepared), or leave dtype out."
+            f"load_checkpoint_in_model(dtype={dtype}): {names[0]} is {own.dtype} and already sharded, and its shards "
+            "are gathered in that dtype. Convert the model before it is sharded (model.to(dtype) before it is "
+            "prepared), or omit dtype."
         )
     fill(own, value, dtype, pages)
 
 
 def memory_for(own: Tensor, device: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory without values for a tensor that has none, or for this process's part of it."""
+    """Uninitialized memory for a tensor on the meta device, or for this process's shard of it."""
     return torch.empty_like(own, device=device, dtype=dtype or own.dtype)
 
 
 def reshard(model: nn.Module) -> None:
-    """Let a model have its parameters in parts: after a forward without a backward some are still whole."""
+    """Reshard a model's parameters: after a forward without a backward some are still gathered."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for module in model.modules():
         for part in (module, vars(module).get(HOLDER)):
@@ -139,7 +140,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def together(model: nn.Module) -> Iterator[None]:
-    """An error that one of the processes has among which a model lies is an error on all of them."""
+    """Context in which an error on one process is raised on all processes that share the sharded model."""
     meshes: list[DeviceMesh] = []
     for tensor in (*model.parameters(), *model.buffers()):
         if in_parts(tensor) and tensor.device_mesh not in meshes:  # type: ignore[attr-defined]
@@ -151,11 +152,11 @@ def together(model: nn.Module) -> Iterator[None]:
         if not meshes:
             raise
         problem = error
-    told = problem and f"{type(problem).__name__}: {problem}"
+    text = problem and f"{type(problem).__name__}: {problem}"
     for mesh in meshes:
         for axis in range(mesh.ndim):
-            told = next(filter(None, _gather(told, mesh.get_group(axis))), None)
-    raise_first(problem, [told])
+            text = next(filter(None, _gather(text, mesh.get_group(axis))), None)
+    raise_first(problem, [text])
 
 
 def _gather(text: str | None, group: Any) -> list[str | None]:
@@ -166,20 +167,20 @@ def _gather(text: str | None, group: Any) -> list[str | None]:
     return found
 
 
-def raise_first(problem: Exception | None, told: list[str | None]) -> None:
-    """Raise this process's error, or that of another one."""
+def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
+    """Raise this process's error, or one for the error of another process."""
     if problem is not None:
         raise problem
-    for text in filter(None, told):
+    for text in filter(None, problems):
         raise RuntimeError(f"The weights were not loaded, because another rank failed: {text}")
 
 
 def all_or_none(work: Callable[[], None], gather: Callable[[Any], list[Any]]) -> None:
-    """Do something on every process; if it fails on one of them, raise on all, so that nobody waits.
+    """Call ``work`` on this process; if it fails on any process, raise on all of them, so that none waits.
 
     Args:
-        work: what to do.
-        gather: returns what every process passes.
+        work: the function to call.
+        gather: returns the values that all processes pass to it.
     """
     problem: Exception | None = None
     try:

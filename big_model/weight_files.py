@@ -1,4 +1,4 @@
-"""The files that hold a model's weights: which they are, and their tensors mapped into memory."""
+"""Find the files with a model's weights, and map their tensors into memory."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from torch import Tensor
 
 from .. import messages
 
-#: What the weights of a whole model are called in a folder, the first that is there counts.
+#: File names for the weights of a whole model in a folder; the first that exists is used.
 _NAMES = ("model.safetensors", "pytorch_model.bin")
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth")
-#: From <sys/mman.h> of Linux; the last needs Linux 5.14.
+#: Constants from Linux's <sys/mman.h>; the last one needs Linux 5.14.
 _MADV_DONTNEED, _MADV_POPULATE_READ = 4, 22
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Bytes that one page may bring along: the largest that systems keep a file's pages in.
+#: Bytes that reading one page may load: the largest block in which systems keep a file's pages.
 _AROUND = 2 * 2**20
-#: Bytes that are copied before the pages they came from are given back.
+#: Bytes that are copied before the pages they came from are freed.
 _CHUNK = 16 * 2**20
-#: Of addresses, for matrix products that give the same bits: the kernels of a CPU sum up in another order where a
-#: matrix does not begin at such a boundary (seen with oneMKL for float32 and float64; torch's own memory does).
+#: Alignment of addresses for bit-identical matrix products: CPU kernels sum in another order if a matrix does not begin
+#: at such a boundary (seen with oneMKL for float32 and float64). Torch's own memory is aligned like this.
 ALIGNMENT = 64
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold a model's weights.
+    """The files with a model's weights.
 
     Raises:
-        FileNotFoundError: there are none, or an index names one that is not there.
+        FileNotFoundError: there are none, or an index names a file that does not exist.
         ValueError: the index cannot be read.
     """
     if path.is_dir():
@@ -45,7 +45,7 @@ def weight_files(path: Path) -> list[Path]:
     if not path.exists():
         near = messages.did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
         raise FileNotFoundError(
-            f"There are no weights at {str(path)!r} (in {os.getcwd()}).{near} Name a local file or folder; nothing is "
+            f"There are no weights at {str(path)!r} (in {os.getcwd()}).{near} Pass a local file or folder; nothing is "
             "downloaded."
         )
     if path.suffix != ".json":
@@ -54,14 +54,14 @@ def weight_files(path: Path) -> list[Path]:
         names = sorted({Path(name) for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{str(path)!r} is no index of weights ({type(error).__name__}: {error}). It holds JSON with 'weight_map', "
-            "a file for each name; download or write it again, or name one file of weights."
+            f"{str(path)!r} is not an index of weights ({type(error).__name__}: {error}). An index is JSON with a "
+            "'weight_map' from names to files; download or write it again, or pass a single weight file."
         ) from error
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"The index {str(path)!r} names {len(names)} files, of which {len(missing)} are not there: "
-            f"{', '.join(map(str, missing[:5]))}. Bring them to its folder."
+            f"The index {str(path)!r} names {len(names)} files, of which {len(missing)} are missing: "
+            f"{', '.join(map(str, missing[:5]))}. Copy them to its folder."
         )
     return [path.parent / name for name in names]
 
@@ -73,18 +73,18 @@ def _in_folder(path: Path) -> str:
     others = [name for name in entries if name.endswith(_ENDINGS)]
     chosen = (whole or index or (others if len(others) == 1 else []))[:1]
     if not chosen:
-        listed = ", ".join(entries[:10]) or "nothing: it is empty"
+        contents = f"which contains {', '.join(entries[:10])}" if entries else "which is empty"
         raise FileNotFoundError(
-            f"There are no weights of one model in {str(path)!r}, only {listed}. Name the file, or a folder with "
-            f"{' or '.join(map(repr, _NAMES))} or an index (.index.json) of several."
+            f"There are no weights of a single model in {str(path)!r}, {contents}. Pass the file, or a folder with "
+            f"{' or '.join(map(repr, _NAMES))} or an index (.index.json) of several files."
         )
     return chosen[0]
 
 
 def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file by name, mapped into memory: a page is read when it is first looked at.
+    """The tensors of a file by name, mapped into memory: a page is read when it is first accessed.
 
-    What a tensor is changed to stays in memory and never reaches the file.
+    Changes to a tensor stay in memory and are never written to the file.
 
     Raises:
         ValueError: the file is damaged.
@@ -102,14 +102,16 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         state = state["state_dict"]
     if not isinstance(state, dict):
         kind = type(state).__name__
-        raise ValueError(f"{str(file)!r} holds a {kind}, no dict of tensors by name. Save the model's state_dict().")
+        raise ValueError(
+            f"{str(file)!r} contains a {kind}, not a dict of tensors by name. Save the model's state_dict()."
+        )
     for name, value in state.items():
         if isinstance(value, Tensor):
             yield name, value
 
 
 def tensors_of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a safetensors file, whatever it is called; see :func:`mapped_tensors`."""
+    """The tensors of a safetensors file with any name; see :func:`mapped_tensors`."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -123,19 +125,19 @@ def tensors_of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 def _damaged(file: Path, error: Exception) -> ValueError:
     why = str(error).splitlines()[0] if str(error) else repr(error)
     return ValueError(
-        f"The weights in {str(file)!r} cannot be read: {why}. The file is damaged or of another kind; download or "
+        f"The weights in {str(file)!r} cannot be read: {why}. The file is damaged or has another format; download or "
         "write it again."
     )
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether the CPU computes the same bits with a tensor as with a copy of it in memory of torch's own."""
+    """Whether the CPU computes bit-identical results with a tensor and with a copy of it in torch's own memory."""
     computed = tensor.is_floating_point() or tensor.is_complex()
     return tensor.is_contiguous() and (not computed or tensor.data_ptr() % ALIGNMENT == 0)
 
 
 def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A file that holds the bytes of one tensor and nothing else, mapped into memory."""
+    """Map a file that contains only the bytes of one tensor into memory."""
     size = torch.Size(shape).numel()
     if not size:
         return torch.empty(shape, dtype=dtype)
@@ -143,9 +145,9 @@ def map_file(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty tensor whose memory goes back to the system at once when it goes.
+    """An uninitialized tensor whose memory returns to the system as soon as it is freed.
 
-    That of an allocator may stay with the process, in each of its threads, and add up to several of them.
+    An allocator may keep freed memory in each of its threads, which can add up to several tensors.
     """
     size = shape.numel() * dtype.itemsize
     if device.type != "cpu" or size < _PAGE:
@@ -158,12 +160,12 @@ def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 
 @torch.no_grad()
 def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> None:
-    """Copy a tensor of a file to its place and type; what was read does not stay in memory.
+    """Copy a tensor from a mapped file to a target of any device and dtype; the pages that were read are freed.
 
     Args:
-        target: any device and dtype, of the same shape.
-        source: as it came from the file.
-        pages: the mapped files, looked up where many tensors are copied; None: looked up now.
+        target: a tensor of the same shape.
+        source: the tensor in the file.
+        pages: the mapped files, to be shared if many tensors are copied; None to look them up now.
     """
     if not (source.is_contiguous() and target.is_contiguous()) or source.numel() == 0:
         target.copy_(source)
@@ -178,17 +180,17 @@ def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> Non
 
 
 class Pages:
-    """Which memory is mapped from files at this moment, and what the system is told about it.
+    """The memory that is currently mapped from files, and freeing its pages in the page cache.
 
-    Only such memory may be given back: the system would fill any other with zeros. On systems other than Linux nothing
-    is mapped as far as this knows, and pages stay until memory runs short.
+    Only such memory may be freed: the system would fill any other memory with zeros. On systems other than Linux no
+    mapped memory is known, and pages stay until memory runs short.
     """
 
     def __init__(self) -> None:
         self._ranges = _mapped_ranges()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether all of a tensor lies in a mapped file."""
+        """Whether a tensor is entirely in a mapped file."""
         return self._range_of(tensor) is not None
 
     def _range_of(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -198,12 +200,12 @@ class Pages:
         return next(((low, high) for low, high in self._ranges if low <= start and end <= high), None)
 
     def give_back(self, tensor: Tensor, around: bool = False) -> None:
-        """Drop the pages that hold nothing but this tensor, if a file has them; they are read again when looked at.
+        """Free the pages that contain only this tensor, if it is in a mapped file; the next access reads them again.
 
         Args:
-            tensor: any.
-            around: also those before and after it that may have come with it, as systems map many pages at a time.
-                Nobody may be writing to tensors there at this moment.
+            tensor: any tensor.
+            around: whether to free pages before and after it too, which the system may have read with it. No tensor
+                there may be written to at this moment.
         """
         mapped = self._range_of(tensor)
         if mapped is None:
@@ -217,29 +219,29 @@ class Pages:
 
 
 def _drop(start: int, end: int) -> None:
-    """Drop whole pages that are known to be mapped from a file; none if one of them was written to."""
+    """Free whole pages that are known to be mapped from a file; none of them if one was written to."""
     if end > start and _is_as_in_file(start, end):
         _madvise()(start, end - start, _MADV_DONTNEED)
 
 
 def advise_needed(tensor: Tensor) -> None:
-    """Bring the pages of a tensor that is known to be mapped from a file into memory. Blocks, without the GIL."""
+    """Read the pages of a tensor that is known to be mapped from a file into memory. Blocks, without the GIL."""
     start, end = _span(tensor)
     start, end = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
     _madvise()(start, end - start, _MADV_POPULATE_READ)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from the first to behind the last byte of a tensor that is not empty."""
+    """The addresses of the first byte of a tensor and of the byte after its last; it must not be empty."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _is_as_in_file(start: int, end: int) -> bool:
-    """Whether no page was written to since it was mapped: such a page is the process's own and in no file.
+    """Whether no page has been written to since it was mapped; a written page belongs to the process, not to the file.
 
-    The system is asked, as torch does not see each change: what goes through ``.data``, numpy or batch statistics
-    leaves a tensor's version as it was. Where the system does not tell, the answer is no.
+    This asks the system, because torch does not notice every change: writing through ``.data`` or numpy, or updating
+    batch statistics, does not change a tensor's version. If the system does not tell, the answer is False.
     """
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
@@ -262,7 +264,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
-    """Where files are mapped; one that the system lists in pieces is one range."""
+    """The address ranges of mapped files; a file that the system lists in pieces is one range."""
     if not sys.platform.startswith("linux"):
         return []
     found: list[tuple[int, int]] = []

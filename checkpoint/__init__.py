@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold (``contents``), how they lie in a file (``file``), modules made from one."""
+"""Checkpoints: writing, finding, verifying and reading them, and restoring a run from them."""

@@ -1,4 +1,4 @@
-"""A finished file or folder takes the name of an older one, and at no moment is there neither."""
+"""Replace files and folders atomically: at every moment either the old or the complete new one exists."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from . import manifest, storage
 from .storage import Location, Remote
 
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
-#: What :func:`temporary_name` makes, and ``storage.remove``.
+#: Names made by :func:`temporary_name` and ``storage.remove``.
 _TEMPORARY = re.compile(r"\.(.+\.[0-9a-f]{12}|[0-9a-f]{32})\.tmp")
 
 
 @contextmanager
 def written_aside(target: Location, new: bool = False) -> Iterator[Path]:
-    """A path of this machine to write a file at, synced; when the block ends it takes the place of ``target``.
+    """Context that yields a local path; write a synced file there, and at the end of the block it replaces ``target``.
 
-    If the block raises, nothing of it is left and ``target`` is as it was. ``new`` as for :func:`take_place`.
+    If the block raises, the file is deleted and ``target`` is unchanged. ``new`` is as for :func:`take_place`.
     """
     temporary = beside(target, temporary_name(target.name))
     try:
@@ -40,54 +40,54 @@ def written_aside(target: Location, new: bool = False) -> Iterator[Path]:
 
 
 def beside(target: Location, name: str) -> Path:
-    """Where to write first: in the same folder; for an upload in the machine's folder for temporary files (TMPDIR)."""
+    """The path to write to first: in the same folder; for an upload, in the local temporary folder (TMPDIR)."""
     return Path(tempfile.gettempdir(), name) if isinstance(target, Remote) else target.with_name(name)
 
 
 def temporary_name(name: str) -> str:
-    """A hidden name beside ``name`` that nobody else has."""
+    """A unique hidden name derived from ``name``."""
     longest_name = 255
     ending = f".{uuid4().hex[:12]}.tmp"
     return f".{name}{ending}" if len(os.fsencode(name)) + len(ending) < longest_name else f".checkpoint{ending}"
 
 
 def remove_temporaries(folder: Location) -> None:
-    """Delete what saves that were killed left in a folder of this machine. No run may be saving there."""
+    """Delete the temporary files that killed saves left in a local folder. No run may be saving there."""
     for path in folder.iterdir() if isinstance(folder, Path) else ():
         if _TEMPORARY.fullmatch(path.name):
             remove(path)
 
 
 def take_place(temporary: Path, target: Location, new: bool = False) -> None:
-    """Give what is at ``temporary`` the name ``target``, delete what had that name, and sync the folder.
+    """Rename ``temporary`` to ``target``, delete what had that name before, and sync the folder.
 
-    A file is uploaded if ``target`` is an address.
+    If ``target`` is an address, the file is uploaded.
 
     Args:
-        temporary: a file or folder of this machine.
-        target: where it belongs.
-        new: nothing is to be replaced.
+        temporary: a local file or folder.
+        target: its final path.
+        new: whether ``target`` must not exist yet.
 
     Raises:
-        FileExistsError: it is ``new``, but something came there meanwhile. That is left as it is.
+        FileExistsError: with ``new``, something has been created at ``target``. It is left unchanged.
     """
     if isinstance(target, Path):
         (_rename_new if new else _rename)(temporary, target)
         sync_folder(target.parent)
         return
     if new and target.exists():
-        raise _came_meanwhile(target)
+        raise _saved_meanwhile(target)
     target.upload(temporary)
     temporary.unlink()
-    if manifest.is_folder(target):  # behind an address both can be there
+    if manifest.is_folder(target):  # at an address a file and a folder can have the same name
         storage.remove_all(target.files_below())
 
 
 def _rename(temporary: Path, target: Path) -> None:
-    """Rename.
+    """Rename, replacing ``target``.
 
-    A file replaces a file in one step, as rename does. Where one of them is a folder the two change names, in one step
-    on Linux; elsewhere the old one is moved aside first, and a crash just then leaves it under its hidden name.
+    A file replaces a file in one step, as rename does. If one of them is a folder, the two swap names, on Linux in one
+    step. On other systems the old one is renamed first, and a crash at that moment leaves it under its hidden name.
     """
     if not target.is_dir() and not temporary.is_dir():
         temporary.replace(target)
@@ -104,17 +104,17 @@ def _rename(temporary: Path, target: Path) -> None:
 
 
 def _rename_new(temporary: Path, target: Path) -> None:
-    """Rename to a name that is free, in one step; where neither Linux nor hard links do that, look first."""
+    """Rename to a free name in one step; without Linux or hard links, check first whether the name is free."""
     try:
         problem = _renameat2(temporary, target, _RENAME_NOREPLACE)
         if problem == errno.EEXIST:
             raise FileExistsError
         if problem and not temporary.is_dir():
             _link(temporary, target)
-        elif problem:  # a folder replaces none that has anything in it
+        elif problem:  # renaming a folder never replaces one that is not empty
             _rename_if_free(temporary, target)
     except FileExistsError:
-        raise _came_meanwhile(target) from None
+        raise _saved_meanwhile(target) from None
 
 
 def _link(temporary: Path, target: Path) -> None:
@@ -122,7 +122,7 @@ def _link(temporary: Path, target: Path) -> None:
         os.link(temporary, target)
     except FileExistsError:
         raise
-    except OSError:  # there are no links here
+    except OSError:  # no hard links on this file system
         _rename_if_free(temporary, target)
     else:
         temporary.unlink()
@@ -134,11 +134,11 @@ def _rename_if_free(temporary: Path, target: Path) -> None:
     temporary.rename(target)
 
 
-def _came_meanwhile(target: Location) -> FileExistsError:
+def _saved_meanwhile(target: Location) -> FileExistsError:
     return FileExistsError(
         errno.EEXIST,
-        "The checkpoint was not saved: while it was being written, another run saved one of the same name, which is "
-        "left as it is. Give each run its own folder (dirpath, default_root_dir). Checkpoint",
+        "The checkpoint was not saved: while it was being written, another run saved one with the same name, which "
+        "stays unchanged. Give each run its own folder (dirpath, default_root_dir). Checkpoint",
         str(target),
     )
 
@@ -148,7 +148,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _renameat2(one: Path, other: Path, flag: int) -> int:
-    """Linux's call; 0 or what is wrong, ``ENOSYS`` where there is no such call."""
+    """Call Linux's ``renameat2``; returns 0 or the error number, ``ENOSYS`` if the system has no such call."""
     if not sys.platform.startswith("linux"):
         return errno.ENOSYS
     try:
@@ -160,7 +160,7 @@ def _renameat2(one: Path, other: Path, flag: int) -> int:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or folder as far as that is possible."""
+    """Delete a file or folder as far as possible; never raises."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -169,7 +169,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the new name last through a power cut, where the file system can."""
+    """Make a new name survive a power cut, if the file system supports that."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""File names with metrics in them, such as ``"{epoch:02d}-{val_loss:.2f}"``."""
+"""Templates for file names with metrics, such as ``"{epoch:02d}-{val_loss:.2f}"``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor
 
 
 def fields(template: str) -> list[str]:
-    """Return the names of the metrics that a template asks for."""
+    """Return the names of the metrics in a template."""
     return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
 
 
 def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None = None) -> str:
-    """Put values into a template.
+    """Fill a template with values.
 
     Args:
-        template: any text with ``{name}`` or ``{name:format}`` in it; a name may hold dots and slashes.
-        values: numbers and tensors of one element; a name that is missing is filled with NaN.
-        equals: write ``name<equals>value``; only the value if None. A ``/`` in the name written becomes ``_``.
+        template: any text with ``{name}`` or ``{name:format}`` in it; a name may contain dots and slashes.
+        values: numbers and tensors of one element; missing names are filled with NaN.
+        equals: text between name and value, to write ``name<equals>value``; None writes only the value. A ``/`` in the
+            written name becomes ``_``.
     """
     parts: list[str] = []
     for text, name, spec, _ in Formatter().parse(template):
@@ -33,7 +34,7 @@ def fill(template: str, values: Mapping[str, Tensor | float], equals: str | None
 
 
 def check(template: str, what: str) -> None:
-    """Raise ``ValueError`` if the template cannot be filled with numbers; ``what`` is the argument it was given as."""
+    """Raise ``ValueError`` if the template cannot be filled with numbers; ``what`` names the argument in the error."""
     try:
         for _, name, spec, conversion in Formatter().parse(template):
             if name == "" or (name or "").isdigit():
@@ -41,11 +42,11 @@ def check(template: str, what: str) -> None:
             if conversion:
                 raise ValueError(f"a conversion, '!{conversion}'")
             if name is not None and not (_takes(0.0, spec or "") or _takes(0, spec or "")):
-                raise ValueError(f"no format of a number after {name!r}: {spec!r}")
+                raise ValueError(f"the format {spec!r} of {name!r} does not fit a number")
     except ValueError as error:
         raise ValueError(
             f"{what} got {template!r}, which is not a template: {error}. "
-            "Write metrics as '{epoch:02d}' or '{val_loss:.2f}', and a brace itself twice."
+            "Write metrics as '{epoch:02d}' or '{val_loss:.2f}', and double any literal brace."
         ) from None
 
 
@@ -61,5 +62,5 @@ def _written(value: Tensor | float, spec: str) -> str:
     number = value.item() if isinstance(value, Tensor) else value
     if _takes(number, spec):
         return format(number, spec)
-    # A format for whole numbers, and a metric that is none.
+    # A format for whole numbers, and a metric that is not a whole number.
     return format(round(number), spec) if math.isfinite(number) else str(number)

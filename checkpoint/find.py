@@ -1,4 +1,4 @@
-"""Which file ``ckpt_path`` means."""
+"""Find the checkpoint that ``ckpt_path`` refers to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def find_checkpoint(run: Run, ckpt_path: Any, fn: str, reused: bool) -> Location
         run: whose checkpoint callbacks know their files.
         ckpt_path: as given to the entry point.
         fn: the entry point.
-        reused: the module is that of the run before; then None means its best checkpoint, if there is one.
+        reused: whether the module is that of the previous run; then None means its best checkpoint, if there is one.
     """
     if ckpt_path is None:
         return _best(run) if reused and fn != "fit" else None
@@ -51,7 +51,7 @@ def _best(run: Run) -> Location | None:
 
 
 def _newest(run: Run, word: str, fn: str) -> Location | None:
-    """The newest valid checkpoint in the folders this run saves to; for a fit one that can be resumed from."""
+    """The newest valid checkpoint in the folders this run saves to; for a fit, one that it can resume from."""
     own, earlier = _folders(run)
     folders = own + earlier
     chosen, passed_over = newest_valid(_checkpoints(run, folders), fn)
@@ -65,7 +65,7 @@ def _newest(run: Run, word: str, fn: str) -> Location | None:
         say(f"ckpt_path={word!r}: {found}; the run starts fresh.{broken}")
     elif listed:
         say = messages.info if harmless else messages.warn
-        say(f"ckpt_path={word!r} passed over {listed} and takes {chosen}.")
+        say(f"ckpt_path={word!r} passed over {listed} and uses {chosen}.")
     return chosen
 
 
@@ -73,7 +73,7 @@ _WEIGHTS_ONLY = "weights only"
 
 
 def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location | None, dict[Location, str]]:
-    """The newest of some checkpoints that a run can begin with, and those that were passed over for it, with why."""
+    """The newest of these checkpoints that a run can start from, and the newer ones that it cannot use, with why."""
     order, passed_over = _newest_first(paths)
     for path, known in order:
         why = _why_not(path, known, fn)
@@ -84,10 +84,10 @@ def newest_valid(paths: Iterable[Location], fn: str = "fit") -> tuple[Location |
 
 
 def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manifest | None]], dict[Location, str]]:
-    """Checkpoints in the order to try, with what they say of themselves; and those that cannot be tried, with why.
+    """Checkpoints in the order to try them, with their manifests; and those that cannot be read, with why.
 
-    The numbers of the saves order them, so that a clock that was set back changes nothing; files of other tools, which
-    have none, come after all that have one, by their time.
+    They are ordered by the number of their save, so that a clock that was set back does not matter. Files of other
+    tools have no such number and come last, ordered by time.
     """
     found: list[tuple[tuple[int, int, int], Location, Manifest | None]] = []
     broken: dict[Location, str] = {}
@@ -103,11 +103,11 @@ def _newest_first(paths: Iterable[Location]) -> tuple[list[tuple[Location, Manif
 
 
 def _why_not(path: Location, known: Manifest | None, fn: str) -> str | None:
-    """Why a run cannot begin with a checkpoint; None if it can."""
+    """Why a run cannot start from a checkpoint; None if it can."""
     if known is None:
         return _damage(path) or _why_not_foreign(path, fn)
     if known.format > FORMAT:
-        return f"of a newer version, format {known.format}"
+        return f"written by a newer version, format {known.format}"
     return _WEIGHTS_ONLY if fn == "fit" and known.weights_only else _damage(path)
 
 
@@ -122,13 +122,13 @@ def _damage(path: Location) -> str | None:
 def _why_not_foreign(path: Location, fn: str) -> str | None:
     try:
         found = read(path, map_location="meta")  # its tensors are not loaded
-    except Exception as error:  # a broken file is what is being looked for
+    except Exception as error:  # a broken file is the expected case
         return f"{type(error).__name__}: {error}"
     return _WEIGHTS_ONLY if fn == "fit" and "optimizer_states" not in found else None
 
 
 def newer_of_its_run(path: Location) -> Location | None:
-    """A checkpoint beside this one that the same run wrote later; None if there is none."""
+    """A checkpoint in the same folder that the same run wrote later; None if there is none."""
     found, _ = _newest_first(manifest.checkpoints_in(path.parent))
     own = next((known for other, known in found if other.name == path.name), None)
     if own is None:
@@ -169,9 +169,9 @@ def _savers(run: Run) -> list[Any]:
 
 
 def _folders(run: Run) -> tuple[list[Location], list[Location]]:
-    """Where the callbacks save; and, if that is (or will be) the default folder, those of the runs before.
+    """The folders the callbacks save to; and, if one is (or will be) the default folder, those of earlier runs.
 
-    Nobody's folder is settled by asking: of a fit that goes on, the loggers' are that of the run that it continues.
+    This does not fix any folder yet: a fit that resumes uses the loggers' folders of the run that it continues.
     """
     root = run.trainer.default_root_dir
     asked = [callback.dirpath for callback in _savers(run)]
@@ -184,6 +184,6 @@ def _folders(run: Run) -> tuple[list[Location], list[Location]]:
 
 
 def _version(path: Location) -> int:
-    """N of the folder ``version_N`` that a path leads through; -1 if there is none."""
+    """N of the folder ``version_N`` in a path; -1 if there is none."""
     numbers = [part.removeprefix("version_") for part in path.parts if part.startswith("version_")]
     return int(numbers[-1]) if numbers and numbers[-1].isdecimal() else -1

@@ -1,4 +1,4 @@
-"""One run at a time goes on in a folder: a second that would resume what the first still writes is refused."""
+"""Lock folders so that only one run at a time resumes in one: a second run must not resume from an active run."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows: folders cannot be claimed there
+except ImportError:  # Windows: folders cannot be locked there
     fcntl = None
 
-#: How long the processes of a run that was just killed may hold its folder: loader workers look for their parent.
+#: How long processes of a killed run may still hold its folder: data loader workers notice its end only after a while.
 _WAIT_SECONDS = 15.0
 
 
 class Claims:
-    """Folders that a run writes to, held by locks which the system takes back whenever the process ends.
+    """Locks on the folders that a run writes to; the system releases them when the process ends.
 
-    A run that starts afresh shares a folder with others, since it takes names that nobody has. One that goes on from
-    the newest checkpoint in a folder must have it alone when it begins. Where the file system has no such locks (some
-    network ones), nothing is refused.
+    A run that starts fresh shares a folder with others, because it uses unused file names. A run that resumes from the
+    newest checkpoint in a folder needs an exclusive lock when it begins. On file systems without such locks (some
+    network file systems) nothing is refused.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, int] = {}
 
     def take(self, folders: Iterable[str], alone: bool = False) -> bool:
-        """Hold folders until :meth:`release`; those that do not exist yet are left out.
+        """Lock folders until :meth:`release`; folders that do not exist yet are skipped.
 
         Args:
-            folders: those behind addresses are left out too.
-            alone: no other run may hold them at this moment.
+            folders: the folders; remote addresses are skipped.
+            alone: whether to check that no other run holds them now.
 
         Returns:
-            Whether it is certain that no other run did.
+            Whether it is certain that no other run held them.
 
         Raises:
-            BlockingIOError: another run does, and went on doing so.
+            BlockingIOError: another run holds one of them, and did not release it in time.
         """
         certain = alone
         for folder in folders:
@@ -57,13 +57,13 @@ class Claims:
         return certain
 
     def release(self) -> None:
-        """Let go of all folders."""
+        """Release all folders."""
         while self._held:
             os.close(self._held.popitem()[1])
 
 
 def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
-    """Wait until nobody else holds the folder; False if that cannot be known here."""
+    """Wait until no other process holds the folder; False if the file system cannot tell."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
@@ -74,8 +74,8 @@ def _wait_for(fcntl: Any, folder: str, handle: int) -> bool:
             if time.monotonic() > deadline:
                 raise BlockingIOError(
                     error.errno,
-                    "Another run is writing checkpoints to this folder, so this one cannot continue from them: both "
-                    "would train the same steps. Wait for the other run or end it, or give this one another folder "
+                    "Another run is writing checkpoints to this folder, so this one cannot resume from them: both "
+                    "would train the same steps. Wait for the other run or stop it, or give this one another folder "
                     "(default_root_dir, dirpath). Folder",
                     folder,
                 ) from None

@@ -1,4 +1,4 @@
-"""The arguments a module or data module was made with, kept for logs and checkpoints."""
+"""Store the arguments with which a module or data module was made, for logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .. import messages
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose entries are attributes too.
+    """A dict whose entries can be read and set as attributes too.
 
     Example:
         >>> hparams = AttributeDict(lr=0.1)
@@ -29,7 +29,7 @@ class AttributeDict(dict[str, Any]):
         except KeyError:
             hint = messages.did_you_mean(name, self)
             raise AttributeError(
-                f"There is no hyperparameter {name!r}.{hint} There are: {messages.names(self, 'and') or 'none'}."
+                f"There is no hyperparameter {name!r}.{hint} Hyperparameters: {messages.names(self, 'and') or 'none'}."
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -55,14 +55,14 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> AttributeDict:
-        """What :meth:`save_hyperparameters` kept. Entries may be changed; a checkpoint holds them as they are then."""
+        """Values from :meth:`save_hyperparameters`. They may be changed; a checkpoint stores the current ones."""
         if self._hparams is None:
             self._hparams = AttributeDict()
         return self._hparams
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """A copy of the hyperparameters as they were when they were saved; what loggers are given."""
+        """A copy of the hyperparameters as they were when they were saved; loggers receive these."""
         return _copied(self._hparams_initial or AttributeDict())
 
     def save_hyperparameters(
@@ -72,18 +72,18 @@ class HyperparametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``.
+        """Store the arguments of ``__init__`` in :attr:`hparams`. Call it inside ``__init__``.
 
-        Without ``args`` all arguments are kept, those of ``__init__`` of subclasses and of base classes under way too
-        (a subclass's value wins); calls in a subclass and in its base add up. The values are those that the names have
-        at the moment of the call.
+        Without ``args`` all arguments are stored, also those of every subclass or base class whose ``__init__`` is
+        running (a subclass's value wins); calls in a subclass and in its base class add up. Each name is stored with
+        its value at the time of the call.
 
         Args:
-            *args: names of arguments to keep, or objects whose entries are kept instead: a dict or other mapping, an
-                ``argparse.Namespace``, a dataclass instance, an OmegaConf config.
-            ignore: names to leave out: a module passed as an argument lies in the ``state_dict`` already.
-            frame: where to begin to look for ``__init__``; the caller's by default.
-            logger: whether the loggers are told these values when a run starts.
+            *args: names of arguments to store, or objects whose entries are stored instead: a dict or other mapping,
+                an ``argparse.Namespace``, a dataclass instance, an OmegaConf config.
+            ignore: names to leave out, such as a module passed as an argument, which is already in the ``state_dict``.
+            frame: frame from which to look for ``__init__``; the caller's by default.
+            logger: whether the loggers receive these values when a run starts.
         """
         if frame is None and (current := inspect.currentframe()) is not None:
             frame = current.f_back
@@ -98,7 +98,7 @@ class HyperparametersMixin:
         _advise_about_modules(type(self).__name__, self.hparams)
 
     def remove_ignored_hparams(self, ignore_list: Sequence[str]) -> None:
-        """Take entries out of the hyperparameters again."""
+        """Remove entries from the hyperparameters."""
         for name in ignore_list:
             self.hparams.pop(name, None)
         self._hparams_initial = _copied(self.hparams)
@@ -111,7 +111,7 @@ class HyperparametersMixin:
         if by_name and not arguments and not _inside_init(self, frame):
             raise RuntimeError(
                 f"{owner}.save_hyperparameters() was called outside of __init__, where the arguments are not known. "
-                "Call it inside __init__, or pass what to keep: save_hyperparameters({'lr': 0.1})."
+                "Call it inside __init__, or pass the values to store: save_hyperparameters({'lr': 0.1})."
             )
         if not args:
             self._hparams_name = "kwargs"
@@ -131,7 +131,7 @@ class HyperparametersMixin:
 
 
 def _init_frames(owner: Any, frame: FrameType | None) -> list[FrameType]:
-    """The calls of ``owner.__init__`` (and of its bases') under way, from the innermost outwards."""
+    """The frames of running calls of ``owner.__init__`` (and of its base classes), innermost first."""
     frames = []
     while frame is not None:
         code = frame.f_code
@@ -146,7 +146,7 @@ def _inside_init(owner: Any, frame: FrameType | None) -> bool:
 
 
 def _init_arguments(owner: Any, frame: FrameType | None) -> tuple[dict[str, Any], bool]:
-    """The arguments of all calls of ``__init__`` under way, and whether one of them takes ``**kwargs``."""
+    """The arguments of all running calls of ``__init__``, and whether one of them takes ``**kwargs``."""
     arguments: dict[str, Any] = {}
     open_ended = False
     for init in _init_frames(owner, frame):
@@ -184,7 +184,7 @@ def _entries(config: Any, owner: str) -> dict[str, Any]:
 
 
 def _plain_config(config: Any) -> Any:
-    """An OmegaConf node as (nested) dict and list; anything else as it is. The package is not imported for it."""
+    """An OmegaConf node as (nested) dict and list; anything else unchanged. Does not import the package."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and omegaconf.OmegaConf.is_config(config):
         return _attribute_dicts(omegaconf.OmegaConf.to_container(config, resolve=True))
@@ -221,14 +221,14 @@ def _advise_about_modules(owner: str, hparams: Mapping[str, Any]) -> None:
     modules = [key for key, value in hparams.items() if _is_module(value)]
     if modules:
         messages.warn_once(
-            f"The hyperparameters of {owner} hold a module under {messages.names(modules, 'and')}. Its weights lie in "
-            "the state_dict already, and a hyperparameter file cannot hold it. "
+            f"The hyperparameters of {owner} contain a module under {messages.names(modules, 'and')}. Its weights are "
+            "already in the state_dict, and a hyperparameter file cannot store it. "
             f"Leave it out: self.save_hyperparameters(ignore={modules!r})."
         )
 
 
 def _check_ignored(owner: str, ignored: set[str], arguments: Iterable[str]) -> None:
-    """Point out a name to ignore that does not exist but is close to one that does."""
+    """Warn about a name to ignore that does not exist but is similar to one that does."""
     known = list(arguments)
     for name in sorted(ignored.difference(known)):
         hint = messages.did_you_mean(name, known)

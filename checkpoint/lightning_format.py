@@ -1,4 +1,4 @@
-"""The counters of a run under Lightning's names, so that each can go on from the other's files."""
+"""The counters of a run under Lightning's names, so that Paceline and Lightning can resume from each other's files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LAYOUT_VERSION = "2.6.6"
 
 
 def loops(counters: dict[str, Any]) -> dict[str, Any]:
-    """What Lightning keeps under ``"loops"``, from the counters of a run."""
+    """Lightning's ``"loops"`` entry, made from the counters of a run."""
     in_epoch, steps, done = counters["next_batch"], counters["global_step"], counters["epoch_done"]
     epoch = _passed(counters["epoch"], in_epoch > 0 or done, done)
     return {
@@ -42,7 +42,7 @@ def loops(counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The counters of a run out of a file that Lightning wrote."""
+    """The counters of a run, read from a checkpoint that Lightning wrote."""
     fit = checkpoint.get("loops", {}).get("fit_loop", {})
     found = {"global_step": checkpoint.get("global_step", 0), "window": 0, "pending": "", "stepped": False}
     try:

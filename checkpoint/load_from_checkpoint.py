@@ -1,4 +1,4 @@
-"""``load_from_checkpoint``: a module or data module made from the hyperparameters in a file, with its state."""
+"""``load_from_checkpoint``: make a module or data module from the hyperparameters in a file, and load its state."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ def load_from_checkpoint(
 ) -> T:
     """Make an instance from a checkpoint: its hyperparameters become ``__init__`` arguments, then its state is loaded.
 
-    The random state is the same before and after.
+    The random states do not change.
 
     Args:
         cls: a ``TrainingModule`` or ``DataModule`` class.
         path: a checkpoint, or an open binary file.
-        map_location: where tensors go, as for ``torch.load``; the CPU if None. The module goes where its weights are.
+        map_location: device for the tensors, as for ``torch.load``; the CPU if None. The module moves to its weights'
+            device.
         hparams_file: a ``.yaml`` or ``.csv`` file whose values replace the hyperparameters in the checkpoint.
-        strict: whether the weights' names have to match; None asks ``strict_loading``.
-        weights_only: None or True; files are data, and no code that one names is run.
+        strict: whether the names of the weights have to match; None uses ``strict_loading``.
+        weights_only: None or True; files are data, and code that a file names is never run.
         **kwargs: arguments of ``__init__`` that override the hyperparameters.
 
     Raises:
-        ValueError: the file is no checkpoint, or names code; ``weights_only`` is False.
+        ValueError: the file is not a checkpoint, or names code; or ``weights_only`` is False.
         RuntimeError: the weights do not fit.
-        TypeError: ``__init__`` needs an argument that neither the file nor ``kwargs`` has, or does not know one.
+        TypeError: ``__init__`` needs an argument that neither the file nor ``kwargs`` has, or has no such argument.
     """
     if weights_only not in (None, True):
         raise ValueError(
             f"{cls.__name__}.load_from_checkpoint(weights_only={weights_only!r}): checkpoints are data, and code that "
-            "one names is never run. Leave weights_only out; allow types you trust with "
+            "a file names is never run. Omit weights_only, and allow types you trust with "
             "torch.serialization.add_safe_globals([...])."
         )
     checkpoint = read(path, "cpu" if map_location is None else map_location)
@@ -80,7 +81,7 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
 
 
 def _arguments(cls: type, checkpoint: dict[str, Any], prefix: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for ``cls``: those saved, replaced by those given, and of them the ones that ``cls`` takes."""
+    """The arguments that ``cls`` takes: the saved ones, overridden by the given ones."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -104,7 +105,7 @@ def _arguments(cls: type, checkpoint: dict[str, Any], prefix: str, given: dict[s
 
 
 def _attribute_dicts(value: Any) -> Any:
-    """A configuration object's entries, to be reached as attributes as well, at every depth."""
+    """The entries of a configuration object, which can be read as attributes too, at every depth."""
     if isinstance(value, dict):
         return AttributeDict({key: _attribute_dicts(entry) for key, entry in value.items()})
     return value
@@ -138,7 +139,7 @@ def _read_hparams(path: Path) -> dict[str, Any]:
                 f"hparams_file={str(path)!r} is YAML, and pyyaml is not installed. Run: pip install pyyaml"
             ) from error
         return yaml.safe_load(path.read_text()) or {}
-    raise ValueError(f"hparams_file={str(path)!r} is of a kind that is not known. Pass a .yaml, .yml or .csv file.")
+    raise ValueError(f"hparams_file={str(path)!r} has an unknown file type. Pass a .yaml, .yml or .csv file.")
 
 
 def _literal(text: str) -> Any:

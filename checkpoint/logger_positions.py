@@ -1,4 +1,4 @@
-"""The loggers' places: where each stood when a checkpoint was written, so that a resumed run goes on just there."""
+"""The loggers' positions when a checkpoint was written, so that a resumed run continues their records there."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 def gather(run: Run) -> dict[str, Any]:
-    """The state of each logger by its class and its number among those of the class; empty on other ranks than 0."""
+    """The state of each logger by its name in a checkpoint (see :func:`named`); empty on ranks other than 0."""
     pairs = named(run.trainer.loggers if run.strategy.is_global_zero else [])
     return {name: state for name, logger in pairs if (state := logger.state_dict())}
 
 
 def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
-    """Let the loggers be those of the run that wrote a checkpoint, if they can be, before anybody asks for a folder.
+    """Let the loggers continue the records of the run that wrote a checkpoint, if possible. Call before using folders.
 
-    Rank 0 looks; every rank must call. A run that was resumed from an older one of its checkpoints is another run from
-    there on: it gets folders of its own, unless the user named the one it has.
+    Rank 0 decides; every rank must call this. A run that resumes from an older one of its checkpoints becomes another
+    run from there on: it gets new folders, unless the user named its folder.
     """
 
     def look() -> dict[str, Any]:
@@ -41,7 +41,7 @@ def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
         if newer is not None:
             messages.info(
                 f"{path} is not the newest checkpoint of its run ({newer.name} is newer), so this fit is logged as a "
-                "new run and the logs of the other one stay whole."
+                "new run, and the logs of the other run stay complete."
             )
             return {}
         if found and not is_remote(path):
@@ -56,7 +56,7 @@ def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
 
 
 def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
-    """Name the folders of the records, once in a process."""
+    """Print the folders of the loggers' records, once per process."""
     folders = dict.fromkeys(messages.path(folder) for logger in loggers if (folder := logger.records_dir))
     if folders:
         text = ", ".join(folders)
@@ -64,7 +64,7 @@ def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
 
 
 def restore(run: Run, section: Mapping[str, Any]) -> None:
-    """Let the loggers that are the run's go on where they stood."""
+    """Restore the positions of the loggers that belong to the run."""
     if run.strategy.is_global_zero:
         found = _recognized(run, section)
         for name, logger in named(run.trainer.loggers):
@@ -73,7 +73,7 @@ def restore(run: Run, section: Mapping[str, Any]) -> None:
 
 
 def named(loggers: Iterable[Logger]) -> Iterator[tuple[str, Logger]]:
-    """Each logger with its name in a checkpoint: its class and its number among those of the class."""
+    """Each logger with its name in a checkpoint: its class and its number among loggers of that class."""
     seen: Counter[str] = Counter()
     for logger in loggers:
         kind = type(logger).__qualname__
@@ -88,7 +88,7 @@ def _recognized(run: Run, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section_of(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:
-    """What a checkpoint says about the run, its tensors not read; nothing if it cannot be read, which is said later."""
+    """The ``"paceline"`` section of a checkpoint, without loading tensors; empty if the checkpoint cannot be read."""
     where = location(path)
     try:
         if manifest.is_folder(where):
@@ -97,5 +97,5 @@ def section_of(path: str | os.PathLike[str] | Remote) -> Mapping[str, Any]:
             return torch.load(where, map_location="meta", mmap=True, weights_only=True)["paceline"]
         with where.open() as stream:
             return torch.load(stream, map_location="meta", weights_only=True)["paceline"]
-    except Exception:  # whatever it is, reading it as a whole says it better
+    except Exception:  # reading the whole checkpoint later gives a better error
         return {}

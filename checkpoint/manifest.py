@@ -1,7 +1,8 @@
-"""What a checkpoint says about itself: JSON that is written last, and read without loading anything else of it.
+"""A checkpoint's manifest: JSON with its metadata and checksums, written last and readable without the rest.
 
-In a single file it is a further record of the zip, ``<archive>/manifest.json`` (``unzip -p FILE '*/manifest.json'``);
-in a folder the file ``manifest.json``. A checkpoint that has one was written to its end. Nothing here needs torch.
+In a single file it is an additional record of the zip, ``<archive>/manifest.json`` (``unzip -p FILE
+'*/manifest.json'``); in a folder it is the file ``manifest.json``. A checkpoint with a manifest is complete. Nothing
+here needs torch.
 """
 
 from __future__ import annotations
@@ -20,37 +21,37 @@ from typing import IO, Any
 
 from .storage import Location, Remote, location
 
-#: In a checkpoint that is a folder, the file that holds everything but the big tensors.
+#: In a checkpoint folder, the file that holds everything except the big tensors.
 CONTENTS = "contents.ckpt"
-#: The name of the file, and the ending of the record, that holds a manifest.
+#: File name, or end of the record name, of a manifest.
 NAME = "manifest.json"
 SUFFIX = ".ckpt"
-#: The checkpoint in a folder that an Accelerator's ``save_state`` wrote.
+#: Name of the checkpoint in a folder that ``Accelerator.save_state`` wrote.
 STATE = f"state{SUFFIX}"
 
-#: The layout of checkpoints and manifests. What has a higher number is refused.
+#: Version of the layout of checkpoints and manifests. Higher versions are refused.
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is, and what it consists of.
+    """Metadata of a checkpoint, and its files.
 
     Attributes:
-        format: the layout it was written in.
+        format: version of its layout.
         kind: ``"file"`` or ``"folder"``.
-        weights_only: no fit can go on from it.
-        epoch: epochs that were complete, the current one not counted.
-        global_step: optimizer steps.
-        sequence: its number among the saves of its run and of those before it in the same folders; 0 outside a fit.
-        monitor: the metric it was ranked by.
-        score: that metric, None if there is none or it is not finite.
-        world_size: processes of the run.
-        versions: of paceline, torch and python.
+        weights_only: whether it has only weights, so that no fit can resume from it.
+        epoch: number of complete epochs, without the current one.
+        global_step: number of optimizer steps.
+        sequence: its number among the saves of its run and of earlier runs in the same folders; 0 outside a fit.
+        monitor: the metric that ranked it.
+        score: the value of that metric; None if there is none or it is not finite.
+        world_size: number of processes of the run.
+        versions: versions of paceline, torch and python.
         runs: the marks of the run that wrote it.
-        line: the mark of the callback that keeps it, the same in starts that went on from each other; else empty.
+        line: the mark of the callback that keeps it, the same in every run that resumed from another; else empty.
         written: time in UTC, ISO 8601.
-        files: size in bytes and CRC-32 of each file of a folder (the manifest aside), or of each record of a file.
+        files: size in bytes and CRC-32 of each file of a folder (without the manifest), or of each record of a file.
     """
 
     format: int = FORMAT
@@ -70,7 +71,7 @@ class Manifest:
 
     @property
     def inside(self) -> str:
-        """Where in a folder the files are: ``""``, or a folder of their own below it, as behind an address."""
+        """The subfolder that holds the files of a checkpoint folder; ``""`` except at remote addresses."""
         return next((name.removesuffix(CONTENTS) for name in self.files if name.endswith(CONTENTS)), "").rstrip("/")
 
 
@@ -78,8 +79,8 @@ def of(checkpoint: dict[str, Any], files: dict[str, list[int]] | None = None) ->
     """The manifest for a checkpoint that is about to be written.
 
     Args:
-        checkpoint: what the file holds; sequence number and score stand in its ``["paceline"]["manifest"]``.
-        files: size and checksum of the files of a folder; None for a single file, whose zip has them itself.
+        checkpoint: the contents; sequence number and score are in its ``["paceline"]["manifest"]``.
+        files: size and checksum of the files of a folder; None for a single file, whose zip records them itself.
     """
     section = checkpoint.get("paceline", {})
     facts = section.get("manifest", {})
@@ -102,14 +103,14 @@ def of(checkpoint: dict[str, Any], files: dict[str, list[int]] | None = None) ->
 
 
 def append(stream: Any, manifest: Manifest) -> None:
-    """Add the record to a zip file that is complete otherwise and open for reading and writing."""
+    """Add the manifest to a zip file that is otherwise complete and open for reading and writing."""
     with zipfile.ZipFile(stream, "a") as archive:
         inside = archive.namelist()[0].partition("/")[0]
         archive.writestr(f"{inside}/{NAME}", _text(manifest))
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write the file of a folder, and sync it to disk."""
+    """Write a folder's manifest file and sync it to disk."""
     with (folder / NAME).open("x", encoding="utf-8") as stream:
         stream.write(_text(manifest))
         stream.flush()
@@ -117,7 +118,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def _text(manifest: Manifest) -> str:
-    """As JSON, with the checksum of all the rest."""
+    """The manifest as JSON, with a checksum of itself."""
     found = asdict(manifest)
     return _dump({"checksum": zlib.crc32(_dump(found).encode()), **found})
 
@@ -136,11 +137,11 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str] | Remote) -> Manifest | None:
-    """The manifest of a checkpoint; None if it has none, as files of other tools.
+    """The manifest of a checkpoint; None if it has none, like files of other tools.
 
     Raises:
-        OSError: there is no such file, or it cannot be read.
-        ValueError: it is damaged, or no checkpoint at all.
+        OSError: the file does not exist or cannot be read.
+        ValueError: it is damaged, or not a checkpoint.
     """
     where = location(path)
     if where.is_dir():
@@ -150,13 +151,13 @@ def read(path: str | os.PathLike[str] | Remote) -> Manifest | None:
 
 
 def read_folder(path: Location) -> Manifest:
-    """The manifest of a checkpoint that is a folder.
+    """The manifest of a checkpoint folder.
 
     Raises:
-        ValueError: it is missing or damaged, or the folder is no checkpoint.
+        ValueError: it is missing or damaged, or the folder is not a checkpoint.
     """
     if not is_folder(path):
-        raise ValueError("it is a folder that is no checkpoint")
+        raise ValueError("it is a folder that is not a checkpoint")
     try:
         return _made(_parsed((path / NAME).read_bytes()))
     except FileNotFoundError:
@@ -166,7 +167,7 @@ def read_folder(path: Location) -> Manifest:
 
 
 def read_file(stream: IO[bytes]) -> Manifest | None:
-    """The manifest in an open file, which can seek."""
+    """The manifest in an open, seekable file."""
     if stream.read(1) == b"\x80":  # a pickle, as torch wrote before it used zip files
         return None
     try:
@@ -189,21 +190,21 @@ def read_file(stream: IO[bytes]) -> Manifest | None:
 
 
 def _made(found: dict[str, Any]) -> Manifest:
-    """A manifest out of JSON; what a later version added to it is left out."""
+    """A manifest made from JSON; fields that a later version added are ignored."""
     return Manifest(**{field.name: found[field.name] for field in fields(Manifest) if field.name in found})
 
 
 def is_folder(path: str | os.PathLike[str] | Remote) -> bool:
-    """Whether there is a checkpoint that is a folder, be it whole or not."""
+    """Whether a path is a checkpoint folder, complete or not."""
     return any((location(path) / name).is_file() for name in (NAME, CONTENTS))
 
 
 def checkpoints_in(folder: str | os.PathLike[str] | Remote, depth: int = 0) -> Iterator[Location]:
-    """The checkpoints in a folder: what is called ``*.ckpt``, file or folder, unless it is hidden.
+    """The checkpoints in a folder: files and folders named ``*.ckpt`` that are not hidden.
 
     Args:
-        folder: which need not exist.
-        depth: how many levels of folders to go down.
+        folder: the folder; it need not exist.
+        depth: how many levels of subfolders to search.
     """
     try:
         entries = sorted(location(folder).iterdir(), key=lambda entry: entry.name)

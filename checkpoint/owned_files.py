@@ -1,4 +1,4 @@
-"""The checkpoint files of one run in one folder: which are its own, and what may therefore be deleted."""
+"""Know which checkpoint files in a folder a run has written itself, and so may delete."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .storage import Remote, location
 
 
 class RunFiles:
-    """Tells the files that a run wrote from all others.
+    """Recognizes the files that a run wrote.
 
     Attributes:
         folder: absolute path or address; ``""`` until it is known.
-        mark: a text that no other run has, put into each of its checkpoints.
-        line: a text that only those starts of a run have which went on from each other's newest checkpoint. It is put
-            into the manifests of the files that are kept here, not of those that others save in the same folder.
+        mark: a text unique to the run, stored in each of its checkpoints.
+        line: a text shared only by runs that each resumed from the newest checkpoint of the one before. It is stored in
+            the manifests of the files that are kept here, not of files that others save in the same folder.
     """
 
     def __init__(self, folder: str) -> None:
@@ -26,24 +26,24 @@ class RunFiles:
         self.mark = self.line = ""
 
     def sign(self, checkpoint: dict[str, Any]) -> None:
-        """Put the mark into a checkpoint that is about to be written."""
+        """Add the mark to a checkpoint that is about to be written."""
         if self.mark:
             checkpoint.setdefault("paceline", {}).setdefault("runs", []).append(self.mark)
 
     def is_ours(self, path: str) -> bool:
-        """Whether the file that is there now was written by this run, be it before it was resumed."""
+        """Whether this run, now or before it was resumed, wrote the file that now exists at a path."""
         found = _manifest(path)
         return found is not None and self.mark in found.runs
 
     def step_of(self, path: str) -> int | None:
-        """The step that a file of ours holds."""
+        """The step of a checkpoint that this run wrote; None for any other file."""
         found = _manifest(path) if path else None
         return found.global_step if found is not None and self.mark in found.runs else None
 
     def go_on(self, start: str, leftovers: Collection[str], depth: int) -> list[str]:
-        """Delete what was left over when ``start`` was saved; return what only the next save may replace.
+        """Delete the files that were superfluous when ``start`` was saved; return those that the next save replaces.
 
-        That is ``start`` itself if it was left over, and what was saved after it.
+        These are ``start`` itself, if it was superfluous, and all files that were saved after it.
         """
         for path in leftovers:
             if path != start:
@@ -51,7 +51,7 @@ class RunFiles:
         return [*([start] if start in leftovers else []), *self._later_than(start, depth)]
 
     def _later_than(self, path: str, depth: int) -> list[str]:
-        """The files of this line, ``depth`` folders down, that were saved after the checkpoint at ``path``."""
+        """The files of this line, up to ``depth`` folders down, that were saved after the checkpoint at ``path``."""
         start = _manifest(path)
         if start is None:
             return []
@@ -59,11 +59,11 @@ class RunFiles:
         return [other for other, it in found if it and it.line == self.line and it.sequence > start.sequence]
 
     def unused(self, paths: Iterator[str], replaces: Collection[str]) -> str:
-        """Return the first path that does not exist, or whose file is ours and to be replaced anyway."""
+        """Return the first path that does not exist, or whose file is ours and will be replaced anyway."""
         return next(path for path in paths if not location(path).exists() or (path in replaces and self.is_ours(path)))
 
     def delete(self, path: str) -> None:
-        """Delete a file if it lies in the folder and is ours."""
+        """Delete a file if it is in the folder and ours."""
         if not storage.is_inside(path, self.folder) or not self.is_ours(path):
             return
         try:
@@ -72,16 +72,16 @@ class RunFiles:
             messages.warn(f"The checkpoint {path!r} is no longer needed, but could not be deleted: {error}")
 
     def relative(self, path: str) -> str:
-        """The path as seen from the folder, which is how it is saved."""
+        """The path relative to the folder, as checkpoints store it."""
         return storage.relative(path, self.folder) if path and self.folder else path
 
     def find(self, saved: str, beside: str, old_folder: str | None) -> str | None:
-        """Return where a file is now, or None.
+        """Return the current path of a file, or None.
 
         Args:
             saved: its path in a checkpoint: relative to the folder, or absolute in files that other tools wrote.
-            beside: the folder of the checkpoint it was saved in; the second place to look.
-            old_folder: what an absolute path is relative to, if known.
+            beside: the folder of the checkpoint that has this path, which is searched second.
+            old_folder: the folder that an absolute path is relative to, if known.
         """
         absolute = isinstance(location(saved), Remote) or os.path.isabs(saved)
         relative = storage.relative(saved, old_folder or str(location(saved).parent)) if absolute else saved
@@ -95,5 +95,5 @@ class RunFiles:
 def _manifest(path: str) -> manifest.Manifest | None:
     try:
         return manifest.read(path)
-    except (OSError, ValueError):  # what cannot be read is not known to be ours
+    except (OSError, ValueError):  # an unreadable file cannot be recognized as ours
         return None

@@ -1,4 +1,4 @@
-"""What may go into a checkpoint: data that can be loaded without running code."""
+"""Convert values to data that a checkpoint can hold: data that can be loaded without running code."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return ``value`` as data that a file can hold without naming code, the same object where nothing had to change.
+    """Return ``value`` as data that a file can hold without naming code; the same object if nothing has to change.
 
-    Kept: None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of them. Changed:
-    numpy scalars to Python numbers, paths to strings, subclasses of str, dict and list to str, dict and list.
+    Unchanged: None, numbers, strings, bytes, tensors, dtypes, devices, and dicts, lists, tuples and sets of them.
+    Converted: numpy scalars to Python numbers, paths to strings, subclasses of str, dict and list to str, dict and
+    list.
 
     Args:
         value: anything.
-        where: what ``value`` is called in the error, for example ``"callbacks['EMA']"``.
+        where: the name of ``value`` in the error, for example ``"callbacks['EMA']"``.
 
     Raises:
-        TypeError: something in it is none of these; the message has its place, type, and what to do.
+        TypeError: it contains something else; the message says where, of what type, and what to do.
     """
     kind = type(value)
     if kind in _LEAVES:
         return value
     if kind is bytes:
-        return value or bytearray()  # empty bytes are pickled as a call of their class, which loading refuses
+        return value or bytearray()  # empty bytes are pickled as a call of bytes(), which loading refuses
     if kind in _TENSORS:
         return value if not vars(value) else _tensor_with_attributes(value, where)
     if isinstance(value, dict):
@@ -87,9 +88,9 @@ def _converted(value: Any, where: str) -> Any:
         item = value.item()
         return plain(float(item) if type(item) is kind else item, where)
     raise TypeError(
-        f"{where} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: loading it "
-        "would have to run code. Save plain data instead (numbers, strings, tensors; dicts, lists, tuples of them): "
-        f"{_advice(value)}."
+        f"{where} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold, because loading "
+        "it would have to run code. Save plain data instead (numbers, strings, tensors; dicts, lists, tuples of "
+        f"them): {_advice(value)}."
     )
 
 

@@ -1,4 +1,4 @@
-"""What each rank has of its own in a checkpoint, and what becomes of it on another number of ranks."""
+"""Per-rank entries of a checkpoint, and how a run with another number of ranks uses them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ..torch_private import unsaved_buffers
 
 
 def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool) -> Any:
-    """What this rank goes on with: its own, or that of whoever saw its share of the data; None if nobody did.
+    """The saved entry that this rank continues with: its own, or that of the rank with its share of the data, or None.
 
     Args:
-        ranks: what each rank kept, with its ``rank`` and ``data_rank``.
-        strategy: of the run that goes on.
-        alike: it has as many ranks, and shares of the data, as the run had.
+        ranks: the entries of all saved ranks, each with its ``rank`` and ``data_rank``.
+        strategy: strategy of the resumed run.
+        alike: whether the resumed run has as many ranks, and shares of the data, as the saved run.
     """
     key, mine = ("rank", strategy.global_rank) if alike else ("data_rank", strategy.data_rank)
     return next((kept for kept in ranks if kept[key] == mine), None)
 
 
 def without_entry(ranks: Iterable[Mapping[str, Any]], world_size: int) -> str:
-    """The ranks of a run of which a checkpoint keeps nothing, in words; empty if there is none."""
+    """The ranks of a saved run that have no entry in its checkpoint, as text; empty if there are none."""
     known = {kept["rank"] for kept in ranks}
     lacking = [rank for rank in range(world_size) if rank not in known]
     return messages.ranks(lacking) if lacking else ""
 
 
 def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> None:
-    """Say in one message what was derived rather than restored; nothing if nothing was.
+    """Print one message that lists what was derived rather than restored, if anything was.
 
     Args:
-        derived: each thing, with how.
-        alike: the run has the ranks of then.
-        then: how many ranks wrote the checkpoint.
-        now: how many there are.
+        derived: what was derived, and how.
+        alike: whether the run has the same ranks as the saved run.
+        then: number of ranks that wrote the checkpoint.
+        now: number of ranks of this run.
     """
     if derived:
         other = f" was written on {_count(then)}, and this run has {_count(now)}: it"
@@ -61,7 +61,7 @@ def _count(ranks: int) -> str:
 def buffers_apart(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
     """The module's buffers that differ from rank 0's, such as the running statistics of a batch norm, on the CPU.
 
-    Every rank must call.
+    Every rank must call this.
     """
     if strategy.world_size == 1:
         return {}
@@ -73,14 +73,14 @@ def buffers_apart(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def put_back_buffers(module: nn.Module, kept: Mapping[str, Tensor]) -> None:
-    """Take back :func:`buffers_apart`."""
+    """Restore the buffers that :func:`buffers_apart` returned."""
     buffers = whole_buffers(module) if kept else {}
     for name in kept.keys() & buffers.keys():
         buffers[name].copy_(kept[name])
 
 
 def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state_dict has, by name, as far as they are whole on this process."""
+    """The buffers of a ``state_dict`` by name, without those that are sharded, empty or on the meta device."""
     saved = {
         f"{place}.{name}" if place else name: buffer
         for place, part in module.named_modules()

@@ -1,4 +1,4 @@
-"""Read a checkpoint, whichever of its two forms it has: one file, or a folder."""
+"""Read a checkpoint of either form, a single file or a folder."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 def read(
     path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = "cpu", strategy: Strategy | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint after its checksums were found right.
+    """Verify the checksums of a checkpoint and read it.
 
     Args:
-        path: a file, an open binary file that can seek, or the folder of a sharded checkpoint; or an address of one.
-        map_location: where its tensors go, as for ``torch.load``; ``"meta"`` checks it without loading them.
-        strategy: says what of a folder's tensors this process needs; all if None.
+        path: a file, an open seekable binary file, or the folder of a sharded checkpoint; or its remote address.
+        map_location: device for its tensors, as for ``torch.load``; ``"meta"`` verifies it without loading them.
+        strategy: decides which parts of a folder's tensors this process needs; None for all.
 
     Raises:
-        FileNotFoundError: no such file; the message says what lies in the folder.
-        IsADirectoryError: a folder that is no checkpoint.
-        ValueError: damaged, not a checkpoint, written by a newer version, or it names code.
+        FileNotFoundError: there is no such file; the message lists the files in the folder.
+        IsADirectoryError: it is a folder but not a checkpoint.
+        ValueError: it is damaged, not a checkpoint, written by a newer version, or names code.
     """
     if isinstance(path, (str, os.PathLike, Remote)) and manifest.is_folder(path):
         return sharded_folder.read(location(path), map_location, strategy)

@@ -1,11 +1,11 @@
-"""What both doors read and write alike: versions, weights into a module, and what does not fit."""
+"""Restoring a checkpoint, shared by Trainer and Accelerator: load weights, and report states that do not fit."""
 
 from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,26 @@ from .. import messages
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+#: The parts of a checkpoint that a fit can restore. ``Trainer.fit`` describes them.
+Part = Literal["model", "optimizer", "schedulers", "loops", "rng", "callbacks"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+def check_parts(restore: str | Iterable[str]) -> tuple[Part, ...]:
+    """The requested parts, in the order of :data:`PARTS`.
+
+    Raises:
+        ValueError: there is no part of that name.
+    """
+    given = (restore,) if isinstance(restore, str) else tuple(restore)
+    for name in given:
+        if name not in PARTS:
+            raise ValueError(messages.unknown("restore for Trainer.fit", name, PARTS))
+    return tuple(name for name in PARTS if name in given)
+
 
 def versions() -> dict[str, str]:
-    """Of what a checkpoint is written with."""
+    """The versions of paceline, torch and python, for a checkpoint."""
     return {
         "paceline": sys.modules[__name__.partition(".")[0]].__version__,
         "torch": str(torch.__version__),
@@ -26,31 +43,31 @@ def versions() -> dict[str, str]:
 
 
 def call(owner: Any, hook: str, *args: Any) -> None:
-    """Call a hook that an object may or may not have (None counts as not having it)."""
+    """Call a hook if the object has it (None counts as not having it)."""
     method = getattr(owner, hook, None)
     if method is not None:
         method(*args)
 
 
 def is_strict(module: Any) -> bool:
-    """Whether names have to match; a class may have ``strict_loading = None`` as an attribute, which means yes."""
+    """Whether the names of the weights have to match; ``strict_loading = None`` on the class means yes."""
     return module.strict_loading is not False
 
 
 def load_weights(
     module: nn.Module, state: Mapping[str, Any], strict: bool, load: Any, advice: str | None = None
 ) -> None:
-    """Load weights through ``load(module, state, strict)``; say in full what does not fit.
+    """Load weights through ``load(module, state, strict)``; list everything that does not fit.
 
     Args:
-        module: takes them.
+        module: the module to load into.
         state: a ``state_dict``.
         strict: whether the names have to match.
-        load: how.
-        advice: a sentence that says what to do if they do not; None: the one for a ``TrainingModule``.
+        load: the function that loads the weights.
+        advice: a sentence that says what to do if they do not match; None for the one for a ``TrainingModule``.
 
     Raises:
-        RuntimeError: what is missing, unexpected, or of another shape, and what to do.
+        RuntimeError: names are missing or unexpected, or shapes differ; the message says what to do.
     """
     try:
         result = load(module, state, strict)
@@ -64,8 +81,8 @@ def load_weights(
         ) from error
     if result is not None and (result.missing_keys or result.unexpected_keys):
         messages.warn(
-            f"The checkpoint was loaded into {type(module).__name__} in part (strict_loading is off): "
-            f"{'; '.join(_differences(module, state))}. What is missing keeps the values it had."
+            f"The checkpoint was only partly loaded into {type(module).__name__} (strict_loading is off): "
+            f"{'; '.join(_differences(module, state))}. Missing weights keep their current values."
         )
 
 
@@ -77,7 +94,7 @@ def _advice(module: nn.Module, state: Mapping[str, Any]) -> str:
 
 
 def _or_in_part(module: nn.Module, state: Mapping[str, Any]) -> str:
-    """The second way out, which only helps where names differ, not shapes."""
+    """The second piece of advice, which helps only if names differ and shapes do not."""
     own = module.state_dict()
     shapes_fit = all(own[name].shape == value.shape for name, value in state.items() if name in own)
     return ", or set strict_loading = False on it to load only the weights whose names match" if shapes_fit else ""
@@ -92,7 +109,7 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
         for key, value in own.items()
         if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and value.shape != state[key].shape
     ]
-    kinds = ((missing, "missing in it"), (unexpected, "unexpected"), (shapes, "of another shape"))
+    kinds = ((missing, "missing from it"), (unexpected, "unexpected"), (shapes, "with another shape"))
     return [f"{len(keys)} {what} ({_some(keys)})" for keys, what in kinds if keys]
 
 
@@ -108,18 +125,18 @@ def _prefix_hint(module: nn.Module, state: Mapping[str, Any]) -> str:
     for n in range(1, len(parts)):
         prefix = ".".join(parts[:n]) + "."
         if all(key.startswith(prefix) for key in state) and {key.removeprefix(prefix) for key in state} == own:
-            return f"The names would match without the prefix {prefix!r}: take it off in on_load_checkpoint. "
+            return f"The names would match without the prefix {prefix!r}: remove it in on_load_checkpoint. "
     return ""
 
 
 def optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: str) -> str:
-    """Why a saved state is not one of this optimizer; empty if it may be."""
+    """Why a saved state cannot belong to this optimizer; empty if it can."""
     saved, groups = state["param_groups"], optimizer.param_groups
     if len(saved) != len(groups):
-        return f"{len(saved)} parameter groups were saved, it has {len(groups)}"
+        return f"{len(saved)} parameter groups were saved, but it has {len(groups)}"
     for index, (one, other) in enumerate(zip(saved, groups, strict=True)):
         if len(one["params"]) != len(other["params"]):
-            return f"parameter group {index} had {len(one['params'])} parameters, it has {len(other['params'])}"
+            return f"parameter group {index} had {len(one['params'])} parameters, but now has {len(other['params'])}"
     lacking = [key for key in optimizer.defaults if key not in saved[0]]
     if lacking and saved_name != type(optimizer).__name__:
         return f"it was saved by {saved_name}, which has no {messages.names(lacking)}"
@@ -127,8 +144,8 @@ def optimizer_problem(optimizer: Optimizer, state: dict[str, Any], saved_name: s
 
 
 def restore_precision(precision: Any, state: dict[str, Any] | None) -> None:
-    """Take back the loss scale; says so if there is nothing that would use it."""
+    """Restore the loss scale; prints a note if the current precision does not use one."""
     if state and state.keys() == precision.state_dict().keys():
         precision.load_state_dict(state)
     elif state:
-        messages.info(f"The saved loss scale is not used: precision {precision.name!r} scales no losses.")
+        messages.info(f"The saved loss scale is not used: precision {precision.name!r} does not scale losses.")

@@ -1,4 +1,4 @@
-"""Bare weights: the tensors of a ``state_dict`` in files that other tools read, each memory once."""
+"""Export bare weights: the tensors of a ``state_dict``, each once, in files that other tools can read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import messages
 from ..big_model.weight_files import ALIGNMENT
 
-#: What the format calls dtypes, in the order in which it writes their tensors, last first.
+#: The format's names of dtypes. It writes tensors in the reverse of this order.
 _KINDS = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -31,7 +31,7 @@ _KINDS = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
-#: Metadata whose length lets the tensors begin at such a boundary, so that they can be computed with where they are.
+#: Metadata entry that pads the head of the file, so that the tensors are aligned and can be used in place.
 _PADDING = "padding"
 
 
@@ -39,9 +39,9 @@ class Bare(NamedTuple):
     """The tensors of a ``state_dict``.
 
     Attributes:
-        tensors: one of each, by name.
-        twins: names of tensors that are the very same as one of these, whose name follows.
-        others: what is no tensor: its name, and its type with an article.
+        tensors: the tensors by name, each only once.
+        twins: names of further references to one of these tensors, with that tensor's name.
+        others: entries that are not tensors: their name, and their type with an article.
     """
 
     tensors: dict[str, Tensor]
@@ -50,11 +50,11 @@ class Bare(NamedTuple):
 
 
 def bare(state: Mapping[str, Any], tied: Iterable[str] = ()) -> Bare:
-    """Take a ``state_dict`` apart.
+    """Split a ``state_dict`` into tensors, duplicates and other entries.
 
     Args:
-        state: of a module.
-        tied: regular expressions of names which, of several for one tensor, are not to be the one that stays.
+        state: a module's ``state_dict``.
+        tied: regular expressions of names that should not be kept if a tensor has several names.
     """
     patterns = [re.compile(pattern) for pattern in tied]
     found = Bare({}, {}, {})
@@ -76,17 +76,17 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common that share memory."""
+    """Key shared by tensors that use the same storage."""
     return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a file of the safetensors format, synced to disk.
+    """Write a safetensors file and sync it to disk.
 
     Args:
-        tensors: by name; views of one memory are copied, since the format refuses them.
-        path: on this machine.
-        metadata: goes into the head of the file, beside ``format``.
+        tensors: the tensors by name; those that share storage are copied, because the format refuses them.
+        path: a local path.
+        metadata: metadata for the head of the file, in addition to ``format``.
     """
     from safetensors.torch import save_file
 
@@ -104,7 +104,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
 
 
 def _head_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    """Where the first tensor begins in a file of safetensors 0.4 to 0.8, with empty padding; 0 if that is not known."""
+    """Offset of the first tensor in a file of safetensors 0.4 to 0.8, with empty padding; 0 if unknown."""
     entries: dict[str, Any] = {"__metadata__": {**metadata, _PADDING: ""}}
     order, end = list(_KINDS), 0
     if not {tensor.dtype for tensor in tensors.values()} <= _KINDS.keys():
@@ -116,12 +116,12 @@ def _head_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> i
 
 
 def write_torch(value: Any, path: Path) -> None:
-    """Write what ``torch.save`` writes, synced to disk."""
+    """Write with ``torch.save`` and sync to disk."""
     torch.save(value, path)
     sync(path)
 
 
 def sync(path: Path) -> None:
-    """Bring a file to the disk."""
+    """Sync a file to disk."""
     with path.open("rb+") as stream:
         os.fsync(stream.fileno())

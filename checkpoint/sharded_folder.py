@@ -1,12 +1,12 @@
-"""One checkpoint, one folder: each process writes and reads its own part of the tensors, in parallel.
+"""A checkpoint in a folder: each process writes and reads its own shards of the tensors, in parallel.
 
-In the folder lie ``contents.ckpt``, a checkpoint file like any other whose big tensors have no memory (they are on the
-meta device), the parts of these, written by torch.distributed.checkpoint under the names they have in it
-(``state_dict.head.weight``), and ``manifest.json`` with the checksums of all of them. It is the same whole checkpoint
-to everybody who reads it, on any number of processes.
+The folder contains three kinds of files: ``contents.ckpt``, a normal checkpoint file except that its big tensors are on
+the meta device and have no memory; the shards of these tensors, written by torch.distributed.checkpoint under their
+names in the checkpoint (``state_dict.head.weight``); and ``manifest.json`` with the checksums of all files. Any number
+of processes can read it and gets the same complete checkpoint.
 
-Behind an address, where no folder can be renamed, the manifest lies alone and the other files in a folder of their own
-below, new with every save: when the manifest is replaced, the new checkpoint is there and the old one is not.
+At a remote address, where folders cannot be renamed, the folder contains only the manifest, and the other files are in
+a subfolder that is new with every save. Replacing the manifest switches from the old checkpoint to the new one.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _METADATA = ".metadata"
 
 
 def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
-    """Write a checkpoint whose tensors lie in parts. Every process must call.
+    """Write a checkpoint with sharded tensors. Every process must call this.
 
-    Everything goes to a hidden folder beside ``path``, the manifest with the checksums of the others last, and is
-    synced to disk before the folder takes its name. For an address the folder is in the machine's place for temporary
-    files, and each process uploads what it wrote. Of what is not in parts, rank 0's counts.
+    All files are written to a hidden folder next to ``path``, the manifest with the checksums of the others last, and
+    synced to disk before the folder is renamed. For a remote address the hidden folder is in the local temporary
+    folder, and each process uploads its files. Values that are not sharded are taken from rank 0.
 
     Raises:
-        OSError: it could not be written, on every process. What was at ``path`` is still there.
+        OSError: it could not be written; raised on every process. An earlier checkpoint at ``path`` is unchanged.
     """
     from torch.distributed.tensor import DTensor
 
@@ -71,7 +71,7 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
     try:
         agreed(lambda: _make_folder(target, temporary, strategy.is_global_zero))
         agreed(lambda: _write_parts(parts, temporary, strategy))
-        own = agreed(lambda: _bring(sorted(temporary.glob(f"__{strategy.global_rank}_*")), temporary, target))
+        own = agreed(lambda: _deliver(sorted(temporary.glob(f"__{strategy.global_rank}_*")), temporary, target))
         files = {name: sum_ for found in strategy.gather_objects(own) for name, sum_ in found.items()}
         agreed(lambda: strategy.is_global_zero and _finish(contents, temporary, target, files, new))
     except BaseException:
@@ -84,7 +84,7 @@ def write(checkpoint: dict[str, Any], path: Any, strategy: Strategy) -> None:
 
 
 def _mapped(value: Any, place: str, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """A copy of ``value`` in which every tensor is replaced; ``change`` gets the names of its keys, joined by dots."""
+    """A copy of ``value`` with every tensor replaced by ``change(name, tensor)``; the name joins its keys with dots."""
     if isinstance(value, Tensor):
         return change(place, value)
     inside = f"{place}." if place else ""
@@ -99,30 +99,30 @@ def _mapped(value: Any, place: str, change: Callable[[str, Tensor], Tensor]) -> 
 
 
 def together(strategy: Strategy, verb: str, work: Callable[[], T]) -> T:
-    """Do something on this process; if it fails on one of them, raise on all, so that nobody waits."""
+    """Call ``work`` on this process; if it fails on any process, raise on all of them, so that none waits."""
     problem: Exception | None = None
     result: Any = None
     try:
         result = work()
     except Exception as error:
         problem = error
-    told = strategy.gather_objects(problem and f"{type(problem).__name__}: {problem}")
+    problems = strategy.gather_objects(problem and f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(problems):
         if text:
             raise OSError(f"The checkpoint was not {verb}, because rank {rank} failed: {text}")
     return result
 
 
 def _make_folder(target: Location, temporary: Path, make: bool) -> None:
-    if isinstance(target, Remote):  # what lies there already stays
+    if isinstance(target, Remote):  # existing remote files stay
         temporary.mkdir(parents=True, exist_ok=True)
         return
     if target.is_dir() and not manifest.is_folder(target):
         raise IsADirectoryError(
             errno.EISDIR,
-            "There is a folder of this name that is no checkpoint. Choose another name. Folder",
+            "There is already a folder of this name that is not a checkpoint. Choose another name. Folder",
             str(target),
         )
     if make:
@@ -145,12 +145,12 @@ def _write_parts(parts: dict[str, Any], folder: Path, strategy: Strategy) -> Non
 
 
 def _upload_folder(temporary: Path, target: Remote) -> Remote:
-    """The folder of a save's own files, below the one that has its manifest."""
+    """The remote subfolder for the files of one save, below the folder with its manifest."""
     return target / temporary.name.split(".")[-2]
 
 
-def _bring(written: list[Path], temporary: Path, target: Location) -> dict[str, list[int]]:
-    """Bring files to where they stay; returns size and checksum by their names in the manifest."""
+def _deliver(written: list[Path], temporary: Path, target: Location) -> dict[str, list[int]]:
+    """Upload files if the target is remote; returns their sizes and checksums by their names in the manifest."""
     found = sums(written)
     if isinstance(target, Path):
         return found
@@ -171,7 +171,7 @@ def _finish(
             "FSDPStrategy(state_dict_type='full')."
         )
     single_file.write(contents, temporary / CONTENTS, whole=False)
-    files |= _bring([temporary / _METADATA, temporary / CONTENTS], temporary, target)
+    files |= _deliver([temporary / _METADATA, temporary / CONTENTS], temporary, target)
     manifest.write(temporary, manifest.of(contents, files))
     if isinstance(target, Path):
         atomic_write.sync_folder(temporary)
@@ -181,28 +181,28 @@ def _finish(
 
 
 def _upload_manifest(temporary: Path, target: Remote) -> None:
-    """Make the upload a checkpoint, and delete the one before it."""
+    """Upload the manifest, which completes the checkpoint, and delete the previous one."""
     before: dict[str, list[int]] = {}
-    with suppress(ValueError):  # there is none, or it is damaged
+    with suppress(ValueError):  # there is no previous checkpoint, or it is damaged
         before = manifest.read_folder(target).files
     (target / manifest.NAME).upload(temporary / manifest.NAME)
     try:
         storage.remove_all(target / name for name in before)
-        if target.is_file():  # behind an address a file can be there too, under the same name
+        if target.is_file():  # at an address a file and a folder can have the same name
             target.unlink()
     except OSError as error:
         messages.warn(f"The checkpoint {str(target)!r} is saved, but the one it replaces could not be deleted: {error}")
 
 
 def _clear(temporary: Path, target: Location) -> None:
-    """Delete what was written of a checkpoint that failed."""
+    """Delete the files of a save that failed."""
     atomic_write.remove(temporary)
     if isinstance(target, Remote):
         folder, current = _upload_folder(temporary, target), ""
         with suppress(OSError):
             with suppress(ValueError):
                 current = manifest.read_folder(target).inside
-            if current != folder.name:  # else it came to be a checkpoint before something failed
+            if current != folder.name:  # otherwise the checkpoint was complete before something failed
                 storage.remove_all(folder.files_below())
 
 
@@ -210,15 +210,16 @@ def _clear(temporary: Path, target: Location) -> None:
 
 
 def read(folder: Location, map_location: Any = "cpu", strategy: Strategy | None = None) -> dict[str, Any]:
-    """Read a checkpoint folder, after its checksums were found right.
+    """Verify the checksums of a checkpoint folder and read it.
 
     Args:
-        folder: where ``manifest.json`` is.
-        map_location: a device for the tensors; ``"meta"`` checks the folder without loading them.
-        strategy: says what of each tensor this process needs; whole tensors if None. Every process of it must call.
+        folder: the folder with ``manifest.json``.
+        map_location: device for the tensors; ``"meta"`` verifies the folder without loading them.
+        strategy: decides which part of each tensor this process needs; None for whole tensors. With a strategy, every
+            process must call this.
 
     Raises:
-        ValueError: damaged, incomplete, or written by a newer version.
+        ValueError: it is damaged, incomplete, or written by a newer version.
     """
     agreed = partial(together, strategy or Strategy(), "read")
     agreed(lambda: _check(folder, strategy))
@@ -266,7 +267,7 @@ def _load(folder: Location, wanted: dict[str, Tensor]) -> None:
 
 
 class _Files:
-    """What torch's reader asks of a file system, for every kind of place."""
+    """The file system interface that torch's reader needs, for local and remote paths."""
 
     def concat_path(self, folder: Location, name: str) -> Location:
         return folder / name
@@ -276,7 +277,7 @@ class _Files:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads torch's index of a folder; like everything in a checkpoint it may not name code to run."""
+    """Reads torch's index of a folder, which, like everything in a checkpoint, must not name code to run."""
 
     def __init__(self, path: Location) -> None:
         super().__init__(io.BytesIO(path.read_bytes()))
@@ -291,7 +292,7 @@ class _Metadata(pickle.Unpickler):
         if not known or "." in name:
             raise ValueError(
                 f"The checkpoint {self.name!r} was not loaded and nothing in it was run: it names {module}.{name}, "
-                "which an index of tensors does not need. Use another one, from a source that you trust."
+                "which an index of tensors does not need. Use another checkpoint, from a source that you trust."
             )
         return super().find_class(module, name)
 

@@ -1,4 +1,4 @@
-"""One checkpoint, one file: written whole or not at all, read without running anything that it names."""
+"""A checkpoint in a single file: written completely or not at all, and read without running code that it names."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from .verify import Problem, file_problem
 
 
 def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, whole: bool = True) -> None:
-    """Write a checkpoint so that ``path`` is, at any moment and after any crash, the old file or the whole new one.
+    """Write a checkpoint so that ``path`` is always, even after a crash, either the old or the complete new file.
 
-    The bytes go to a hidden ``.tmp`` file beside it and are synced to disk before that takes its place. Tensors are
-    streamed from where they are; nothing holds the file in memory.
+    The bytes are written to a hidden ``.tmp`` file in the same folder and synced to disk before that file replaces
+    ``path``. Tensors are streamed; the file is never held in memory.
 
     Args:
         checkpoint: plain data and tensors.
-        path: the file; a ``NewPath`` replaces none.
-        whole: False if the file is a part of a folder, which has the manifest.
+        path: the file; a ``NewPath`` never replaces an existing file.
+        whole: False if the file is part of a checkpoint folder, which has the manifest.
 
     Raises:
-        TypeError: a value is neither plain data nor a tensor; the message has its place.
-        FileExistsError: there is one at a ``NewPath``.
-        OSError: it could not be written. What was at ``path`` is still there.
+        TypeError: a value is neither plain data nor a tensor; the message says which one.
+        FileExistsError: a file exists at a ``NewPath``.
+        OSError: it could not be written. An earlier file at ``path`` is unchanged.
     """
     target = location(path)
     if target.is_dir() and not manifest.is_folder(target):
@@ -58,20 +58,20 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
             raise _not_written(error, checkpoint, target, stream.written) from error
         if isinstance(error, RecursionError):
             raise ValueError(
-                "The checkpoint holds data that is nested too deeply, or that contains itself, and cannot be written. "
-                "Look at what state_dict() and on_save_checkpoint() of your classes return."
+                "The checkpoint contains data that is nested too deeply, or that contains itself, and cannot be "
+                "written. Check what state_dict() and on_save_checkpoint() of your classes return."
             ) from None
         raise
 
 
 class _File(io.FileIO):
-    """A file without a buffer: a process that is forked while a thread writes could write what is in one a second time.
+    """An unbuffered file: a process forked while a thread writes could write a buffer's contents a second time.
 
-    (A loader's workers are. They have all the memory of this process, and close its files in the end.)
+    Data loader workers are such processes: they have a copy of this process's memory, and close its files at the end.
     """
 
     def write(self, data: Any) -> int:
-        """Write all of it, where one call to the system may write less."""
+        """Write all of the data; a single system call may write only a part."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         while len(rest):
@@ -80,7 +80,7 @@ class _File(io.FileIO):
 
 
 class _Stream:
-    """What ``torch.save`` writes to. It fails by keeping the error: one raised here is masked by a later one."""
+    """The stream for ``torch.save``. It stores an error instead of raising it, because a later one would mask it."""
 
     raw: io.FileIO
 
@@ -113,7 +113,7 @@ def _save(checkpoint: dict[str, Any], stream: _Stream) -> None:
 
 def _not_written(error: OSError, checkpoint: dict[str, Any], target: Location, written: int) -> OSError:
     remote = isinstance(target, Remote)
-    kept = "The file that was there before is unchanged. " if not remote and target.exists() else ""
+    kept = "The existing file is unchanged. " if not remote and target.exists() else ""
     text = f"{error.strerror or error}: the checkpoint was not saved. {kept}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         needed = sum(_storage_sizes(checkpoint).values())
@@ -126,14 +126,14 @@ def _not_written(error: OSError, checkpoint: dict[str, Any], target: Location, w
             f"(save_top_k), or {elsewhere}. Checkpoint"
         )
     elif remote:
-        text += "Check the address, the network and the credentials, and that these may write there. Checkpoint"
+        text += "Check the address, the network and the credentials and their write permission. Checkpoint"
     else:
         text += "Make its folder writable, or save in another one (dirpath, default_root_dir). Checkpoint"
     return OSError(error.errno, text, str(target))
 
 
 def _storage_sizes(value: Any) -> dict[int, int]:
-    """Bytes of every storage that tensors somewhere in ``value`` use, by the storage's address."""
+    """Bytes of every storage that tensors anywhere in ``value`` use, by the storage's address."""
     if isinstance(value, Tensor):
         storage = value.untyped_storage()
         return {storage_key(storage): storage.nbytes()}
@@ -148,16 +148,16 @@ def _storage_sizes(value: Any) -> dict[int, int]:
 
 
 def read(path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint file of Paceline or Lightning, after its checksums were found right.
+    """Verify the checksums of a checkpoint file, written by Paceline or Lightning, and read it.
 
     Args:
-        path: a file, one behind an address (which is downloaded first), or an open binary file that can seek.
-        map_location: where its tensors go, as for ``torch.load``; ``"meta"`` checks a file without loading them.
+        path: a file, a remote address (whose file is downloaded first), or an open seekable binary file.
+        map_location: device for its tensors, as for ``torch.load``; ``"meta"`` verifies a file without loading them.
 
     Raises:
-        FileNotFoundError: no such file; the message says what lies in the folder.
-        IsADirectoryError: a folder.
-        ValueError: damaged, not a checkpoint, written by a newer version, or it names code.
+        FileNotFoundError: there is no such file; the message lists the files in the folder.
+        IsADirectoryError: it is a folder.
+        ValueError: it is damaged, not a checkpoint, written by a newer version, or names code.
     """
     if isinstance(path, (str, os.PathLike, Remote)):
         where = location(path)
@@ -197,7 +197,7 @@ def _neighbors(path: Location) -> str:
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     if folder != path.parent:
-        return f"Its folder does not exist either; the nearest that does is {storage.absolute(folder)}."
+        return f"Its folder does not exist either; the nearest existing one is {storage.absolute(folder)}."
     return f"{_files_in(folder)}{messages.did_you_mean(path.name, _names_in(folder))}"
 
 
@@ -209,7 +209,7 @@ def _names_in(folder: Location) -> list[str]:
 def _files_in(folder: Location) -> str:
     names = _names_in(folder)
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"In {storage.absolute(folder)} there is {', '.join(names[:10]) or 'nothing'}{more}."
+    return f"{storage.absolute(folder)} contains {', '.join(names[:10]) or 'no files'}{more}."
 
 
 def _check_bytes(file: IO[bytes], name: str) -> None:
@@ -220,13 +220,13 @@ def _check_bytes(file: IO[bytes], name: str) -> None:
 
 def _check_contents(checkpoint: Any, name: str) -> None:
     if not isinstance(checkpoint, dict):
-        raise _no_checkpoint(name, f"it holds one object of type {type(checkpoint).__name__}")
+        raise _no_checkpoint(name, f"it contains a single object of type {type(checkpoint).__name__}")
     section = checkpoint.get("paceline", {})
     version = section.get("format", 0)
     if version > FORMAT:
         raise ValueError(
             f"The checkpoint {name!r} has format {version} (of paceline {section['versions']['paceline']}), and this "
-            f"version reads formats up to {FORMAT}. Upgrade paceline, or take only the weights: "
+            f"version reads formats up to {FORMAT}. Upgrade paceline, or load only the weights: "
             "torch.load(path)['state_dict']."
         )
     if "state_dict" in checkpoint:
@@ -256,6 +256,6 @@ def _refused(file: IO[bytes], name: str, error: pickle.UnpicklingError) -> Value
     return ValueError(
         f"The checkpoint {name!r} was not loaded and nothing in it was run: it names "
         f"{messages.names(found[:5], 'and')}, which is neither plain data nor a tensor. If you trust the file, allow "
-        "these names with torch.serialization.add_safe_globals([...]); or torch.load it with weights_only=False, which "
-        "runs them, and torch.save it without them."
+        "these names with torch.serialization.add_safe_globals([...]); or load it with torch.load(weights_only=False), "
+        "which runs them, and save it again without them."
     )

@@ -1,4 +1,4 @@
-"""A copy of a checkpoint in memory that is kept and used again, so that training can go on while it is written."""
+"""Snapshot of a checkpoint in reusable host memory, so that training can continue while it is written."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _LEAVES = (int, str, float, bool, bytes, type(None))
 
 
 class Buffers:
-    """Memory for one copy of a state; kept from copy to copy and changed only as far as the state's sizes change."""
+    """Host memory for one snapshot, reused for every snapshot; reallocated only where the state's sizes change."""
 
     def __init__(self) -> None:
         self._kept: dict[_Kind, list[Tensor]] = {}
 
-    @torch.inference_mode(False)  # a save during an evaluation must not make buffers that later ones cannot change
+    @torch.inference_mode(False)  # buffers from a save during evaluation must stay writable for later saves
     @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy of plain data and tensors, on the host. It is valid until the next call.
+        """Copy plain data and tensors to the host. The copy is valid until the next call.
 
-        Tensors that share memory share it in the copy too, so that a file holds it once. Copies from a GPU run
-        together; the host waits for them once, at the end.
+        Tensors that share memory also share it in the copy, so that a file stores it once. Copies from a GPU run
+        together, and the host waits for them once, at the end.
 
         Args:
-            state: what ``plain`` returned.
+            state: the result of ``plain``.
         """
         storages: dict[int, Any] = {}
         for tensor in _tensors(state):
@@ -49,7 +49,7 @@ class Buffers:
         return _copied(state, room, {})
 
     def _room(self, wanted: dict[int, _Kind]) -> dict[int, Tensor]:
-        """A buffer for each storage; those that are of no use now are freed before others are made."""
+        """A buffer for each storage; buffers that are no longer needed are freed before new ones are allocated."""
         counts = Counter(wanted.values())
         free = {kind: self._kept.get(kind, [])[:count] for kind, count in counts.items()}
         self._kept = {}
@@ -62,7 +62,7 @@ class Buffers:
 
 
 def size_bytes(state: Any) -> int:
-    """Bytes of the memory that the tensors in a state use on this process."""
+    """Bytes of memory that the tensors in a state use on this process."""
     storages = (local_part(tensor).untyped_storage() for tensor in _tensors(state) if _is_simple(tensor))
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
@@ -96,7 +96,7 @@ def _bytes(storage: Any) -> Tensor:
 
 
 def _copied(value: Any, room: dict[int, Tensor], known: dict[int, Any]) -> Any:
-    """The state with tensors that look at the buffers; one object at two places stays one."""
+    """The state with tensors that are views of the buffers; an object that occurs twice is copied once."""
     if type(value) in _LEAVES:
         return value
     if id(value) in known:

@@ -1,9 +1,9 @@
-"""Where checkpoints are: on this machine or behind an address, and what can be done with them in both.
+"""Local paths and remote addresses of checkpoints, and operations that work on both.
 
-A path of this machine is a :class:`pathlib.Path`. An address, such as ``s3://bucket/run``, is a :class:`Remote`, which
-has the methods of a path that are needed here, and does them through fsspec.
+A local path is a :class:`pathlib.Path`. A remote address, such as ``s3://bucket/run``, is a :class:`Remote`, which
+implements the path methods that are needed here through fsspec.
 
-Credentials and endpoints come from where the package of the protocol looks for them (for S3 ``~/.aws``,
+Credentials and endpoints come from where the protocol's package looks for them (for S3 ``~/.aws``,
 ``AWS_ENDPOINT_URL``) and from fsspec's own settings (``~/.config/fsspec``, ``FSSPEC_S3_...``).
 """
 
@@ -24,10 +24,10 @@ from .. import messages
 
 T = TypeVar("T", bound="Callable[..., Any]")
 
-#: What an upload replaces in one step when it is complete, and what has no folders that would have to be made.
+#: Protocols for which a complete upload replaces a file in one step, and folders need not be created.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "r2", "hf", "memory"}
 _USUAL = ("s3", "gs", "abfs", "hf", "sftp", "smb", "hdfs", "memory", "file")
-#: An address; pathlib makes one slash of its two.
+#: An address; pathlib turns its two slashes into one.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+):/+")
 
 
@@ -36,11 +36,11 @@ class _Stat(NamedTuple):
     st_mtime_ns: int
 
 
-def _told(method: T) -> T:
-    """Every failure of a remote file system as an ``OSError``; those packages raise all kinds of things."""
+def _os_errors(method: T) -> T:
+    """Decorator that turns every failure of a remote file system into an ``OSError``."""
 
     @wraps(method)
-    def told(self: Remote, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Remote, *args: Any, **kwargs: Any) -> Any:
         _must_be_known(self.parts[0].removesuffix("://"), str(self))
         try:
             return method(self, *args, **kwargs)
@@ -49,14 +49,14 @@ def _told(method: T) -> T:
         except Exception as error:
             raise OSError(
                 f"{str(self)!r} cannot be reached ({type(error).__name__}: {error}). Check the address, the network "
-                "and the credentials, which are taken from the environment and fsspec's settings."
+                "and the credentials, which come from the environment and fsspec's settings."
             ) from error
 
-    return told  # type: ignore[return-value]
+    return call  # type: ignore[return-value]
 
 
 class Remote:
-    """A file or folder at an address. What a method is called in pathlib it does here."""
+    """A file or folder at a remote address. Its methods do what pathlib's methods of the same name do."""
 
     def __init__(self, address: str) -> None:
         protocol, _, path = address.partition("://")
@@ -80,72 +80,72 @@ class Remote:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component of the path."""
         return posixpath.basename(self._path)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The protocol and all names."""
+        """The protocol and all components of the path."""
         return (f"{self._protocol}://", *(part for part in self._path.split("/") if part))
 
     @property
     def parent(self) -> Remote:
-        """The folder; at the top, the place itself."""
+        """The parent folder; at the top, this address itself."""
         return Remote(f"{self._protocol}://{posixpath.dirname(self._path)}")
 
     @property
     def parents(self) -> list[Remote]:
-        """All folders that it is in, the nearest first."""
+        """All parent folders, nearest first."""
         above = self.parent
         return [] if above == self else [above, *above.parents]
 
     def with_name(self, name: str) -> Remote:
-        """Another one in the same folder."""
+        """The address with another last component."""
         return self.parent / name
 
     # ---- what is there -----------------------------------------------------------------------------------------------
 
     def _reach(self) -> tuple[Any, str]:
-        """The file system, and what it calls this path."""
+        """The file system, and its name for this path."""
         from fsspec.core import url_to_fs
 
         fs, path = url_to_fs(str(self))
         fs.invalidate_cache()  # another process may have written since it was last listed
         return fs, path
 
-    @_told
+    @_os_errors
     def exists(self) -> bool:
-        """Whether there is a file or folder."""
+        """Whether a file or folder exists here."""
         fs, path = self._reach()
         return fs.exists(path)
 
-    @_told
+    @_os_errors
     def is_dir(self) -> bool:
-        """Whether something lies below it."""
+        """Whether this is a folder: something exists below it."""
         fs, path = self._reach()
         return fs.isdir(path)
 
-    @_told
+    @_os_errors
     def is_file(self) -> bool:
-        """Whether it can be read."""
+        """Whether this is a file."""
         fs, path = self._reach()
         return fs.isfile(path)
 
-    @_told
+    @_os_errors
     def iterdir(self) -> Iterator[Remote]:
-        """What is in the folder."""
+        """The files and folders in the folder."""
         fs, path = self._reach()
         return iter([self / posixpath.basename(found.rstrip("/")) for found in fs.ls(path, detail=False)])
 
-    @_told
+    @_os_errors
     def files_below(self) -> list[Remote]:
-        """All files in the folder and in those below."""
+        """All files in the folder and its subfolders."""
         fs, path = self._reach()
         return [self / posixpath.relpath(found, path) for found in fs.find(path)]
 
-    @_told
+    @_os_errors
     def stat(self) -> _Stat:
-        """Size in bytes and time of the last change; time 0 where there is none."""
+        """Size in bytes and time of the last change; 0 if the file system records no times."""
         fs, path = self._reach()
         size = fs.info(path).get("size") or 0
         try:
@@ -156,27 +156,27 @@ class Remote:
 
     # ---- reading and writing -----------------------------------------------------------------------------------------
 
-    @_told
+    @_os_errors
     def open(self, mode: str = "rb", **options: Any) -> IO[Any]:
-        """Open as the built-in function does. What is read is fetched piece by piece."""
+        """Open like the built-in function. Data is fetched piece by piece as it is read."""
         fs, path = self._reach()
         return fs.open(path, mode, **options)
 
-    @_told
+    @_os_errors
     def read_bytes(self) -> bytes:
-        """The whole of a small file."""
+        """The contents of a small file."""
         fs, path = self._reach()
         return fs.cat_file(path)
 
-    @_told
+    @_os_errors
     def download(self, target: Path) -> None:
         """Copy the file to a local one."""
         fs, path = self._reach()
         fs.get_file(path, str(target))
 
-    @_told
+    @_os_errors
     def upload(self, source: Path) -> None:
-        """Copy a local file to here. What was here is replaced when all of it has arrived, and not before."""
+        """Copy a local file to this address. An existing file is replaced only once the upload is complete."""
         fs, path = self._reach()
         if self._protocol.rpartition(":")[2] in _OBJECT_STORES:
             fs.put_file(str(source), path)
@@ -192,7 +192,7 @@ class Remote:
                 fs.rm_file(aside)
             raise
 
-    @_told
+    @_os_errors
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the file."""
         fs, path = self._reach()
@@ -207,13 +207,13 @@ Location: TypeAlias = Path | Remote
 
 
 class NewPath(str):
-    """A path where nothing is yet: what comes there meanwhile, from another process, must not be replaced."""
+    """A path that does not exist yet: if another process creates something there meanwhile, it must not be replaced."""
 
     __slots__ = ()
 
 
 def location(path: str | os.PathLike[str] | Remote) -> Location:
-    """What a path means: ``file://`` and what has no protocol is of this machine."""
+    """A path as :class:`pathlib.Path` or :class:`Remote`; ``file://`` and paths without a protocol are local."""
     if isinstance(path, Remote):
         return path
     text = os.fspath(path)
@@ -227,12 +227,12 @@ def location(path: str | os.PathLike[str] | Remote) -> Location:
 
 
 def is_remote(path: str | os.PathLike[str] | Remote) -> bool:
-    """Whether a path is an address."""
+    """Whether a path is a remote address."""
     return isinstance(location(path), Remote)
 
 
 def absolute(path: str | os.PathLike[str] | Remote) -> str:
-    """The path as text that means the same from every working directory.
+    """The path as text, independent of the working directory.
 
     Raises:
         ModuleNotFoundError: the package for the protocol is not installed.
@@ -246,7 +246,7 @@ def absolute(path: str | os.PathLike[str] | Remote) -> str:
 
 
 def join(folder: str, *names: str) -> str:
-    """The path of something in a folder, which may be ``""``."""
+    """Join names to a folder, which may be ``""``."""
     where = location(folder)
     for name in names:
         where = where / name
@@ -254,12 +254,12 @@ def join(folder: str, *names: str) -> str:
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Whether a path leads to something in a folder or below it."""
+    """Whether a path is inside a folder, at any depth."""
     return location(absolute(folder)) in location(absolute(path)).parents
 
 
 def relative(path: str, folder: str) -> str:
-    """A path as seen from a folder, with ``..`` where needed; the path itself if it is of another kind of place."""
+    """A path relative to a folder, with ``..`` if needed; the path itself if the two are on different file systems."""
     where, start = location(path), location(folder)
     if isinstance(where, Path) and isinstance(start, Path):
         return os.path.relpath(path, folder)
@@ -269,7 +269,7 @@ def relative(path: str, folder: str) -> str:
 
 
 def remove(path: str | Location) -> None:
-    """Delete a file or folder; of a folder nothing is left that looks like a checkpoint while it is being deleted.
+    """Delete a file or folder; a folder stops looking like a checkpoint before its files are deleted.
 
     Raises:
         OSError: it could not be deleted.
@@ -286,14 +286,14 @@ def remove(path: str | Location) -> None:
 
 
 def remove_all(files: Iterable[Remote]) -> None:
-    """Delete files; first the manifest, without which the others are no checkpoint."""
+    """Delete files, the manifest first, because without it the others do not count as a checkpoint."""
     for found in sorted(files, key=lambda one: one.name != "manifest.json"):
         found.unlink(missing_ok=True)
 
 
 @contextmanager
 def local_copy(where: Location) -> Iterator[Path]:
-    """A file of this machine with the same bytes: the path itself, or a download that is deleted at the end."""
+    """Context that yields a local copy: the path itself if it is local, else a download that is deleted at the end."""
     if isinstance(where, Path):
         yield where
         return
@@ -320,5 +320,5 @@ def _must_be_known(protocol: str, address: str) -> None:
         raise ModuleNotFoundError(messages.missing(f"The address {address!r}", needed)) from error
     except ValueError:
         raise ValueError(
-            f"{address!r}: {messages.unknown('protocol', protocol, _USUAL, more=', or pass a path of this machine')}"
+            f"{address!r}: {messages.unknown('protocol', protocol, _USUAL, more=', or pass a local path')}"
         ) from None

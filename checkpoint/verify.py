@@ -1,4 +1,4 @@
-"""Whether a checkpoint is as it was written: every byte is held against the checksums. Nothing here needs torch."""
+"""Verify that a checkpoint is as it was written, by the checksums of all its bytes. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .storage import Location
 
 _BUFFER_BYTES = 1 << 24
 _DOS_FOLDER = 0x10
-#: Bytes of the last record of a zip file, whose last two say how long the comment behind it is.
+#: Bytes of the last record of a zip file; its last two bytes are the length of the comment after it.
 _ENDING = 22
 _LONGEST_ENDING = _ENDING + 0xFFFF
 
 
 class Problem(NamedTuple):
-    """Why something is not loaded.
+    """Why a file or folder cannot be loaded.
 
     Attributes:
-        why: goes on from "The checkpoint is damaged or cut short: ".
-        foreign: it is no checkpoint at all.
+        why: text that continues "The checkpoint is damaged or cut short: ".
+        foreign: whether it is not a checkpoint at all.
         fix: what to do instead; None for the usual advice.
     """
 
@@ -41,9 +41,9 @@ class Problem(NamedTuple):
 
 
 def problem(path: Location) -> Problem | None:
-    """What is wrong with the bytes of a checkpoint, file or folder; None if they are what was written.
+    """What is wrong with the bytes of a checkpoint file or folder; None if they are as written.
 
-    A file without checksums, such as torch wrote before it used zip files, is taken to be right.
+    A file without checksums, as torch wrote before it used zip files, is assumed to be correct.
 
     Raises:
         OSError: it cannot be read.
@@ -55,7 +55,7 @@ def problem(path: Location) -> Problem | None:
 
 
 def file_problem(stream: IO[bytes]) -> Problem | None:
-    """What is wrong with an open file, which can seek: ``torch.load`` checks nothing and would load noise."""
+    """What is wrong with an open, seekable file. ``torch.load`` itself checks nothing and would load garbage."""
     stream.seek(0)
     head = stream.read(4)
     if not head:
@@ -74,7 +74,7 @@ def file_problem(stream: IO[bytes]) -> Problem | None:
     if bad_record is not None:
         return Problem(f"its record {bad_record!r} does not match its checksum")
     if "data.pkl" not in endings:
-        return Problem("it is a zip file of something else", foreign=True)
+        return Problem("it is a zip file with other contents", foreign=True)
     if size != end:
         why = f"it has {size} bytes and should end after {end}"
         return Problem(why, fix=f"If something was appended to it, cut that off: truncate -s {end} FILE.")
@@ -82,7 +82,7 @@ def file_problem(stream: IO[bytes]) -> Problem | None:
 
 
 def _end(stream: IO[bytes]) -> tuple[int, int]:
-    """Where a zip file ends by what it says itself, and how long it is. Readers pass over what was appended to it."""
+    """Where a zip file should end according to its own records, and its size. Readers ignore appended bytes."""
     size = stream.seek(0, os.SEEK_END)
     start = max(0, size - _LONGEST_ENDING)
     stream.seek(start)
@@ -93,7 +93,7 @@ def _end(stream: IO[bytes]) -> tuple[int, int]:
 
 
 def _damaged_record(archive: zipfile.ZipFile) -> str | None:
-    """The first record that is not what was written; torch can be told to write without checksums, all of them 0."""
+    """The first damaged record. If all checksums are 0, torch was told not to write any, and nothing is checked."""
     records = archive.infolist()
     if any(record.CRC for record in records):
         damaged = archive.testzip()
@@ -102,7 +102,7 @@ def _damaged_record(archive: zipfile.ZipFile) -> str | None:
 
 
 def _is_odd(record: zipfile.ZipInfo) -> bool:
-    """Whether torch would read other bytes than the checksum covers: another length, or a folder (nothing at all)."""
+    """Whether torch would read other bytes than the checksum covers: another length, or none because of a folder."""
     return record.file_size != record.compress_size or bool(record.external_attr & _DOS_FOLDER)
 
 
@@ -111,12 +111,12 @@ def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem
 
     Args:
         folder: the checkpoint.
-        share: which of the files this process holds against their checksums, none if negative; it looks at the size of
-            all.
-        shares: among how many processes they are divided.
+        share: index of this process's share of the files, whose checksums it verifies; none if negative. The sizes of
+            all files are checked.
+        shares: number of processes that share the files.
     """
     if not manifest.is_folder(folder):
-        return Problem("it has no manifest, so it is something else or was never finished", foreign=True)
+        return Problem("it has no manifest, so it is not a checkpoint or was never completed", foreign=True)
     try:
         files = manifest.read_folder(folder).files
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""Stand-ins for other packages, so that programs written for them run on Paceline."""
+"""Replacements for other packages, so that programs written for them run on Paceline."""

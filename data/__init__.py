@@ -1,4 +1,4 @@
-"""Data: the DataModule, what may be given as a loader, and how its batches reach the step."""
+"""Data: the DataModule, the accepted kinds of loaders, and how their batches reach the step."""
 
 from __future__ import annotations
 

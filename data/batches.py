@@ -1,4 +1,4 @@
-"""One epoch's batches out of a loader, moved to the device and fetched one ahead where that is asked for."""
+"""Iterate over one epoch's batches of a loader, optionally moving them to the device and fetching one ahead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -18,35 +18,38 @@ from .combined_loader import CombinedLoader, close_iterator
 from .sample_order import can_jump, iterate, within_length
 from .stream_sharding import Shard
 
+if TYPE_CHECKING:
+    from ..trainer.metrics import MetricStore
+
 _END = object()
 
 
 class Batches:
-    """The batches of one epoch: those of ``loader`` from number ``skip`` up to number ``limit``.
+    """The batches of one epoch: those of ``loader`` from index ``skip`` up to ``limit``.
 
-    Without ``move`` and ``lookahead`` iterating costs no Python call a batch: ``iter()`` hands out the loader's own
-    iterator. :meth:`close` it when done, also after an exception, so that worker processes end at once.
+    Without ``move`` and ``lookahead`` iterating costs no Python call per batch: ``iter()`` returns the loader's own
+    iterator. Call :meth:`close` when done, also after an exception, so that worker processes end at once.
 
     Args:
         loader: a DataLoader, a :class:`CombinedLoader` (only its batches, without indices) or any iterable.
-        move: brings a batch to the device; None if there is nothing to do.
-        lookahead: fetch (and move) a batch before the one in front of it is handed out, so that the last one is known
-            as such. If fetching fails, the batch in front of it is handed out first.
-        limit: where the epoch ends if the loader does not end before; ``inf`` for nowhere. Nothing is fetched past it,
-            nor past the loader's length.
-        agree: with several processes whose loaders do not say how long they are: whether all of them have a batch.
-            The epoch ends for all when it ends for one; needs ``lookahead``.
-        skip: how many batches at the beginning were done already (they count towards ``limit``). A map-style
-            DataLoader jumps over them without loading anything, other loaders fetch and drop them.
-        seed: what workers that load by index seed their random states from, with the number of each batch; None leaves
-            them as torch makes them.
-        remember: called before each batch that is fetched ahead; what it returns is kept in ``before_ahead``.
-        prepare: called before the first batch is fetched, with ``lookahead``.
+        move: moves a batch to the device; None if batches stay where they are.
+        lookahead: fetch (and move) the next batch before yielding the current one, so that the last batch is known to
+            be the last. If fetching fails, the current batch is still yielded before the error is raised.
+        limit: number of batches at which the epoch ends if the loader does not end earlier; ``inf`` for no limit.
+            Nothing is fetched past it, or past the loader's length.
+        agree: for several processes whose loaders have no known length: tells whether all processes have a batch. The
+            epoch ends on all processes when it ends on one; needs ``lookahead``.
+        skip: number of batches at the beginning that are already done (they count towards ``limit``). A map-style
+            DataLoader skips them without loading anything; other loaders fetch and drop them.
+        seed: workers that load by index seed their random states from this and the number of each batch; None leaves
+            them as torch sets them.
+        remember: called before each batch that is fetched ahead; its result is stored in ``before_ahead``.
+        prepare: with ``lookahead``, called before the first batch is fetched.
 
     Attributes:
-        before_ahead: what ``remember`` returned before the batch that waits behind the one handed out was fetched.
-        exhausted: whether the batch handed out last is known to be the final one. Stays False without ``lookahead``.
-        left_over: the epoch ended although this process had another batch.
+        before_ahead: the result of ``remember`` before the batch after the current one was fetched.
+        exhausted: whether the batch yielded last is known to be the final one. Stays False without ``lookahead``.
+        left_over: whether the epoch ended although this process had another batch.
     """
 
     __slots__ = (
@@ -99,7 +102,7 @@ class Batches:
         return self._iterator
 
     def close(self) -> None:
-        """Let go of what a half-read pass holds: worker processes (unless they are persistent), open generators."""
+        """End an unfinished pass: stop its worker processes (unless they are persistent) and close generators."""
         iterator, source = self._iterator, self._source
         self._iterator = self._source = None
         if isinstance(iterator, Generator):
@@ -133,7 +136,7 @@ class Batches:
         return self._one_ahead(first, source, side.ready if side else None)
 
     def _open(self) -> tuple[Iterator[Any], int]:
-        """The loader's iterator, and how many of its batches remain to be dropped."""
+        """The loader's iterator, and how many of its batches still have to be dropped."""
         loader = self._loader
         if isinstance(loader, CombinedLoader):
             jumps = all(can_jump(leaf) for leaf in loader.flattened) and loader.counts_passes
@@ -147,22 +150,22 @@ class Batches:
         return iterate(leaf, start, None if self._seed is None else mixed(self._seed, index, number))
 
     def _drop(self, source: Iterator[Any], count: int) -> None:
-        """Fetch batches that were done already, and say what that costs."""
+        """Fetch and drop batches that are already done, and report how long that took."""
         if not count or isinstance(self._loader, (Sequence, Shard)):
             next(islice(source, count, count), None)
             return
         begun = perf_counter()
         next(islice(source, count, count), None)
         messages.info_once(
-            f"Continuing at batch {count} of the epoch: {count} batches were loaded and thrown away to get there, "
-            f"which took {perf_counter() - begun:.1f} s, because a {type(self._loader).__name__} of this kind cannot "
-            "start in the middle. A map-style data set can, and so can a loader (or, without workers, an iterable "
-            "data set) that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
+            f"Continuing at batch {count} of the epoch: {count} batches were loaded and discarded to get there, which "
+            f"took {perf_counter() - begun:.1f} s, because this {type(self._loader).__name__} cannot start in the "
+            "middle. To avoid that, use a map-style data set, or a loader (or, without workers, an iterable data set) "
+            "that has state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader.",
             key="batches thrown away",
         )
 
     def _in_step(self, source: Iterator[Any], agree: Callable[[bool], bool]) -> Iterator[Any]:
-        """The batches for as long as every process has one."""
+        """Yield batches as long as every process has one."""
         while agree((batch := next(source, _END)) is not _END):
             yield batch
         self.left_over = batch is not _END
@@ -184,11 +187,53 @@ class Batches:
             batch = following
 
 
+class HandOver:
+    """The iterator that ``training_step(dataloader_iter)`` gets, which lets the step fetch batches itself.
+
+    The loop iterates over this object and gets the object itself, once per step.
+
+    Args:
+        batches: made with ``lookahead``, so that the last batch is known to be the last.
+        start: index of the first batch.
+        metrics: receives each batch, whose size is the weight of logged values.
+    """
+
+    def __init__(self, batches: Batches, start: int, metrics: MetricStore) -> None:
+        self._batches = batches
+        self._start = start
+        self._metrics = metrics
+        self._iterator: Iterator[Any] = iter(())
+        self.taken = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no batch is left."""
+        return self._batches.exhausted
+
+    def close(self) -> None:
+        """End an unfinished pass."""
+        self._batches.close()
+
+    def __iter__(self) -> Iterator[HandOver]:
+        self._iterator = iter(self._batches)  # start fetching now, not with the first batch
+        self.taken = 0
+        return self._turns()
+
+    def _turns(self) -> Iterator[HandOver]:
+        while not self.exhausted:
+            yield self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        batch = self._metrics.batch = next(self._iterator)
+        self.taken += 1
+        return batch, self._start + self.taken - 1, 0
+
+
 def batch_size_of(batch: Any) -> int | None:
     """Return the number of samples in a batch: the first dimension of the first tensor in it, None if there is none.
 
-    Lists, tuples, mappings, dataclasses and other objects are searched in order; a tensor of shape () counts as 1. An
-    object that says its own ``batch_size`` (or ``num_graphs``) is believed.
+    Lists, tuples, mappings, dataclasses and other objects are searched in order; a tensor of shape () counts as 1. If
+    an object has a ``batch_size`` (or ``num_graphs``), that is used.
     """
     kind, first = type(batch), batch
     if kind is tuple or kind is list:
@@ -201,7 +246,7 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def conflicting_sizes(batch: Any) -> tuple[int, ...]:
-    """Return the different first dimensions of a batch's tensors if they differ, in order; otherwise an empty tuple."""
+    """Return the distinct first dimensions of a batch's tensors, in order, if they differ; else an empty tuple."""
     sizes = tuple(dict.fromkeys(_sizes(batch, set(), scalars=False)))
     return sizes if len(sizes) > 1 else ()
 
@@ -226,7 +271,7 @@ def _sizes(value: Any, seen: set[int], scalars: bool = True) -> Iterator[int]:
 
 
 def _own_size(value: Any) -> int | None:
-    """The size that an object states itself."""
+    """The batch size that an object itself has as an attribute; None if it has none."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
     if isinstance(value, (str, bytes, tuple, list)) or type(value) is dict:
@@ -241,7 +286,7 @@ def _own_size(value: Any) -> int | None:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a container or an object is made of; nothing for everything that cannot hold tensors of a batch."""
+    """The entries or attributes of a container or an object; empty if it cannot hold a batch's tensors."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Several loaders passed over together."""
+"""Combine several loaders and iterate over them together."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 Limit = int | float | None
 MODES: tuple[str, ...] = ("min_size", "max_size", "max_size_cycle", "sequential")
 
-#: Gives the iterator of a loader from one of its batches on, told the loader's index and the number of the pass.
+#: ``open(loader, start, index, number)`` returns an iterator over a loader from batch ``start``, for pass ``number``.
 Open = Callable[[Any, int, int, int], Iterator[Any]]
 Build = Callable[[Sequence[Any]], Any]
 
 
 class CombinedLoader:
-    """Passes over several loaders together. Yields ``(batch, batch_idx, dataloader_idx)``.
+    """Iterates over several loaders together. Yields ``(batch, batch_idx, dataloader_idx)``.
 
-    Except in ``"sequential"`` mode a batch has the structure of ``iterables`` with a batch in each loader's place, and
+    Except in ``"sequential"`` mode, a batch has the structure of ``iterables`` with a batch instead of each loader, and
     ``dataloader_idx`` is 0.
 
     * ``"min_size"``: ends when the shortest loader ends.
-    * ``"max_size"``: ends when the longest ends; None in the place of those that ended before.
-    * ``"max_size_cycle"``: ends when the longest ends; shorter ones start over.
-    * ``"sequential"``: one loader after the other; ``batch_idx`` counts in each, ``dataloader_idx`` says which.
+    * ``"max_size"``: ends when the longest loader ends; loaders that ended earlier give None.
+    * ``"max_size_cycle"``: ends when the longest loader ends; shorter ones start over.
+    * ``"sequential"``: one loader after the other; ``batch_idx`` restarts for each, ``dataloader_idx`` is its index.
 
     Args:
-        iterables: a loader, or lists, tuples, mappings and dataclasses of them, nested as you like. A list that holds
-            no loaders is itself one loader: a list of batches.
-        mode: how they are combined.
+        iterables: a loader, or lists, tuples, mappings and dataclasses of loaders, nested to any depth. A list that
+            contains no loaders is itself one loader: a list of batches.
+        mode: how the loaders are combined.
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
@@ -70,13 +70,13 @@ class CombinedLoader:
         if len(loaders) != len(self._flattened):
             raise ValueError(
                 f"CombinedLoader.flattened got {len(loaders)} loaders in place of {len(self._flattened)}. "
-                "Give as many as there are, or make a new CombinedLoader."
+                "Pass the same number of loaders, or make a new CombinedLoader."
             )
         self._flattened = list(loaders)
 
     @property
     def limits(self) -> list[int | float] | None:
-        """At most how many batches are taken of each loader in a pass; None for all. One number holds for every loader.
+        """Maximum number of batches per loader and pass; None for all. A single number applies to every loader.
 
         A shorter loader in ``"max_size_cycle"`` starts over at its limit.
         """
@@ -91,7 +91,7 @@ class CombinedLoader:
         if len(values) != len(self._flattened):
             raise ValueError(
                 f"CombinedLoader.limits={values} has {len(values)} entries for {len(self._flattened)} loaders. "
-                "Give one number for all, or one for each."
+                "Set one number for all loaders, or one for each."
             )
         if any(value < 0 for value in values):
             raise ValueError(f"CombinedLoader.limits={values} has a negative entry. Use 0 or more, or float('inf').")
@@ -113,8 +113,8 @@ class CombinedLoader:
             index = lengths.index(None)
             raise TypeError(
                 f"The length of this CombinedLoader is unknown: loader {index} "
-                f"({type(self._flattened[index]).__name__}) has none. Set its entry in `limits` only bounds it; give "
-                "the loader a __len__ if you need one."
+                f"({type(self._flattened[index]).__name__}) has no __len__. Its entry in `limits` is only an upper "
+                "bound. Define __len__ in the loader if you need the length."
             )
         known = [length for length in lengths if length is not None]
         if self._mode == "sequential":
@@ -129,18 +129,18 @@ class CombinedLoader:
 
     @property
     def counts_passes(self) -> bool:
-        """Whether it is known in which pass and where in it each loader is after a number of batches."""
+        """Whether the pass and the position of each loader are known after a given number of batches."""
         return self._mode in ("min_size", "max_size") or (
             self._mode == "max_size_cycle" and None not in self._lengths() and 0 not in self._lengths()
         )
 
     def batches(self, start: int = 0, open_leaf: Open | None = None) -> Iterator[Any]:
-        """Iterate over the combined batches alone, without the indices.
+        """Iterate over the combined batches without the indices.
 
         Args:
-            start: batches to leave out at the beginning, where the object :attr:`counts_passes`.
-            open_leaf: ``open_leaf(loader, start, index, number)`` gives the iterator of a loader's pass ``number`` from
-                its batch ``start`` on.
+            start: number of batches to skip at the beginning; needs :attr:`counts_passes`.
+            open_leaf: ``open_leaf(loader, start, index, number)`` returns the iterator of a loader's pass ``number``
+                from its batch ``start``.
         """
         if self._mode == "sequential":
             return self._one_by_one()
@@ -161,24 +161,24 @@ class CombinedLoader:
                 close_iterator(one.iterator)
 
     def reset(self) -> None:
-        """Drop what earlier passes left, worker processes of persistent loaders included."""
+        """End earlier passes, and the worker processes of loaders with persistent workers."""
         for loader in self._flattened:
             if isinstance(loader, DataLoader) and (running := running_iterator(loader)) is not None:
                 forget_iterator(loader)
                 shut_down_workers(running, persistent=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of those loaders that have one."""
+        """The states of the loaders; None for a loader without ``state_dict``."""
         return {
             "loaders": [loader.state_dict() if hasattr(loader, "state_dict") else None for loader in self._flattened]
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back :meth:`state_dict`; the loaders must be those of then, in the same order."""
+        """Restore :meth:`state_dict`; the loaders must be the same as when it was saved, in the same order."""
         states = state_dict["loaders"]
         if len(states) != len(self._flattened):
             raise ValueError(
-                f"The state is of {len(states)} loaders, this CombinedLoader has {len(self._flattened)}. "
+                f"The state is that of {len(states)} loaders, but this CombinedLoader has {len(self._flattened)}. "
                 "Give it the loaders it had when the state was saved."
             )
         for loader, state in zip(self._flattened, states, strict=True):
@@ -191,7 +191,7 @@ class CombinedLoader:
         return int(self._limits[index])
 
     def _lengths(self) -> list[int | None]:
-        """Batches that each loader has in a pass; None where that is unknown."""
+        """Number of batches per pass of each loader; None if unknown."""
         lengths = []
         for index, loader in enumerate(self._flattened):
             length, limit = length_of(loader), self._limit(index)
@@ -199,13 +199,13 @@ class CombinedLoader:
         return lengths
 
     def _limited(self, index: int) -> tuple[Iterator[Any], Iterator[Any]]:
-        """A fresh iterator of one loader: the one to read, which ends at the limit, and the one to close."""
+        """Two iterators of a new pass over one loader: one to read, which ends at the limit, and one to close."""
         loader = self._flattened[index]
         iterator = iterate(loader)
         return islice(within_length(loader, iterator), self._limit(index)), iterator
 
     def _parts(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
-        """The loaders' batches side by side."""
+        """The batches of all loaders at each step."""
         if self._mode == "max_size_cycle":
             return self._cycled(passes, start)
         sources = [one.source for one in passes]
@@ -214,7 +214,7 @@ class CombinedLoader:
     def _cycled(self, passes: list[_Pass], start: int) -> Iterator[Sequence[Any]]:
         lengths = self._lengths()
         total = max((length for length in lengths if length is not None), default=0)
-        unread = {index for index, one in enumerate(passes) if one.number == 0}  # not come to their end yet
+        unread = {index for index, one in enumerate(passes) if one.number == 0}  # loaders that have not ended yet
         steps = range(start, total) if None not in lengths else count()
         for _ in steps:
             parts = [next(one.source, _END) for one in passes]
@@ -228,7 +228,7 @@ class CombinedLoader:
 
 
 class _Pass:
-    """One pass over one of the loaders: the iterator to read, which ends at the limit, and the one to close."""
+    """One pass over one loader: ``source``, to read, which ends at the limit, and ``iterator``, to close."""
 
     def __init__(self, combined: CombinedLoader, index: int, start: int, open_leaf: Open | None) -> None:
         self.combined, self.index = combined, index
@@ -249,7 +249,7 @@ class _Pass:
         self.source = inside if limit is None else islice(inside, max(limit - start, 0))
 
     def start_over(self) -> Any:
-        """The first batch of a new pass."""
+        """Start a new pass and return its first batch."""
         close_iterator(self.iterator)
         self.number += 1
         self.open(0)
@@ -257,8 +257,8 @@ class _Pass:
         if part is _END:
             raise ValueError(
                 f"Loader {self.index} ({type(self.loader).__name__}) of this CombinedLoader ended before the longest "
-                "one, and gave no batch when it was started over. An empty loader, or an iterator that can be read "
-                "only once, cannot cycle: give a DataLoader or a list, or use mode='max_size' or 'min_size'."
+                "one, and yielded no batch when it was started over. An empty loader, or an iterator that can be read "
+                "only once, cannot cycle: pass a DataLoader or a list, or use mode='max_size' or 'min_size'."
             )
         return part
 
@@ -267,7 +267,7 @@ _END = object()
 
 
 def is_loader(value: Any) -> bool:
-    """Whether a value inside a structure is a loader: a DataLoader, or an iterable that cannot be (part of) a batch."""
+    """Whether a value in a collection is a loader: a DataLoader, or an iterable that cannot be (part of) a batch."""
     if isinstance(value, (DataLoader, CombinedLoader)):
         return True
     if isinstance(value, (type, str, bytes, Number, Sequence, Mapping, Set, Tensor)):
@@ -276,12 +276,12 @@ def is_loader(value: Any) -> bool:
 
 
 def holds_loaders(value: Any) -> bool:
-    """Whether a list, tuple, mapping or dataclass has a loader in it, at any depth."""
+    """Whether a list, tuple, mapping or dataclass contains a loader, at any depth."""
     return any(is_loader(entry) or holds_loaders(entry) for entry in _entries(value))
 
 
 def close_iterator(iterator: Iterator[Any]) -> None:
-    """End a half-read iterator: close a generator, shut the workers of a DataLoader down unless they are persistent."""
+    """End an unfinished iterator: close a generator, or shut down a DataLoader's workers unless they are persistent."""
     if isinstance(iterator, Generator):
         iterator.close()
     else:
@@ -307,7 +307,7 @@ def _entries(value: Any) -> Iterable[Any]:
 
 
 def _compile(value: Any, leaves: list[Any], path: str, outermost: bool = False) -> Build:
-    """Collect the loaders of a structure in ``leaves``; return the function that puts their parts in their places."""
+    """Collect a structure's loaders in ``leaves``; return a function that rebuilds it from one value per loader."""
     is_container = isinstance(value, (list, tuple, Mapping)) or bool(_entries(value))
     if not is_container or not (outermost or holds_loaders(value)):
         return _compile_leaf(value, leaves, path)
@@ -327,8 +327,8 @@ def _compile_leaf(value: Any, leaves: list[Any], path: str) -> Build:
     iterable = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
     if not iterable or isinstance(value, (str, bytes, Mapping, type)):
         raise TypeError(
-            f"CombinedLoader: {path} is {value!r} ({type(value).__name__}), which is no loader. Put a DataLoader or "
-            "another iterable of batches there."
+            f"CombinedLoader: {path} is {value!r} ({type(value).__name__}), which is not a loader. Pass a DataLoader "
+            "or another iterable of batches."
         )
     index = len(leaves)
     leaves.append(value)
@@ -336,7 +336,7 @@ def _compile_leaf(value: Any, leaves: list[Any], path: str) -> Build:
 
 
 def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """``values`` as a mapping of the same kind."""
+    """``values`` as a mapping of the same type."""
     if type(mapping) is dict:
         return values
     result: Any = copy.copy(mapping)

@@ -1,4 +1,4 @@
-"""The data of a run in one place: where it comes from, its splits and its loaders."""
+"""The DataModule: downloads a run's data, splits it and makes its loaders."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predi
 
 
 class DataModule(HyperparametersMixin):
-    """Where the data come from, their splits and their loaders. Subclass it and define the loaders you need.
+    """A run's data: how it is obtained and split, and its loaders. Subclass it and define the loaders you need.
 
-    A hook counts as defined when your class defines it or the instance carries it.
+    A hook counts as defined if your class defines it or it is set on the instance.
 
     Attributes:
-        trainer: the Trainer that runs with it, None before.
-        prepare_data_per_node: whether every node runs :meth:`prepare_data`, or only the first (a shared disk).
-        allow_zero_length_dataloader_with_multiple_devices: whether a process may end up without a batch.
+        trainer: the Trainer that uses this data module; None before it is used.
+        prepare_data_per_node: whether every node runs :meth:`prepare_data`, or only the first (for a shared disk).
+        allow_zero_length_dataloader_with_multiple_devices: whether a process may have no batch at all.
 
     Example:
         >>> class Digits(DataModule):
@@ -53,55 +53,55 @@ class DataModule(HyperparametersMixin):
         return {name: value for name, value in vars(self).items() if name != "trainer"}
 
     def prepare_data(self) -> None:
-        """Before :meth:`setup`, in one process a node (or one at all). Download and unpack here; keep no state."""
+        """Called before :meth:`setup`, in one process per node (or a single one). Download here; set no state."""
 
     def setup(self, stage: str) -> None:
-        """When fit, validate, test or predict begins, in every process. Make the data sets and splits here."""
+        """Called when fit, validate, test or predict begins, in every process. Make the data sets and splits here."""
 
     def teardown(self, stage: str) -> None:
-        """When fit, validate, test or predict has ended, also after an exception, in every process."""
+        """Called when fit, validate, test or predict has ended, also after an exception, in every process."""
 
     def train_dataloader(self) -> Any:
-        """Return what is trained on: a DataLoader, any iterable of batches, or a collection of them."""
+        """Return the training data: a DataLoader, any iterable of batches, or a collection of them."""
         raise self._undefined("train_dataloader", "fit")
 
     def val_dataloader(self) -> Any:
-        """Return the loader or loaders of validation."""
+        """Return the loader or loaders for validation."""
         raise self._undefined("val_dataloader", "validate")
 
     def test_dataloader(self) -> Any:
-        """Return the loader or loaders of test."""
+        """Return the loader or loaders for test."""
         raise self._undefined("test_dataloader", "test")
 
     def predict_dataloader(self) -> Any:
-        """Return the loader or loaders of predict."""
+        """Return the loader or loaders for predict."""
         raise self._undefined("predict_dataloader", "predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Before a batch goes to the device. Return it, changed or not. Batches are on the CPU here."""
+        """Called before a batch moves to the device, while it is on the CPU. Return the batch, changed or not."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Bring a batch to the device (and the run's input dtype) and return it.
+        """Move a batch to the device (and convert it to the run's input dtype) and return it.
 
-        Define it for kinds of batches that Paceline cannot look into.
+        Define it for types of batches that Paceline cannot look into.
         """
         dtype = None if self.trainer is None else self.trainer.strategy.precision.input_dtype
         return device_transfer.move(batch, device, dtype)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """After a batch came to the device. Return it, changed or not: the place for augmentation on the device."""
+        """Called after a batch has moved to the device. Return it, changed or not; augment on the device here."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What of the data module belongs into a checkpoint: plain data and tensors."""
+        """Return the data module's state for a checkpoint: plain data and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned when the checkpoint was written."""
+        """Restore the state that :meth:`state_dict` returned when the checkpoint was written."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """When anything, Ctrl-C included, ended the run early."""
+        """Called when an exception, including Ctrl-C, ended the run early."""
 
     @classmethod
     def from_datasets(
@@ -114,16 +114,16 @@ class DataModule(HyperparametersMixin):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """Make a data module of data sets. Where one is given as a list or a mapping, so are its loaders.
+        """Make a data module from data sets. A list or mapping of data sets gives a list or mapping of loaders.
 
         Args:
             train_dataset: shuffled every epoch, unless it is an ``IterableDataset``.
-            val_dataset: not shuffled, as the two following.
+            val_dataset: not shuffled, like the next two.
             test_dataset: for ``test``.
             predict_dataset: for ``predict``.
-            batch_size: samples a batch.
-            num_workers: processes that load, of each loader; 0 loads in the main process.
-            **datamodule_kwargs: further arguments of the class.
+            batch_size: samples per batch.
+            num_workers: worker processes per loader; 0 loads in the main process.
+            **datamodule_kwargs: further arguments for the class.
         """
         accepted = inspect.signature(cls).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
@@ -150,10 +150,10 @@ class DataModule(HyperparametersMixin):
 
         Args:
             checkpoint_path: the file.
-            map_location: where its tensors go, as for ``torch.load``.
+            map_location: device for its tensors, as for ``torch.load``.
             hparams_file: a ``.yaml`` or ``.csv`` file whose hyperparameters replace those of the checkpoint.
-            weights_only: always True in effect: a file can hold data, not code. False is refused.
-            **kwargs: arguments of ``__init__`` that win over those saved.
+            weights_only: always True: a file may contain data, but no code. False is refused.
+            **kwargs: arguments of ``__init__`` that override the saved ones.
         """
         from ..checkpoint.load_from_checkpoint import load_from_checkpoint
 
@@ -177,12 +177,12 @@ class DataModule(HyperparametersMixin):
         name = type(self).__name__
         return NotImplementedError(
             f"{name} does not define {hook}(), which {entry_point} takes its batches from. Define it in {name}, or "
-            f"pass the loader itself to {entry_point}."
+            f"pass the loader to {entry_point}."
         )
 
 
 class _LoaderOf:
-    """Makes the loaders of a data set, or of a list or mapping of them."""
+    """Callable that makes the loaders for a data set, or for a list or mapping of data sets."""
 
     def __init__(self, dataset: Any, batch_size: int, num_workers: int, shuffle: bool) -> None:
         self._dataset = dataset
@@ -209,7 +209,7 @@ class _LoaderOf:
 
 
 def _is_dataset(value: Any) -> bool:
-    """Whether an entry of a list is a data set; otherwise it is a sample, and the list itself is the data set."""
+    """Whether an entry of a list is a data set; otherwise it is a sample, and the list is the data set."""
     if isinstance(value, Dataset):
         return True
     sample = isinstance(value, (str, bytes, Sequence, Mapping, torch.Tensor)) or hasattr(value, "__array__")

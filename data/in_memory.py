@@ -1,4 +1,4 @@
-"""Batches of tensors in memory: one indexing instead of a call for each sample and a stack of all."""
+"""Fast batches of in-memory tensors: one indexing operation instead of fetching and stacking single samples."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..torch_private import makes_torchs_iterators
 
 
 class Rows:
-    """The samples of a ``TensorDataset``, or of a ``Subset`` of one, as tensors whose rows are taken.
+    """The samples of a ``TensorDataset``, or of a ``Subset`` of one, as rows of tensors.
 
     Args:
         data: the data set.
         tensors: its tensors, each of shape (samples, ...), on the CPU.
-        places: for each ``Subset`` around them, the outermost first, which rows of what is inside it has.
+        places: the indices of each ``Subset`` around the tensors, outermost first.
     """
 
     def __init__(self, data: Dataset[Any], tensors: tuple[Tensor, ...], places: list[Tensor]) -> None:
@@ -28,12 +28,12 @@ class Rows:
         self.places = places
 
     def batches(self, indices: Iterable[Any], pinned: bool = False) -> Iterator[list[Tensor]]:
-        """Batches as ``default_collate`` makes them: lists of tensors of shape (batch size, ...).
+        """Yield the batches that ``default_collate`` would make: lists of tensors of shape (batch size, ...).
 
         Args:
-            indices: of each batch, an int64 tensor of shape (batch size,) or a list of integers, which takes longer.
-                Any other, and negative ones, are looked up sample by sample, as torch does.
-            pinned: in memory that a GPU copies from directly.
+            indices: the indices of each batch: an int64 tensor of shape (batch size,), or a list of integers, which
+                takes longer. Other kinds, and negative indices, are looked up sample by sample, as torch does.
+            pinned: whether to put the batches in pinned memory.
         """
         tensors, places = self.tensors, self.places
         for one in indices:
@@ -42,16 +42,16 @@ class Rows:
                 for place in places:
                     chosen = place.index_select(0, chosen)
                 batch = [tensor.index_select(0, chosen) for tensor in tensors]
-            except Exception:  # what this way of indexing does not know, or what is wrong: torch's way, and its error
+            except Exception:  # unsupported or wrong indices: do as torch does, which raises its own error
                 batch = default_collate([self.data[index] for index in one])
             yield [tensor.pin_memory() for tensor in batch] if pinned else batch
 
 
 def rows_of(loader: DataLoader[Any]) -> Rows | None:
-    """What a loader without workers reads, where indexing all samples of a batch at once gives the batches torch makes.
+    """The :class:`Rows` of a loader without workers, if indexing whole batches gives the same batches as torch.
 
-    That is where the data set is a ``TensorDataset`` or a ``Subset`` of one (``random_split``), on the CPU, and batches
-    are made by torch's own iterator and ``default_collate``. None for any other.
+    That is the case if the data set is a ``TensorDataset`` or a ``Subset`` of one (``random_split``) on the CPU, and
+    torch's own iterator and ``default_collate`` make the batches. None for any other loader.
     """
     if loader.num_workers or loader.batch_sampler is None or loader.collate_fn is not default_collate:
         return None
@@ -75,7 +75,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _positions(indices: Any) -> Tensor | None:
-    """The indices of a ``Subset``; None for a kind that may mean something else by its positions."""
+    """The indices of a ``Subset``; None for types that may be indexed differently."""
     if type(indices) is Tensor:
         return indices.long() if indices.dim() == 1 and indices.dtype in (torch.int32, torch.int64) else None
     if type(indices).__module__ == "numpy":
@@ -89,11 +89,11 @@ def _positions(indices: Any) -> Tensor | None:
 
 
 def _as_tensor(indices: Sequence[int]) -> Tensor:
-    """Indices as an int64 tensor, made of a list five times as fast as ``torch.tensor`` makes it.
+    """Indices as an int64 tensor; for a list five times as fast as ``torch.tensor``.
 
     Raises:
-        TypeError: they are no integers.
+        TypeError: the indices are not integers.
     """
     if type(indices[0]) is bool:
-        raise TypeError("A bool is no index.")
+        raise TypeError("A bool is not an index.")
     return torch.frombuffer(array("q", indices), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What may be given as loaders, how many batches they have, and what their shuffling is computed from."""
+"""Accepted kinds of loaders, their number of batches, their shuffling and their saved states."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .stream_sharding import Shard
 
 _MISSING = object()
 
-#: States of generators of the users' when :func:`seed_shuffling` last announced an epoch; the newest come last.
+#: States of the users' generators when :func:`seed_shuffling` last ran for an epoch; the newest come last.
 _at_epoch_start: dict[torch.Generator, Tensor] = {}
-_MOST_GENERATORS = 64  # kept alive here: torch 2.11 cannot refer to them weakly
+_MOST_GENERATORS = 64  # a limit, because torch 2.11 has no weak references to generators
 
 
 def is_loader_collection(loaders: Any) -> bool:
-    """Whether a list, tuple, mapping or dataclass holds loaders, at any depth; a list of batches is one loader.
+    """Whether a list, tuple, mapping or dataclass contains loaders, at any depth; a list of batches is one loader.
 
-    The values of a mapping may also be lists of batches, since a mapping cannot be a loader itself.
+    The values of a mapping may also be lists of batches, since a mapping itself cannot be a loader.
     """
     if isinstance(loaders, Mapping):
         return holds_loaders(loaders) or any(
@@ -37,12 +37,12 @@ def is_loader_collection(loaders: Any) -> bool:
 
 
 def train_loader(loaders: Any) -> Iterable[Any]:
-    """Return the one loader to train from; a collection becomes a ``CombinedLoader`` that ends with its longest."""
+    """Return the single loader for training; a collection becomes a ``CombinedLoader`` that ends with its longest."""
     if isinstance(loaders, CombinedLoader):
         if loaders.mode == "sequential":
             raise ValueError(
-                "fit got a CombinedLoader with mode='sequential', but a training step works on batches of all loaders "
-                "at once. Use mode 'max_size_cycle', 'min_size' or 'max_size', or chain the data sets with "
+                "fit got a CombinedLoader with mode='sequential', but a training step uses batches of all loaders at "
+                "once. Use mode 'max_size_cycle', 'min_size' or 'max_size', or join the data sets with "
                 "torch.utils.data.ConcatDataset."
             )
         return loaders
@@ -52,7 +52,7 @@ def train_loader(loaders: Any) -> Iterable[Any]:
 
 
 def eval_loaders(loaders: Any) -> list[Iterable[Any]]:
-    """Return the loaders that are evaluated one after the other."""
+    """Return the loaders to evaluate, one after the other."""
     if loaders is None:
         return []
     if isinstance(loaders, CombinedLoader):
@@ -65,7 +65,7 @@ def eval_loaders(loaders: Any) -> list[Iterable[Any]]:
 
 
 def count_batches(loader: Any, limit: float | int | None, what: str) -> int | float:
-    """Return how many batches an epoch has under ``limit_*_batches``; ``inf`` if the loader does not know its length.
+    """Return the number of batches per epoch under ``limit_*_batches``; ``inf`` if the loader has no known length.
 
     Args:
         loader: any loader.
@@ -86,7 +86,7 @@ def count_batches(loader: Any, limit: float | int | None, what: str) -> int | fl
     if length is None:
         raise ValueError(
             f"{argument}={limit} asks for a fraction of {what}, but a {type(loader).__name__} without __len__ has no "
-            f"known number of batches. Give a number of batches ({argument}=100) or 1.0."
+            f"known number of batches. Pass a number of batches ({argument}=100) or 1.0."
         )
     batches = int(length * limit + 1e-9)  # 0.29 * 100 is 28.999...
     if batches == 0:
@@ -98,12 +98,12 @@ def count_batches(loader: Any, limit: float | int | None, what: str) -> int | fl
 
 
 def seed_shuffling(loader: Any, seed: int, epoch: int) -> None:
-    """Make the order of the coming epoch a function of ``seed`` and ``epoch`` alone. Call it before each epoch.
+    """Make the order of the next epoch depend only on ``seed`` and ``epoch``. Call it before each epoch.
 
-    Samplers that draw from torch's global generator get a generator of their own, as does the loader for the seeds of
-    its workers; both are seeded anew each time. A generator that the user gave is left alone. ``set_epoch`` is called
-    wherever the loader, its samplers or its data set have one. What a process's part of a loader is cut out of is drawn
-    alike on all processes, the seeds of workers that augment samples differ.
+    Samplers that draw from torch's global generator get their own generator, and so does the loader for its workers'
+    seeds; both are seeded again each time. A generator that the user passed is left alone. ``set_epoch`` is called if
+    the loader, its samplers or its data set has it. All processes draw the same order, from which each takes its part;
+    the seeds of workers that augment samples differ between processes.
     """
     for index, leaf in enumerate(leaves_of(loader)):
         for generator in _generators(leaf):
@@ -132,7 +132,7 @@ def _note_epoch_start(generator: torch.Generator, state: Tensor) -> None:
 
 
 def release_shuffling(loader: Any) -> None:
-    """Take back the generators that :func:`seed_shuffling` gave, so that the loader is as the user made it."""
+    """Remove the generators that :func:`seed_shuffling` set, so that the loader is as the user made it."""
     for leaf in leaves_of(loader):
         for owner in (leaf, *samplers_of(leaf)):
             if isinstance(getattr(owner, "generator", None), _EpochGenerator):
@@ -140,9 +140,10 @@ def release_shuffling(loader: Any) -> None:
 
 
 def loader_state(loader: Any) -> dict[str, Any] | None:
-    """Return what a checkpoint keeps of a loader: its own ``state_dict`` and the states of the user's generators.
+    """Return a loader's state for a checkpoint: its own ``state_dict`` and the states of the user's generators.
 
-    Of a generator both the present state and the one before the epoch under way. None if the loader has neither.
+    For a generator, this includes its current state and its state before the current epoch. None if the loader has
+    neither a ``state_dict`` nor generators.
     """
     states = [_leaf_state(leaf) for leaf in leaves_of(loader)]
     return {"loaders": states} if any(state is not None for state in states) else None
@@ -151,16 +152,17 @@ def loader_state(loader: Any) -> dict[str, Any] | None:
 def load_loader_state(
     loader: Any, state: Mapping[str, Any] | None, mid_epoch: bool = False, same_ranks: bool = True
 ) -> bool:
-    """Take back what :func:`loader_state` returned; warn about what finds no place.
+    """Restore what :func:`loader_state` returned; warn about states that do not fit the loader.
 
     Args:
-        loader: the loader as it is now.
-        state: of the loader as it was then.
-        mid_epoch: the epoch of then is gone through again up to where it was, so that its order is needed once more.
-        same_ranks: the state is that of this rank among as many; otherwise a place in the data is none of this rank's.
+        loader: the current loader.
+        state: the state of the saved run's loader.
+        mid_epoch: whether the run resumes within an epoch, so that the order of that epoch is needed again.
+        same_ranks: whether the state is this rank's, from a run with as many ranks. If not, its position in the data
+            does not apply to this rank.
 
     Returns:
-        Whether the loader knows its position itself, so that no batches have to be skipped.
+        Whether the loader restores its position itself, so that no batches have to be skipped.
     """
     if not state:
         return False
@@ -168,25 +170,25 @@ def load_loader_state(
     if len(leaves) != len(states):
         messages.warn(
             f"The checkpoint holds the states of {len(states)} loaders, but this run trains from {len(leaves)}, so "
-            "they are ignored and the data start over. Give fit the loaders of the saved run to continue with their "
+            "they are ignored and the data start over. Pass the saved run's loaders to fit to continue with their "
             "next batch."
         )
         return False
-    positioned = _knows_place(loader)
-    places = same_ranks and (positioned or not mid_epoch)
+    positioned = _saves_position(loader)
+    positions = same_ranks and (positioned or not mid_epoch)
     pairs = [(leaf, kept) for leaf, kept in zip(leaves, states, strict=True) if kept]
-    known = [_load_leaf_state(leaf, kept, mid_epoch, places) for leaf, kept in pairs]
+    known = [_load_leaf_state(leaf, kept, mid_epoch, positions) for leaf, kept in pairs]
     return positioned and any(known)
 
 
 def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
-    """What gives, before a batch is fetched ahead, the states that fetching it changes; None if it changes none.
+    """A function that captures, before a batch is fetched ahead, the states that this changes; None if there are none.
 
-    In this process samples are drawn from its random states, and a loader with a place of its own moves on.
+    Loading samples in this process draws from its random states, and a loader that saves its position advances it.
     """
     leaves = list(leaves_of(loader))
     draws = any(not isinstance(leaf, (list, tuple)) and not getattr(leaf, "num_workers", 0) for leaf in leaves)
-    moves = _knows_place(loader)
+    moves = _saves_position(loader)
     if not draws and not moves:
         return None
 
@@ -200,8 +202,7 @@ def what_fetching_changes(loader: Any) -> Callable[[], dict[str, Any]] | None:
 def without_shuffling(loader: Any) -> Any:
     """Return a loader that yields the same data in the same order every epoch, for ``overfit_batches``.
 
-    A DataLoader (of a subclass too) is copied with a sequential sampler in place of its own; what it does not take from
-    a sampler stays as it is.
+    A DataLoader (or a subclass) is copied with a sequential sampler instead of its own; everything else stays the same.
     """
     if isinstance(loader, CombinedLoader):
         combined = CombinedLoader(loader.iterables, loader.mode)
@@ -217,25 +218,25 @@ def without_shuffling(loader: Any) -> Any:
         return _with_samplers(loader, ordered, inner)
     raise ValueError(
         f"overfit_batches needs the same batches every epoch, but the {type(loader).__name__} has a "
-        f"{type(batches).__name__} as batch_sampler, whose order cannot be taken out of it (it has no `sampler`). "
-        "Give a loader with batch_size= and shuffle=False, or a batch sampler that does not shuffle together with "
-        "limit_train_batches= in place of overfit_batches=."
+        f"{type(batches).__name__} as batch_sampler, whose shuffling cannot be turned off (it has no `sampler`). "
+        "Pass a loader with batch_size= and shuffle=False, or use a batch sampler that does not shuffle and "
+        "limit_train_batches= instead of overfit_batches=."
     )
 
 
 def advise(loader: Any, what: str) -> None:
-    """Say once what about a loader works but is probably not meant: shuffling where nothing is trained."""
+    """Warn once about a loader for evaluation that shuffles, which works but is probably not intended."""
     if what.startswith("train"):
         return
     if any(isinstance(sampler, RandomSampler) for leaf in leaves_of(loader) for sampler in samplers_of(leaf)):
         messages.warn_once(
             f"{what} shuffles (shuffle=True or a RandomSampler). The order does not change the metrics, but outputs "
-            "come in another order every time. Use shuffle=False."
+            "come in a different order every time. Use shuffle=False."
         )
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """The user's samplers in a loader: its batch sampler, its sampler, and those inside of them."""
+    """The user's samplers in a loader: its batch sampler, its sampler, and the samplers inside them."""
     loader = whole_of(loader)
     found: list[Any] = []
     pending = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
@@ -248,21 +249,21 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def users_generators(loader: Any) -> list[torch.Generator]:
-    """The generators that the user gave to a loader and its samplers, in an order that is the same on all processes.
+    """The generators that the user passed to a loader and its samplers, in the same order on all processes.
 
-    Each process made its own: give all of them the states of one process's before the first epoch of a fit, and they
-    agree on the order even if a generator was seeded differently on each.
+    Each process has its own copies, which may be seeded differently. If all processes take the states of one process
+    before the first epoch of a fit, they agree on the order.
     """
     return [generator for leaf in leaves_of(loader) for generator in _generators(leaf)]
 
 
 def whole_of(loader: Any) -> Any:
-    """The loader as the user gave it, if this one yields one process's part of it."""
+    """The loader that the user passed, if this one yields one process's part of it; otherwise this loader."""
     return getattr(loader, "paceline_whole", loader)
 
 
 def samples_in_batch(loader: Any, num_ranks: int) -> int | None:
-    """How many samples a full batch of all ranks together has; None where the loader does not say."""
+    """Number of samples in a full batch of all ranks together; None if the loader has no known batch size."""
     whole = whole_of(loader)
     if not isinstance(whole, DataLoader):
         return None
@@ -271,13 +272,13 @@ def samples_in_batch(loader: Any, num_ranks: int) -> int | None:
 
 
 def shard_of(loader: Any) -> Any:
-    """What in a loader decides on one process's part of it; None where it yields everything."""
+    """The :class:`Shard` in a loader that selects one process's part; None if the loader yields everything."""
     places = [loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))]
     return next((place for place in places if isinstance(place, Shard)), None)
 
 
 def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """A copy of a loader with some attributes replaced, those included that a loader refuses to have set."""
+    """A copy of a loader with some attributes replaced, even those that a loader does not allow to be set."""
     clone = copy.copy(loader)
     clone.__dict__.update(attributes)
     forget_iterator(clone)  # no running iterator in common
@@ -285,31 +286,30 @@ def replaced(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
 
 
 class _EpochGenerator(torch.Generator):
-    """A generator that Paceline gave to a sampler; it is seeded before each epoch."""
+    """A generator that Paceline set in a sampler or loader and seeds before each epoch."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
 
 
 def _single(loader: Any) -> Iterable[Any]:
-    """Check that something can be iterated over for batches."""
+    """Return the loader, after checking that it can be iterated over for batches."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise TypeError(
-            f"A data set ({type(loader).__name__}) was given as a loader, so every sample would be a batch of its "
-            "own. Give "
-            "DataLoader(dataset, batch_size=...), with batch_size=None if its items are batches already."
+            f"A data set ({type(loader).__name__}) was given as a loader, so every sample would be a separate batch. "
+            "Give DataLoader(dataset, batch_size=...), with batch_size=None if its items already are batches."
         )
     if isinstance(loader, Tensor):
         raise TypeError(
-            f"A tensor of shape {tuple(loader.shape)} was given as a loader, so every row would be a batch of its own. "
-            "Give a DataLoader(TensorDataset(tensor), batch_size=...), or list(tensor) if its rows are batches already."
+            f"A tensor of shape {tuple(loader.shape)} was given as a loader, so every row would be a separate batch. "
+            "Give a DataLoader(TensorDataset(tensor), batch_size=...), or list(tensor) if its rows already are batches."
         )
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if iterable and not isinstance(loader, (str, bytes, type, Mapping)):
         return loader
     raise TypeError(
-        f"{_short(loader)} ({type(loader).__name__}) was given as a loader, but there are no batches to iterate over "
-        "in it. Give a DataLoader, any iterable of batches, or a list or dict of them."
+        f"{_short(loader)} ({type(loader).__name__}) was given as a loader, but it contains no batches to iterate "
+        "over. Give a DataLoader, any iterable of batches, or a list or dict of loaders."
     )
 
 
@@ -323,14 +323,14 @@ def _check_limit(limit: float | int | None, argument: str) -> None:
         return
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
         raise TypeError(
-            f"{argument}={limit!r} is {messages.a(limit)}. Give a number of batches (int), a fraction (float "
+            f"{argument}={limit!r} is {messages.a(limit)}. Pass a number of batches (int), a fraction (float "
             "between 0 and 1), or None for all."
         )
     if isinstance(limit, float) and not 0.0 <= limit <= 1.0:
         hint = f"; for {int(limit)} batches write {int(limit)}" if limit.is_integer() and limit > 1 else ""
-        raise ValueError(f"{argument}={limit} is a float, so a fraction, and must lie between 0.0 and 1.0{hint}.")
+        raise ValueError(f"{argument}={limit} is a float, so a fraction, and must be between 0.0 and 1.0{hint}.")
     if limit < 0:
-        raise ValueError(f"{argument}={limit} is negative. Give 0 or more batches, or None for all.")
+        raise ValueError(f"{argument}={limit} is negative. Pass 0 or more batches, or None for all.")
 
 
 def _is_empty(loader: Any, what: str, argument: str) -> str:
@@ -338,7 +338,7 @@ def _is_empty(loader: Any, what: str, argument: str) -> str:
         lengths = ", ".join(f"{type(leaf).__name__}: {length_of(leaf)}" for leaf in loader.flattened)
         return (
             f"{what} has no batch: the CombinedLoader (mode {loader.mode!r}) combines loaders of lengths [{lengths}]. "
-            f"Fill the empty ones or take them out, or leave all out with {argument}=0."
+            f"Fill or remove the empty ones, or skip all of them with {argument}=0."
         )
     samples = length_of(getattr(loader, "dataset", None))
     batch_size = getattr(loader, "batch_size", None)
@@ -346,17 +346,17 @@ def _is_empty(loader: Any, what: str, argument: str) -> str:
         shard = shard_of(loader)
         each = "" if shard is None or shard.division.evaluation else f" on each of {shard.division.world} processes"
         return (
-            f"{what} has no batch: its {samples} samples do not fill one of batch_size={batch_size}{each}, and "
+            f"{what} has no batch: its {samples} samples do not fill one batch of batch_size={batch_size}{each}, and "
             "drop_last=True drops the rest. Use a smaller batch_size or drop_last=False."
         )
     return (
-        f"{what} is empty: len() of this {type(loader).__name__} is 0. Check the data set behind it, or leave it out "
-        f"with {argument}=0."
+        f"{what} is empty: len() of this {type(loader).__name__} is 0. Check its data set, or skip it with "
+        f"{argument}=0."
     )
 
 
 def leaves_of(loader: Any) -> Iterator[Any]:
-    """The loader itself, or those that a CombinedLoader combines."""
+    """The loader itself, or the loaders that a CombinedLoader combines."""
     if isinstance(loader, CombinedLoader):
         for leaf in loader.flattened:
             yield from leaves_of(leaf)
@@ -369,7 +369,7 @@ def _is_stateful(thing: Any) -> bool:
 
 
 def _positioned(loader: Any) -> Any:
-    """What knows the place in a loader's data: the loader, or an iterable data set that it reads in this process."""
+    """The object that saves a loader's position: the loader, or an iterable data set that it reads in this process."""
     if _is_stateful(loader):
         return loader
     dataset = getattr(loader, "dataset", None)
@@ -377,14 +377,14 @@ def _positioned(loader: Any) -> Any:
     return dataset if here and _is_stateful(dataset) else None
 
 
-def _knows_place(loader: Any) -> bool:
-    """Whether a loader, or all of those that are combined in step, can be entered where it was by its own state."""
+def _saves_position(loader: Any) -> bool:
+    """Whether a loader, or every loader that is combined in step, can resume at its position from its own state."""
     in_step = getattr(loader, "mode", "") != "max_size_cycle"
     return in_step and all(_positioned(leaf) is not None for leaf in leaves_of(loader))
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators that the user gave to a loader or its samplers."""
+    """The generators that the user passed to a loader or its samplers."""
     found: list[torch.Generator] = []
     for owner in (loader, *samplers_of(loader)):
         generator = getattr(owner, "generator", None)
@@ -415,7 +415,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     elif positions and "state_dict" in state:
         lost.append("its position (the loader has no load_state_dict now)")
     shard = shard_of(loader)
-    # What is shared by a sampler goes through the whole order once more, wherever the loader goes on.
+    # A shard with a sampler goes through the whole order again, wherever the loader resumes.
     draws_anew = not positioned or (shard is not None and not shard.alike)
     saved = state.get("generators_at_epoch_start" if mid_epoch and draws_anew else "generators", [])
     generators = _generators(loader)
@@ -428,7 +428,7 @@ def _load_leaf_state(loader: Any, state: Mapping[str, Any], mid_epoch: bool, pos
     if lost:
         messages.warn(
             f"The checkpoint holds {' and '.join(lost)}, which the training loader ({type(loader).__name__}) cannot "
-            "take. The order of the data will differ from the saved run. Give fit the loader of that run."
+            "restore. The order of the data will differ from the saved run. Pass that run's loader to fit."
         )
     return positioned
 
@@ -446,7 +446,7 @@ def _in_order(sampler: Any, dataset: Any) -> Any:
 
 
 def _with_samplers(loader: DataLoader[Any], sampler: Any, inner: Any) -> DataLoader[Any]:
-    """A copy of a loader with other samplers; ``inner`` goes into a copy of its batch sampler."""
+    """A copy of a loader with other samplers; ``inner`` becomes the sampler of a copy of its batch sampler."""
     changes: dict[str, Any] = {"sampler": sampler}
     if inner is not None:
         batches: Any = copy.copy(loader.batch_sampler)

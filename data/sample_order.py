@@ -1,4 +1,4 @@
-"""The order of a loader's batches from any place on, reached by counting indices rather than by loading batches."""
+"""Iterate over a loader from any batch, by skipping indices instead of loading and dropping batches."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from .in_memory import rows_of
 from .stream_sharding import Shard
 from .worker_processes import start_iterating
 
-#: Where torchdata's BatchSampler is from, which cuts as torch's does and can save its place.
+#: Module of torchdata's BatchSampler, which groups indices as torch's does and can save its position.
 _STATEFUL_SAMPLERS = "torchdata.stateful_dataloader.sampler"
 
-#: Iterators that run nobody's code: to ask them for their end draws and reads nothing.
+#: Builtin iterators, which run no other code: reading past their last item draws no random number and reads no data.
 RUN_NOTHING = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 _REACHED = object()
-#: Batches whose indices are cut out at a time.
+#: Number of batches whose indices are split off at a time.
 _PIECES = 1024
 
 
 def from_item(sampler: Any, count: int) -> Iterator[Any]:
-    """What a sampler yields from its item number ``count`` on.
+    """The items of a sampler from number ``count`` on.
 
-    What torch's own samplers leave out costs next to nothing, what a sampler of the user's leaves out costs its
-    iterating. The items before have been drawn when this returns; no item after them has. What is not torch's is not
-    asked for an item past its length.
+    Skipping items is almost free for torch's own samplers; the user's samplers are iterated over. When this returns,
+    the skipped items have been drawn and no item after them. Only torch's samplers are asked for an item past their
+    length.
     """
     if not count:
         return _from_first(sampler)
@@ -64,14 +64,14 @@ def from_item(sampler: Any, count: int) -> Iterator[Any]:
 
 
 class _Inside:
-    """What a sampler yields, as far as its length goes; opened when it is iterated over, as torch does."""
+    """The items of a sampler up to its length; calls ``iter(sampler)`` only when it is iterated over, as torch does."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
         items = iter(self.sampler)
-        is_stream = isinstance(self.sampler, IterableDataset)  # what processes share is weighed by its length
+        is_stream = isinstance(self.sampler, IterableDataset)  # its length decides how processes weigh their parts
         if type(items) in RUN_NOTHING and not is_stream:
             return items
         return _first(items, length_of(self.sampler), close=items is not self.sampler)
@@ -86,7 +86,7 @@ def _first(items: Iterator[Any], count: int | None, close: bool) -> Iterator[Any
 
 
 def _from_first(sampler: Any) -> Iterator[Any]:
-    """``iter(sampler)``, which asks nothing that is not torch's for an item past its length."""
+    """``iter(sampler)``, except that a sampler that is not torch's is not asked for an item past its length."""
     if _ends_by_itself(sampler):
         return iter(sampler)
     if cuts(sampler):
@@ -95,9 +95,9 @@ def _from_first(sampler: Any) -> Iterator[Any]:
 
 
 def _ends_by_itself(sampler: Any) -> bool:
-    """Whether a sampler has to be asked for its end: torch's draw from their generators there.
+    """Whether a sampler must be read until it ends: torch's samplers draw from their generators there.
 
-    So does a data set that saves its position, for it to return to the beginning.
+    A data set that saves its position must be too, so that it returns to its beginning.
     """
     source = sampler.sampler if cuts(sampler) else sampler
     module = type(source).__module__
@@ -107,7 +107,7 @@ def _ends_by_itself(sampler: Any) -> bool:
 
 
 def cuts(sampler: Any) -> bool:
-    """Whether a batch sampler does no more than cut what its sampler yields."""
+    """Whether a batch sampler only groups the items of its sampler into batches."""
     plain = type(sampler).__iter__ is BatchSampler.__iter__ or type(sampler).__module__ == _STATEFUL_SAMPLERS
     return isinstance(sampler, BatchSampler) and plain
 
@@ -118,14 +118,14 @@ def _is_one_permutation(sampler: RandomSampler) -> bool:
 
 
 def _permuted(sampler: RandomSampler, count: int) -> Iterator[int]:
-    """What ``RandomSampler`` yields, which at its end draws one permutation more for a part that is empty."""
+    """The items of a ``RandomSampler``, which at its end draws one more permutation, for an empty remainder."""
     size = len(sampler.data_source)  # type: ignore[arg-type]
     yield from torch.randperm(size, generator=sampler.generator)[count:].tolist()
     torch.randperm(size, generator=sampler.generator)
 
 
 def _at_once(sampler: Any, start: int) -> Iterator[Any]:
-    """What a batch sampler yields from batch number ``start`` on, as tensors where torch would list an order it has."""
+    """The batches of a batch sampler from number ``start`` on, as tensors instead of lists if the order is torch's."""
     source = sampler.sampler if cuts(sampler) else None
     if type(source) is SequentialSampler or (type(source) is RandomSampler and _is_one_permutation(source)):
         return _cut(sampler, source, start)
@@ -133,7 +133,7 @@ def _at_once(sampler: Any, start: int) -> Iterator[Any]:
 
 
 def _cut(sampler: Any, source: SequentialSampler | RandomSampler, start: int) -> Iterator[Tensor]:
-    """The batches of one drawing, without a call for each."""
+    """The batches of one permutation, without a Python call for each."""
     return chain.from_iterable(_pieces(sampler, source, start))
 
 
@@ -144,16 +144,16 @@ def _pieces(sampler: Any, source: SequentialSampler | RandomSampler, start: int)
     for first in range(start * size, full, size * _PIECES):
         yield order[first : min(first + size * _PIECES, full)].split(size)
     if drawn is not None:
-        drawn()  # as RandomSampler does at its end, for a part that is empty
+        drawn()  # as RandomSampler does at its end, for an empty remainder
     if len(order) > max(full, start * size) and not sampler.drop_last:
         yield (order[full:],)
 
 
 class NumberedIndices:
-    """The indices of a batch and its number, on their way to a worker process, where they arrive as the indices alone.
+    """The indices and the number of a batch, for a data loader worker. Unpickling gives only the indices.
 
-    A worker takes the next batch off its queue right before it loads it, so this is where its random states are set:
-    they depend on the batch and not on what else the worker has loaded.
+    A worker unpickles a batch's indices right before it loads the batch, so unpickling also sets its random states.
+    They then depend on the batch and not on what else the worker has loaded.
     """
 
     __slots__ = ("indices", "number", "seed")
@@ -162,21 +162,21 @@ class NumberedIndices:
         self.indices, self.seed, self.number = indices, seed, number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self.indices, self.seed, self.number)
+        return _seeded, (self.indices, self.seed, self.number)
 
 
-def _arrived(indices: Any, seed: int, number: int) -> Any:
+def _seeded(indices: Any, seed: int, number: int) -> Any:
     randomness.seed_host(randomness.mixed(seed, number))
     return indices
 
 
 class Order:
-    """Takes the place of a loader's sampler in one iterator of it: starts anywhere, and numbers batches for workers.
+    """Replaces a loader's sampler during one iteration: starts at any batch, and numbers batches for workers.
 
     Args:
-        sampler: whose place it takes.
-        in_workers: worker processes load what it yields.
-        at_once: it may yield tensors instead of lists of indices.
+        sampler: the sampler that it replaces.
+        in_workers: whether worker processes load the batches.
+        at_once: whether it may yield tensors instead of lists of indices.
     """
 
     def __init__(self, sampler: Any, in_workers: bool, at_once: bool) -> None:
@@ -198,7 +198,7 @@ class Order:
         return len(self.sampler)
 
     def reach(self) -> None:
-        """Draw what comes before the start, now; workers have been given their first batches by then."""
+        """Draw the items before the start now. Not needed with workers, which already have their first batches."""
         if self.start and not self.in_workers:
             next(self.opened)
 
@@ -208,7 +208,7 @@ class Order:
         yield from items
 
     def _numbered(self) -> Iterator[Any]:
-        start, seed = self.start, self.seed  # at the first item: a loader with workers calls iter() twice
+        start, seed = self.start, self.seed  # read at the first item: a loader with workers calls iter() twice
         items = from_item(self.sampler, start)
         if seed is None:
             yield from items
@@ -218,7 +218,7 @@ class Order:
 
 
 def length_of(loader: Any) -> int | None:
-    """Number of batches, or None if the loader does not know."""
+    """Number of batches, or None if the loader has no known length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -226,10 +226,10 @@ def length_of(loader: Any) -> int | None:
 
 
 def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Iterator[Any]:
-    """A loader's iterator, which stands at batch number ``start``, as far as its length goes.
+    """A loader's iterator, which is at batch number ``start``, limited to the loader's length.
 
-    The end is asked for only where that runs no code of the user's in this process, or where a position that can be
-    saved has to return to the beginning.
+    The iterator is read past its last batch only if that runs no user code in this process, or if a saved position
+    has to return to the beginning.
     """
     length = length_of(loader)
     if length is None or isinstance(loader, Shard) or _stops_inside(loader, iterator):
@@ -239,7 +239,7 @@ def within_length(loader: Any, iterator: Iterator[Any], start: int = 0) -> Itera
 
 
 def _stops_inside(loader: Any, iterator: Iterator[Any]) -> bool:
-    """Whether an iterator that is read to its end asks nothing of the user's for more than its length."""
+    """Whether reading an iterator to its end never reads user code past its length."""
     if takes_indices(loader):
         return can_jump(loader) or _ends_by_itself(_sampler_of(loader))
     return type(dataset_iterator(iterator)) in RUN_NOTHING
@@ -247,17 +247,17 @@ def _stops_inside(loader: Any, iterator: Iterator[Any]) -> bool:
 
 def _is_asked_for_its_end(loader: Any) -> bool:
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__ and loader.num_workers:
-        return not takes_indices(loader)  # workers that read a stream have read ahead
+        return not takes_indices(loader)  # workers that read a stream have already read ahead
     places = (loader, getattr(loader, "dataset", None))
     return any(callable(getattr(place, "state_dict", None)) for place in places)
 
 
 def _past_length(iterator: Iterator[Any]) -> Iterator[Any]:
-    """What a loader yields past its length, which is for the reader to judge; if it fails there, it has ended."""
+    """The batches that a loader yields past its length, for the caller to judge; an error there counts as the end."""
     try:
         batch = next(iterator, _REACHED)
     except Exception:
-        return  # no batch that anyone asked for failed
+        return  # the failing batch was not needed
     if batch is not _REACHED:
         yield batch
         yield from iterator
@@ -268,16 +268,16 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def takes_indices(loader: Any) -> bool:
-    """Whether a loader takes indices from a sampler when its iterator is made anew, and loads nothing by itself."""
+    """Whether a new iterator of a loader takes its indices from a sampler: torch's own ``__iter__``, and no stream."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False
     return not isinstance(loader.dataset, IterableDataset)
 
 
 def can_jump(loader: Any) -> bool:
-    """Whether batches can be left out before they are loaded.
+    """Whether batches can be skipped without loading them.
 
-    A running iterator with persistent workers took its sampler when it was made.
+    A running iterator with persistent workers keeps the sampler with which it was made.
     """
     if not takes_indices(loader):
         return False
@@ -286,12 +286,12 @@ def can_jump(loader: Any) -> bool:
 
 
 def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[Any]:
-    """A loader's iterator from batch number ``start`` on, as if the batches before had been taken.
+    """A loader's iterator from batch number ``start`` on, as if the batches before it had been read.
 
     Args:
-        loader: one that :func:`can_jump`; any other if ``start`` is 0.
-        start: batches to leave out.
-        seed: what workers that load by index seed their random states from, with the number of each batch; None leaves
+        loader: a loader that :func:`can_jump`; any loader if ``start`` is 0.
+        start: number of batches to skip.
+        seed: workers that load by index seed their random states from this and the number of each batch; None leaves
             them as they are.
     """
     if not can_jump(loader):
@@ -314,12 +314,12 @@ def iterate(loader: Any, start: int = 0, seed: int | None = None) -> Iterator[An
 
 
 def pass_over(loader: Any, first: bool, limit: int | None = None) -> None:
-    """Draw what a whole pass over a loader that :func:`can_jump` draws from its generators, without loading anything.
+    """Draw from a loader's generators what a whole pass over it draws, without loading anything.
 
     Args:
-        loader: the loader.
-        first: it is the first pass; persistent workers get their seed in that one alone.
-        limit: the pass ends after so many batches; workers have been given some more by then.
+        loader: a loader that :func:`can_jump`.
+        first: whether it is the first pass, the only one in which persistent workers get their seed.
+        limit: number of batches after which the pass ends; workers have received some more by then.
     """
     items = _from_first(_sampler_of(loader))
     if first or not loader.persistent_workers:

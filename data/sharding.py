@@ -1,11 +1,10 @@
-"""Which samples a process sees when several read the same loader. :class:`Division` has the rules.
+"""Split a loader among several processes. :class:`Division` has the rules.
 
-The processes neither talk to each other nor copy anything: each goes through the whole order, which is the same on all
-of them, and loads only its own part. :func:`seed_shuffling` has to be called before each epoch, with the same numbers
-on every process.
+The processes exchange nothing: each goes through the whole order, which is the same on all of them, and loads only its
+own part. :func:`seed_shuffling` must be called before each epoch, with the same numbers on every process.
 
-After an evaluation the outputs are in the data set's order round by round and, within a round, rank by rank; batches
-that are :func:`surplus` are to be left out.
+After an evaluation the outputs are in the data set's order if they are joined round by round and, within a round, rank
+by rank, without the batches that are :func:`surplus`.
 """
 
 from __future__ import annotations
@@ -38,57 +37,57 @@ from .loaders import replaced, samplers_of, shard_of, whole_of
 from .sample_order import RUN_NOTHING, cuts, from_item
 from .stream_sharding import Division, Part, Shard
 
-#: Samplers whose order a generator of their own decides (or nothing), so that it is the same on every process.
+#: Samplers whose order depends on their own generator or on nothing, so that it is the same on every process.
 _SELF_CONTAINED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
-#: What iterable data sets keep that ask for the process's rank themselves: of Hugging Face, LitData and Mosaic.
+#: Attributes of iterable data sets that split themselves by rank: those of Hugging Face, LitData and Mosaic.
 _KNOWS_RANKS = ("_distributed", "distributed_env", "_unique_rank_world")
 
 
 def shard_training(loader: Any, rank: int, world: int) -> Any:
     """Return a copy of a training loader that yields this process's part of the batches.
 
-    ``world`` processes with batches of *b* see, batch by batch, what one process with batches of ``world * b`` sees,
-    and all have the same number of batches. The last batches may differ in size by one sample: multiply the mean loss
-    of the last by :func:`last_share`, and the mean over the processes is the mean over the samples. ``drop_last=True``
-    drops what does not fill a batch of every process.
+    ``world`` processes with batches of *b* see, batch by batch, the same samples as one process with batches of
+    ``world * b``, and all have the same number of batches. The last batches may differ in size by one sample. Multiply
+    the mean loss of the last batch by :func:`last_share`, and the mean over the processes is the mean over the samples.
+    ``drop_last=True`` drops samples that do not fill a batch on every process.
 
-    Batches that are not made of a sampler's single samples (a custom ``batch_sampler``, ``batch_size=None``, a list of
-    batches) are dealt whole, in turn. Other iterables stay as they are: they may be this process's part already.
-    Workers that read an iterable data set each have a stream, and an end, of their own; only the end of the last one
-    is weighed exactly.
+    Batches that are not made of single samples from a sampler (a custom ``batch_sampler``, ``batch_size=None``, a list
+    of batches) are assigned whole, in turn. Other iterables stay as they are: they may already be this process's part.
+    If workers read an iterable data set, each worker has its own stream with its own end; only the end of the last one
+    is weighted exactly.
 
     Args:
         loader: a DataLoader, a list of batches, or a ``CombinedLoader``, whose loaders are sharded one by one.
-            What is split already (by a ``DistributedSampler``, for example) is returned as it is.
-        rank: of this process.
+            A loader that is already split (by a ``DistributedSampler``, for example) is returned unchanged.
+        rank: rank of this process.
         world: number of processes. With 1 the loader itself is returned.
     """
     return shard(loader, world, partial(Division, rank, world))
 
 
 def shard_evaluation(loader: Any, rank: int, world: int) -> Any:
-    """Return a copy of a loader that yields this process's part, every sample once over all processes.
+    """Return a copy of a loader that yields this process's part, with every sample once over all processes.
 
-    All processes have the same number of batches where that is possible; where it is not, the last batch of some is
-    :func:`surplus`. Workers that read an iterable data set may give one process a batch more than another, each.
-    ``drop_last=True`` leaves out what does not fill one batch, as it does on one process.
+    All processes have the same number of batches if possible; if not, the last batch of some is :func:`surplus`. If
+    workers read an iterable data set, each worker may give one process a batch more than another. ``drop_last=True``
+    drops samples that do not fill a batch, as on one process.
 
     Args:
         loader: as for :func:`shard_training`.
-        rank: of this process.
+        rank: rank of this process.
         world: number of processes. With 1 the loader itself is returned.
     """
     return shard(loader, world, partial(Division, rank, world, evaluation=True))
 
 
 def last_share(loader: Any) -> float:
-    """What this process's mean over its last batch counts in the mean over all processes, as a factor: ``n * k / m``.
+    """Weight of this process's mean over its last batch in the mean over all processes: a factor ``n * k / m``.
 
-    1.0 where all have as many samples, 0.0 for a batch that is a repetition. It is of the batch that the loader itself
-    ends with, not of one at which a limit cuts it off. Where the loader does not know its length it holds from the
-    moment that this batch is fetched. Of a ``CombinedLoader``: that of the loaders which end with it if they agree,
-    otherwise 1.0.
+    It is 1.0 if all processes have the same number of samples, and 0.0 for a batch that only repeats a sample. It
+    belongs to the last batch of the loader itself, not to the last one before a limit. For a loader without a known
+    length it is valid once that batch has been fetched. For a ``CombinedLoader`` it is the weight of the loaders that
+    end with it if they agree, otherwise 1.0.
     """
     if isinstance(loader, CombinedLoader):
         shares = {last_share(leaf) for leaf in _ending(loader)}
@@ -98,12 +97,12 @@ def last_share(loader: Any) -> float:
 
 
 def repeats(loader: Any, number: int, last: bool) -> bool:
-    """Whether a batch of the pass under way only repeats a sample that another process has.
+    """Whether a batch of the current pass only repeats a sample that another process has.
 
     Args:
-        loader: what :func:`shard_training` returned for a DataLoader.
-        number: of the batch that was handed out last, 0-based.
-        last: it is the last of the pass.
+        loader: a DataLoader that :func:`shard_training` returned.
+        number: index of the batch that was yielded last, 0-based.
+        last: whether it is the last batch of the pass.
     """
     shard = shard_of(loader)
     if isinstance(shard, RankStream) and loader.num_workers > 1:
@@ -112,10 +111,10 @@ def repeats(loader: Any, number: int, last: bool) -> bool:
 
 
 def surplus(loader: Any) -> bool:
-    """Whether this process's last batch in an evaluation is only there because others have one.
+    """Whether this process has its last batch of an evaluation only because other processes have one.
 
-    It repeats samples that another process has: run it without counting it, or skip it. Where the loader does not know
-    its length this holds from the moment that the batch is fetched.
+    The batch repeats samples that another process has: run it without counting it, or skip it. For a loader without a
+    known length the result is valid once that batch has been fetched.
     """
     if isinstance(loader, CombinedLoader):
         ending = _ending(loader)
@@ -125,9 +124,9 @@ def surplus(loader: Any) -> bool:
 
 
 def batch_indices(loader: Any) -> Iterator[list[Any]] | None:
-    """The data set's indices of each batch of the coming pass, to be asked for once per batch; call it before the pass.
+    """An iterator over the data set indices of each batch of the next pass. Call it before the pass, read it per batch.
 
-    None where they cannot be known: without a sampler, or on one process with samples that are not in order.
+    None if the indices are unknown: without a sampler, or on one process if the samples are not in order.
     """
     shard = shard_of(loader)
     if isinstance(shard, RankSampler):
@@ -139,9 +138,9 @@ def batch_indices(loader: Any) -> Iterator[list[Any]] | None:
 
 
 class RankSampler(Shard, Sampler[Any]):
-    """Takes the place of a loader's batch sampler (or sampler): this rank's part of what that one yields.
+    """Replaces a loader's batch sampler (or sampler) and yields this rank's part of its items.
 
-    Attributes of the sampler it stands for can be read through it.
+    Attributes of the replaced sampler can be read through it.
     """
 
     alike = False
@@ -159,7 +158,7 @@ class RankSampler(Shard, Sampler[Any]):
         return self._batches(0)
 
     def from_item(self, count: int) -> Iterator[Any]:
-        """As ``iter()``, from batch number ``count`` on."""
+        """Like ``iter()``, but from batch number ``count`` on."""
         return self._batches(count)
 
     def _batches(self, start: int) -> Iterator[Any]:
@@ -192,9 +191,9 @@ class RankSampler(Shard, Sampler[Any]):
 
 
 class RankStream(Shard, IterableDataset[Any]):
-    """Takes the place of an iterable data set: this rank's part of its stream, batch by batch.
+    """Replaces an iterable data set and yields this rank's part of its stream, batch by batch.
 
-    In every worker it is that worker's stream that is shared. What else is read from or set on it goes to the data set.
+    With workers, the stream of each worker is split. All other attributes are read from and set on the data set.
     """
 
     def __init__(self, whole: DataLoader[Any], division: Division) -> None:
@@ -205,7 +204,7 @@ class RankStream(Shard, IterableDataset[Any]):
             order_seed=None,
             _batched=whole.batch_size is not None,
             _workers=whole.num_workers,
-            # By worker: batches so far, share of the last of them. Written where the stream is read.
+            # By worker: number of batches so far, share of the last one. Written in the process that reads the stream.
             _ends=ends.share_memory_() if whole.num_workers else ends,
         )
 
@@ -213,10 +212,10 @@ class RankStream(Shard, IterableDataset[Any]):
         worker = get_worker_info()
         end = self._ends[0 if worker is None else worker.id]
         end[0], end[1] = 0, 1
-        seed = self.order_seed if worker is None else None  # a worker's random states are nobody else's
+        seed = self.order_seed if worker is None else None  # only this loader uses a worker's random states
         for part, share in _parts(self.division, self.whole_dataset, seed):
             if share == 0 and self.division.evaluation and self._workers > 1:
-                return  # only of the very last batch of a loader it could be told that it is surplus
+                return  # surplus() can report only the very last batch of a loader
             end[0] += 1
             end[1] = share
             yield list(part) if self._batched else part[0]
@@ -228,7 +227,7 @@ class RankStream(Shard, IterableDataset[Any]):
         if name in vars(self):
             vars(self)[name] = value
         else:
-            setattr(self.whole_dataset, name, value)  # as a worker_init_fn does that splits the data set
+            setattr(self.whole_dataset, name, value)  # for example from a worker_init_fn that splits the data set
 
     @property
     def share(self) -> float:
@@ -236,11 +235,11 @@ class RankStream(Shard, IterableDataset[Any]):
         total = length_of(self.whole_dataset) if self._workers < 2 else None
         if total is not None:
             return self.division.share(total)
-        ends = list(enumerate(self._ends.tolist()))  # workers take turns: of those with most batches the last ends last
+        ends = list(enumerate(self._ends.tolist()))  # workers take turns: the last with the most batches ends last
         return max(ends, key=lambda entry: (entry[1][0], entry[0]))[1][1]
 
     def share_of(self, number: int) -> float:
-        """The share of batch ``number`` of the pass: that of a worker's last, if it is one, otherwise 1.0."""
+        """The share of batch ``number`` of the pass; 1.0 unless it is the last batch of a worker."""
         ends = self._ends.tolist()
         for worker, (count, share) in enumerate(ends):
             turns = [min(made, count - (other >= worker)) for other, (made, _) in enumerate(ends)]
@@ -250,7 +249,7 @@ class RankStream(Shard, IterableDataset[Any]):
 
 
 class SizedRankStream(RankStream):
-    """A :class:`RankStream` of a data set that knows its length: samples of this rank."""
+    """A :class:`RankStream` of a data set with a known length; its length is this rank's number of samples."""
 
     def __len__(self) -> int:
         total, division = len(self.whole_dataset), self.division
@@ -259,7 +258,7 @@ class SizedRankStream(RankStream):
 
 
 class RankIterable(Shard):
-    """Takes the place of a list of batches: its batches in turn. What is read from it goes to that."""
+    """Replaces a list of batches and yields this rank's batches. Attributes are read from the list."""
 
     def __init__(self, whole: Any, division: Division) -> None:
         self.paceline_whole = whole
@@ -286,30 +285,30 @@ class RankIterable(Shard):
 
 
 def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
-    """Return a copy of a loader that yields one process's part, as ``divide(size=, drop_last=)`` says."""
+    """Return a copy of a loader that yields one process's part, using the division ``divide(size=, drop_last=)``."""
     if world == 1:
         return loader
     if isinstance(loader, CombinedLoader):
         clone = copy.copy(loader)
         clone.flattened = [shard(leaf, world, divide) for leaf in loader.flattened]
         return clone
-    loader = whole_of(loader)  # what was sharded for training may have to be evaluated
+    loader = whole_of(loader)  # a loader that was sharded for training may now be used for evaluation
     if is_split(loader):
         return loader
     if not isinstance(loader, (DataLoader, Sequence)):
         messages.info_once(
-            f"{type(loader).__name__} is no DataLoader, so every one of the {world} processes gets all its batches: it "
-            "may split them by rank itself. If it does not, let it yield each process's part, or pass a DataLoader or "
-            "a list of batches."
+            f"{type(loader).__name__} is not a DataLoader, so each of the {world} processes gets all its batches: it "
+            "may split them by rank itself. If it does not, make it yield only each process's part, or pass a "
+            "DataLoader or a list of batches."
         )
         return loader
     if not isinstance(loader, DataLoader):
         return RankIterable(loader, divide(size=1))
     if isinstance(loader.dataset, IterableDataset):
-        _say_all_read(loader.dataset, world)
+        _note_all_read(loader.dataset, world)
         division = divide(size=loader.batch_size or 1, drop_last=loader.drop_last)
         kind = RankStream if length_of(loader.dataset) is None else SizedRankStream
-        # The data set yields the samples of a batch together, so that it decides where a batch ends.
+        # The data set yields all samples of a batch together, because it decides where a batch ends.
         return replaced(loader, dataset=kind(loader, division), batch_sampler=None, paceline_whole=loader)
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     batches: Any = getattr(loader, place)
@@ -319,9 +318,9 @@ def shard(loader: Any, world: int, divide: Callable[..., Division]) -> Any:
 
 
 def _parts(division: Division, source: Any, seed: int | None, start: int = 0) -> Iterator[Part]:
-    """This rank's parts of what ``source`` yields, which draws from random states of its own if a seed is given.
+    """This rank's parts of the items of ``source``, which draws from private random states if a seed is given.
 
-    The first ``start`` items, full rounds, are left out.
+    The first ``start`` items, a number of full rounds, are skipped.
     """
     items = from_item(source, start) if seed is None else _privately(source, seed, division.round_size, start)
     try:
@@ -331,7 +330,7 @@ def _parts(division: Division, source: Any, seed: int | None, start: int = 0) ->
 
 
 def _privately(source: Any, seed: int, at_once: int, start: int) -> Iterator[Any]:
-    """What ``source`` yields, read so many items at a time under random states of their own."""
+    """The items of ``source``, read ``at_once`` items at a time under private random states."""
     states = PrivateRandomness(seed)
     with states:
         items = from_item(source, start)
@@ -350,12 +349,12 @@ def _privately(source: Any, seed: int, at_once: int, start: int) -> Iterator[Any
 
 
 def _close(items: Iterator[Any], source: Any) -> None:
-    if items is not source:  # an iterator that the user gave may be read on in the next epoch
+    if items is not source:  # the next epoch may continue reading an iterator that the user passed
         close_iterator(items)
 
 
 def is_split(loader: Any) -> bool:
-    """Whether each process has its own part already, by a sampler or a data set that knows of the processes."""
+    """Whether a loader is already split by process, by a sampler or a data set that knows the ranks."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterDataPipe):
         return True  # torch splits it at its sharding_filter
@@ -370,23 +369,23 @@ def is_split(loader: Any) -> bool:
 
 
 def _ending(loader: CombinedLoader) -> list[Any]:
-    """The loaders that end when the whole does, or may do so."""
+    """The loaders that end, or may end, together with the combined loader."""
     total = length_of(loader)
     return [leaf for leaf in loader.flattened if total is None or length_of(leaf) == total]
 
 
-def _say_all_read(source: Any, world: int) -> None:
+def _note_all_read(source: Any, world: int) -> None:
     messages.info_once(
         f"Each of the {world} processes reads everything that {type(source).__name__} yields and keeps its own part, "
-        "because something that can only be iterated over cannot be asked for a part. To read less, split it by rank "
-        "yourself and pass Trainer(use_distributed_sampler=False) (in a loop of your own, do not prepare its loader), "
-        "or let one process read for all with DataLoaderConfiguration(dispatch_batches=True).",
+        "because an iterable data set cannot be read in parts. To read less, split it by rank yourself and pass "
+        "Trainer(use_distributed_sampler=False) (with Accelerator, do not prepare its loader), or let one process read "
+        "for all with DataLoaderConfiguration(dispatch_batches=True).",
         key="each process reads everything",
     )
 
 
 def _from(owner: Any, place: str, name: str) -> Any:
-    """An attribute that ``owner`` lacks, of what it stands for. Special ones are looked for before it has that."""
+    """An attribute of the object that ``owner`` replaces. Dunder names may be looked up before ``owner`` has it."""
     if name.startswith("__"):
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
     return getattr(vars(owner)[place], name)

@@ -1,4 +1,4 @@
-"""The arithmetic of several processes reading one stream: which part of it each takes, round by round."""
+"""Arithmetic for splitting one stream among several processes, round by round."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 
 class Part(NamedTuple):
-    """What one process takes in one round.
+    """The items that one process takes in one round.
 
     Attributes:
-        items: in the stream's order; never empty.
-        share: what the mean over ``items`` counts in the mean over all processes. 1.0 if all took as many, 0.0 if the
-            items are only there because the others have some.
+        items: the items in the stream's order; never empty.
+        share: weight of the mean over ``items`` in the mean over all processes. 1.0 if all processes took the same
+            number, 0.0 if the items are only repeated because the other processes have some.
     """
 
     items: Sequence[Any]
@@ -23,24 +23,25 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """How a stream is divided. In a round the processes together take the next ``world * size`` items, in rank order.
+    """How a stream is divided. In each round the processes take the next ``world * size`` items, in rank order.
 
-    Training: one process with batches of ``world * size`` would see the same, batch by batch. What is left at the end
-    is spread evenly. A rank that gets nothing of it repeats an item, with a share of 0, so that all ranks have as many
-    batches.
+    Training: the same items, batch by batch, as on one process with batches of ``world * size``. Items left at the end
+    are spread evenly. A rank that gets none of them repeats an item with a share of 0, so that all ranks have the same
+    number of batches.
 
-    Evaluation: no item twice. If the last round had fewer items than there are ranks, the two last rounds share theirs.
-    Where that is impossible (``size`` 1, or fewer items than ranks altogether) the rest of the ranks repeat an item,
-    with a share of 0.
+    Evaluation: no item is used twice. If the last round would have fewer items than there are ranks, the last two
+    rounds are divided anew. If that is impossible (``size`` is 1, or there are fewer items than ranks), the remaining
+    ranks repeat an item with a share of 0.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         world: number of processes.
-        size: most items that a process takes in a round.
-        drop_last: every part has exactly ``size`` items. Training leaves out a last round that is not full, evaluation
-            what does not fill one process's part.
-        evaluation: which of the two rules holds.
-        repeats: False: in training too, a rank that gets nothing of the last round has a batch less than the others.
+        size: maximum number of items that a process takes in a round.
+        drop_last: whether every part has exactly ``size`` items. Training drops a last round that is not full;
+            evaluation drops items that do not fill one process's part.
+        evaluation: whether the rule for evaluation applies.
+        repeats: whether, in training, a rank that gets nothing of the last round repeats an item. If False, it has one
+            batch less than the others.
     """
 
     rank: int
@@ -56,7 +57,7 @@ class Division:
         return self.world * self.size
 
     def parts(self, items: Iterator[Any]) -> Iterator[Part]:
-        """The parts of this rank, out of a stream that is read as far as needed to know the next one."""
+        """This rank's parts of a stream, which is read only as far as the next part needs."""
         take = _taker(items)
         chunk = take(self.round_size)
         while len(chunk) == self.round_size:
@@ -75,7 +76,7 @@ class Division:
             yield last
 
     def count(self, total: int) -> int:
-        """Rounds in a stream of ``total`` items."""
+        """Number of rounds in a stream of ``total`` items."""
         rounds, rest = divmod(total, self.round_size)
         return rounds + (self._last(range(rest)) is not None)
 
@@ -88,7 +89,7 @@ class Division:
         return last.share
 
     def items(self, total: int) -> int:
-        """How many items this rank takes (a repeated one included) of a stream of ``total``."""
+        """Number of items, including a repeated one, that this rank takes from a stream of ``total`` items."""
         rounds, rest = divmod(total, self.round_size)
         if rounds and 0 < rest < self.world and self._may_balance():
             spread = self._spread(range(self.round_size + rest - self.world))
@@ -100,7 +101,7 @@ class Division:
         return self.evaluation and self.size > 1 and not self.drop_last
 
     def _last(self, rest: Sequence[Any]) -> Part | None:
-        """This rank's part of a last round that is not full, None if there is no such round."""
+        """This rank's part of an incomplete last round; None if there is no such round."""
         if self.drop_last:
             present = len(rest) // self.size if self.evaluation else 0
             own = min(self.rank, present - 1)
@@ -114,20 +115,20 @@ class Division:
         return Part(part, 1.0 if self.evaluation else len(part) * self.world / len(rest))
 
     def _spread(self, items: Sequence[Any]) -> Sequence[Any]:
-        """This rank's part of items that are spread over all ranks: sizes differ by at most 1, larger ones first."""
+        """This rank's part of items that are spread over all ranks; sizes differ by at most 1, larger parts first."""
         low, larger = divmod(len(items), self.world)
         start = self.rank * low + min(self.rank, larger)
         return items[start : start + low + (self.rank < larger)]
 
 
 class Shard:
-    """Base of what stands in a loader for one process's part of it.
+    """Base of the objects that select one process's part in a loader.
 
     Attributes:
-        division: how it is divided.
-        order_seed: what is drawn from where a sampler or data set has no generator of its own; None for the random
-            states of the process.
-        alike: worker processes must draw the same on all ranks, since each reads a whole stream.
+        division: how the loader is divided.
+        order_seed: seed for a sampler or data set that has no generator of its own; None to use the random states of
+            the process.
+        alike: whether worker processes must draw the same numbers on all ranks, because each reads a whole stream.
     """
 
     division: Division

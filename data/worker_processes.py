@@ -1,7 +1,7 @@
-"""Worker processes of loaders: they outlive signals sent to their whole group, not their run; and words for lost ones.
+"""Data loader workers: protect them from signals to the whole process group, end them with the run, explain lost ones.
 
-A run that is told to stop finishes its step and saves; it cannot if its workers have died of the same signal.
-Nor do workers outlive the run: torch's own watch does not see that a parent died before the worker was ready.
+A run that receives a signal finishes its step and saves, which it cannot do if the same signal has killed its workers.
+Workers must also not outlive the run, and torch's own check misses a parent that died before the worker was ready.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..processes.main_guard import require_main_guard
 from ..processes.rank_failure import signal_name
 from ..torch_private import workers_of
 
-#: Whoever sends SIGTERM can be told apart on Linux; where it cannot, workers must go on obeying it.
+#: Whether the sender of SIGTERM is known, as on Linux. If it is not, workers must still obey SIGTERM.
 _KNOWS_SENDER = hasattr(signal, "sigwaitinfo")
 _NAMES = ("SIGINT", "SIGUSR1", "SIGUSR2", *(["SIGTERM", "SIGHUP"] if _KNOWS_SENDER else []))
-#: Seconds between two looks at the run, and those that torch has for ending a worker whose run is gone: it looks every
-#: 5 s.
+#: Seconds between two checks whether the run still exists, and seconds that torch then has to end the worker itself
+#: (torch checks every 5 s).
 _LOOK, _GRACE = 1.0, 10.0
-#: The worker processes of each loader, those started last; empty while they start.
+#: The most recently started worker processes of each loader; empty while they start.
 STARTED: WeakKeyDictionary[DataLoader[Any], list[Any]] = WeakKeyDictionary()
 
 _LOST = re.compile(
@@ -43,20 +43,20 @@ _LOST = re.compile(
     r"(?:is killed by signal: (.*?)\. |exited unexpectedly(?: with exit code (\d+))?)"
 )
 _SHARED_MEMORY = "/dev/shm"
-#: Seconds that a worker has to end whose connection is closed.
+#: Seconds that a worker has to end after its connection has closed.
 _ENDING_SECONDS = 5.0
 
 
 class WorkerLostError(RuntimeError):
-    """A worker process of a loader is gone; says what to change. Torch's own error is its cause."""
+    """A data loader worker has ended; the message says what to change. Torch's own error is the cause."""
 
 
 class _Start:
-    """The ``worker_init_fn`` of a worker: it ends when its parent says so or is gone, and then the user's own.
+    """A worker's ``worker_init_fn``: watches for the end of the run, then calls the user's own function.
 
     Args:
-        users: the user's own.
-        served: whether a fork server starts the worker, not the run itself.
+        users: the user's ``worker_init_fn``.
+        served: whether a fork server starts the worker instead of the run itself.
     """
 
     def __init__(self, users: Callable[[int], Any] | None, served: bool) -> None:
@@ -66,7 +66,7 @@ class _Start:
         self.seconds = _LOOK, _GRACE
 
     def __call__(self, worker_id: int) -> None:
-        if os.getpid() != self.run:  # else it is a thread of the run
+        if os.getpid() != self.run:  # otherwise the worker is a thread of the run
             threading.Thread(target=self._obey, name="paceline-worker-signals", daemon=True).start()
         if self.users is not None:
             self.users(worker_id)
@@ -76,13 +76,13 @@ class _Start:
         while True:
             if not _KNOWS_SENDER:
                 time.sleep(look)
-            elif (told := signal.sigtimedwait({signal.SIGTERM}, look)) and told.si_pid == self.run:
+            elif (received := signal.sigtimedwait({signal.SIGTERM}, look)) and received.si_pid == self.run:
                 os._exit(0)
-            if self._is_left():
+            if self._run_has_ended():
                 time.sleep(grace)
                 os._exit(1)
 
-    def _is_left(self) -> bool:
+    def _run_has_ended(self) -> bool:
         if not self.served:
             return os.getppid() != self.run
         run = multiprocessing.parent_process()
@@ -90,7 +90,7 @@ class _Start:
 
 
 def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
-    """``iter(loader)``; worker processes that this starts do not die of a signal that their whole group gets."""
+    """``iter(loader)``; signals to the whole process group do not kill the worker processes that this starts."""
     if not isinstance(loader, DataLoader) or not loader.num_workers or not hasattr(signal, "pthread_sigmask"):
         return iter(loader)
     method = (loader.multiprocessing_context or multiprocessing).get_start_method()
@@ -107,20 +107,20 @@ def start_iterating(loader: Iterable[Any]) -> Iterator[Any]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     STARTED[loader] = workers_of(iterator)
     if threading.current_thread() is threading.main_thread():
-        _explain_when_told()
+        _explain_ended_children()
     return iterator
 
 
-def _explain_when_told() -> None:
-    """Torch raises where the signal that a child has ended finds the program: anywhere. Let it raise better words."""
-    told: Any = signal.getsignal(signal.SIGCHLD)
-    if callable(told) and getattr(told, "func", None) is not _told_of_child:
-        signal.signal(signal.SIGCHLD, partial(_told_of_child, told))
+def _explain_ended_children() -> None:
+    """Improve the error that torch raises in its handler of SIGCHLD, wherever the program is when a child ends."""
+    handler: Any = signal.getsignal(signal.SIGCHLD)
+    if callable(handler) and getattr(handler, "func", None) is not _child_ended:
+        signal.signal(signal.SIGCHLD, partial(_child_ended, handler))
 
 
-def _told_of_child(told: Callable[[int, FrameType | None], Any], signum: int, frame: FrameType | None) -> None:
+def _child_ended(handler: Callable[[int, FrameType | None], Any], signum: int, frame: FrameType | None) -> None:
     try:
-        told(signum, frame)
+        handler(signum, frame)
     except RuntimeError as error:
         better = explain_lost_worker(error, "")
         if better is None:
@@ -131,12 +131,12 @@ def _told_of_child(told: Callable[[int, FrameType | None], Any], signum: int, fr
 def explain_lost_worker(
     error: BaseException, where: str, name: Callable[[Any], str | None] = lambda loader: None
 ) -> WorkerLostError | None:
-    """A better error for one that is raised since a loader's worker is gone; None for any other.
+    """A better error for one that was raised because a data loader worker has ended; None for any other error.
 
     Args:
-        error: what was raised.
-        where: where the run was, in words; may be empty.
-        name: what the person calls a loader; None if it has no name.
+        error: the error that was raised.
+        where: text that says where the run was; may be empty.
+        name: returns the user's name for a loader, or None if it has no name.
     """
     lost = _lost(error)
     if lost is None:
@@ -157,23 +157,23 @@ def explain_lost_worker(
 
 
 def torchs_own(error: BaseException) -> BaseException:
-    """The error to name as the cause of a better one."""
+    """The error to set as the cause of a better one: torch's own."""
     return error.__cause__ or error if isinstance(error, WorkerLostError) else error
 
 
 def _lost(error: BaseException) -> tuple[int, int | None] | None:
-    """The process of the worker that an error is about, and its exit code if it is known."""
+    """The process id of the worker that an error is about, and its exit code if known."""
     error = torchs_own(error)
     found = _LOST.search(str(error)) if type(error) is RuntimeError else None
     if found is not None:
         return int(found.group(1).split(",")[0]), _code(found.group(2), found.group(3))
     if isinstance(error, (EOFError, OSError)):
-        return _ended(_asked(error.__traceback__))
+        return _ended(_workers_in(error.__traceback__))
     return None
 
 
-def _asked(trace: TracebackType | None) -> list[Any]:
-    """The workers of the loader that took a batch from one of them when an error came up; none if none did."""
+def _workers_in(trace: TracebackType | None) -> list[Any]:
+    """The workers of the loader that was taking a batch when an error was raised; empty if none was."""
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == dataloader.__file__:
             return workers_of(trace.tb_frame.f_locals.get("self"))
@@ -182,9 +182,9 @@ def _asked(trace: TracebackType | None) -> list[Any]:
 
 
 def _ended(workers: list[Any]) -> tuple[int, int] | None:
-    """The worker that failed, or does so now: its connection closes before it has ended."""
+    """The worker that has failed or is just failing: its connection closes before its process ends."""
     if workers and not any(worker.exitcode for worker in workers):
-        with suppress(RuntimeError):  # torch's own word of it
+        with suppress(RuntimeError):  # torch's own error about it
             ending = wait([worker.sentinel for worker in workers if worker.exitcode is None], _ENDING_SECONDS)
             for worker in workers:
                 if worker.sentinel in ending:
@@ -197,7 +197,7 @@ def _described(loader: Any) -> str:
 
 
 def _code(killed: str | None, ended: str | None) -> int | None:
-    """The exit code of a process that died of the signal with this description, or that ended with this status."""
+    """The exit code of a process killed by the signal with this description, or ended with this status."""
     if ended is not None:
         return int(ended)
     return next((-number for number in signal.valid_signals() if signal.strsignal(number) == killed), None)
@@ -209,24 +209,24 @@ def _cause(code: int | None, at: str, loader: DataLoader[Any] | None) -> str:
         ended = "ended unexpectedly" if code is None else f"ended with exit status {code}"
         return (
             f"{ended}{at}, without an exception: something in the data set ended the process (sys.exit, os._exit), or "
-            f"it could not start; what it printed is above. {here} and shows where."
+            f"it could not start; its output is above. {here} and shows where."
         )
     killed, fewer = f"was killed by signal {-code} ({signal_name(-code)}){at}", _fewer(loader)
     if -code == getattr(signal, "SIGKILL", 9):
         return (
-            f"{killed}, probably by the system because memory ran out: its log says so (dmesg). This machine has "
-            f"{messages.size(available_memory())} left now. {fewer}, take smaller batches, or keep the samples in a "
-            "tensor, an array or files: each worker comes to hold a copy of Python objects."
+            f"{killed}, probably by the system because memory ran out; check the system log (dmesg). This machine has "
+            f"{messages.size(available_memory())} left now. {fewer}, use smaller batches, or keep the samples in a "
+            "tensor, an array or files: over time each worker gets its own copy of Python objects."
         )
     if -code == getattr(signal, "SIGBUS", 7):
         return (
-            f"{killed}, probably because the shared memory is full by which workers hand over their batches"
-            f"{_shared_memory()}. Make it larger (docker run --shm-size=8g, or --ipc=host). Or: {fewer[0].lower()}"
+            f"{killed}, probably because the shared memory through which workers send their batches is full"
+            f"{_shared_memory()}. Make it larger (docker run --shm-size=8g, or --ipc=host), or {fewer[0].lower()}"
             f"{fewer[1:]}."
         )
     if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
         return f"{killed}, a crash in compiled code that the data set calls. {here}; PYTHONFAULTHANDLER=1 shows where."
-    return f"{killed}. Another program or a person sent it that signal."
+    return f"{killed}. Another program or a user sent it that signal."
 
 
 def _fewer(loader: DataLoader[Any] | None) -> str:

@@ -1,1 +1,1 @@
-"""Running out of memory: recognized, explained, and tried again with less."""
+"""Running out of memory: recognize it, explain it, and retry with smaller batches."""

@@ -1,4 +1,4 @@
-"""Attempts of several processes at the same thing, which go on together or not at all."""
+"""Retry on several processes together: all of them continue, or none does."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .. import messages
 from ..processes.process_group import leave
 from ..torch_private import default_store, forget_layouts, timeout_of
 
-#: How long a rank that failed waits for the others to end their attempt by themselves, before it leaves the group, so
-#: that a collective in which they wait for it fails.
+#: How long a failed rank waits for the others to end their attempt by themselves. After that it leaves the process
+#: group, so that a collective in which they wait for it fails.
 GRACE_SECONDS = 5.0
 _NOTICE_SECONDS = 60.0
 _searches = count()
 
-#: How an attempt ended on a rank.
+#: Ways in which an attempt can end on a rank.
 DONE, OUT_OF_MEMORY, RELEASED, ERROR = "done", "out of memory", "released", "error"
 
 
@@ -30,9 +30,10 @@ class Outcome(NamedTuple):
     """How an attempt ended on one rank.
 
     Attributes:
-        kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (it waited for one that ran out) or :data:`ERROR`.
-        text: of the error.
-        peak: bytes of GPU memory that were in use at most; 0 where nobody counts.
+        kind: :data:`DONE`, :data:`OUT_OF_MEMORY`, :data:`RELEASED` (it waited for a rank that ran out of memory) or
+            :data:`ERROR`.
+        text: text of the error.
+        peak: peak GPU memory in bytes; 0 if unknown.
     """
 
     kind: str
@@ -41,10 +42,10 @@ class Outcome(NamedTuple):
 
 
 class Together:
-    """Compares the outcomes of attempts between the processes of the default group, over its store.
+    """Compares the outcomes of attempts between the processes of the default group, through its store.
 
-    No collective is used, since a group whose ranks were interrupted at different places is of no more use: then all of
-    them leave it and make a new one, as the old one was.
+    It uses no collective, because a process group cannot be used any more once its ranks were interrupted at different
+    places. In that case all ranks leave it and create a new one with the same options.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class Together:
         self.rank, self.size = 0, 1
 
     def meet(self) -> bool:
-        """Whether there are other processes; looks again as long as there was no group."""
+        """Whether there are other processes; checks again as long as there is no process group."""
         if self._store is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._kept = default_store()  # it may be this process that serves it
             self._store = self._kept.clone()
@@ -69,7 +70,7 @@ class Together:
         return f"paceline/attempts/{self._search}/{self._attempt}/{what}"
 
     def others_ran_out(self) -> bool:
-        """Whether another rank has said that it ran out of memory in this attempt."""
+        """Whether another rank has reported that it ran out of memory in this attempt."""
         keys = [self._key(f"out/{rank}") for rank in range(self.size) if rank != self.rank]
         return any(self._store.check([key]) for key in keys)
 
@@ -83,7 +84,7 @@ class Together:
         if failed and not self._wait("end", GRACE_SECONDS):
             left = True
             leave()
-            _forget_meshes()  # what still holds the group would keep its connections open
+            _forget_meshes()  # a reference to the group would keep its connections open
         self._wait("end", None)
         found = [Outcome(*json.loads(self._store.get(self._key(f"end/{rank}")))) for rank in range(self.size)]
         self._store.set(self._key(f"left/{self.rank}"), json.dumps(left))
@@ -94,17 +95,18 @@ class Together:
         return found
 
     def _wait(self, what: str, seconds: float | None) -> bool:
-        """Until all ranks have written this; False when the time is over."""
-        start, told = time.monotonic(), False
+        """Wait until all ranks have written this key; False if that takes longer than ``seconds``."""
+        start, reported = time.monotonic(), False
         missing = list(range(self.size))
         while missing := [rank for rank in missing if not self._store.check([self._key(f"{what}/{rank}")])]:
             waited = time.monotonic() - start
             if seconds is not None and waited > seconds:
                 return False
-            if waited > _NOTICE_SECONDS and not told:
-                told = True
+            if waited > _NOTICE_SECONDS and not reported:
+                reported = True
                 messages.info_anywhere(
-                    f"Rank {self.rank} has ended its attempt and waits for {messages.ranks(missing)} to end theirs."
+                    f"Rank {self.rank} has ended its attempt and is waiting for {messages.ranks(missing)} to end "
+                    "theirs."
                 )
             time.sleep(min(0.5, 0.02 + 0.1 * waited))
         return True
@@ -119,7 +121,7 @@ class Together:
         )
 
     def same(self, value: Callable[[], int]) -> int:
-        """Rank 0's value on every rank. All call it, since what computes it may count its calls."""
+        """Rank 0's value on every rank. Every rank computes it, because ``value`` may count its calls."""
         own = value()
         if self.rank == 0:
             self._store.set(self._key("next"), json.dumps(own))

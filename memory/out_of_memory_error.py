@@ -1,4 +1,4 @@
-"""What is said when memory runs out: where, what lies in it, and what to change, each with what it would save."""
+"""The error for running out of memory: where it happened, what uses the memory, what to change, and what that saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXPLAINED = "_paceline_explained"
 
 
 class Door(NamedTuple):
-    """How things are asked for: of a Trainer, or of an Accelerator."""
+    """How a Trainer or an Accelerator spells each piece of advice."""
 
     accumulate: str
     precision: str
@@ -47,14 +47,14 @@ ACCELERATOR = Door(
 
 
 class Sizes(NamedTuple):
-    """Bytes in this process.
+    """Bytes used in this process.
 
     Attributes:
-        weights: parameters and buffers; of those in parts, this process's.
-        gradients: that are there now.
+        weights: parameters and buffers; of sharded ones, this process's shards.
+        gradients: current gradients.
         optimizer: the optimizers' state.
-        trained: what the gradients take once they are all there.
-        highest: the most that was ever in use: on CUDA of the device's memory, elsewhere by the whole process.
+        trained: size of all gradients together.
+        highest: peak memory use: of the device on CUDA, of the whole process elsewhere.
     """
 
     weights: int
@@ -65,27 +65,27 @@ class Sizes(NamedTuple):
 
     @property
     def lasting(self) -> int:
-        """What a training has in memory at the end of a backward, besides what it keeps for backward."""
+        """Bytes in use at the end of a backward pass in training, without activations kept for backward."""
         return self.weights + max(self.gradients, self.trained) + self.optimizer
 
     @property
     def kept(self) -> int:
-        """At most so much was kept for backward, or needed for a moment."""
+        """Upper bound of the bytes for activations kept for backward and for temporary tensors."""
         return max(0, self.highest - self.weights - self.gradients - self.optimizer)
 
 
 class Situation(NamedTuple):
-    """What ran when memory ended.
+    """What was running when memory ran out.
 
     Attributes:
-        door: how to ask for something else.
-        place: where the run is, in words.
-        strategy: of the model.
-        modules: that hold the weights.
+        door: spelling of the advice.
+        place: text that says where the run is.
+        strategy: the model's strategy.
+        modules: the modules with the weights.
         optimizers: their optimizers.
-        samples: in the batch of one process; None: not known.
-        accumulate: micro-batches in a window.
-        training: or an evaluation.
+        samples: samples in one process's batch; None if unknown.
+        accumulate: micro-batches in an accumulation window.
+        training: whether it is training, not evaluation.
     """
 
     door: Door
@@ -99,7 +99,7 @@ class Situation(NamedTuple):
 
 
 def out_of_memory(run: Run, error: BaseException) -> BaseException | None:
-    """An error that says what to change; None if ``error`` is something else."""
+    """An error that says what to change; None if ``error`` is not an out-of-memory error, or already explained."""
     if not needs_words(error):
         return None
     batch = run.metrics.batch
@@ -120,12 +120,12 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException | None:
 
 
 def needs_words(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, and not yet what to do about it."""
+    """Whether this is an out-of-memory error that does not yet say what to do."""
     return is_out_of_memory(error) and not hasattr(error, _EXPLAINED)
 
 
 def explained(error: BaseException, now: Situation) -> BaseException:
-    """An error with the sizes and what to try: torch's own, or a RuntimeError for those of drivers and libraries."""
+    """An error with the sizes and advice: torch's own type, or a RuntimeError for errors of drivers and libraries."""
     strategy, device = now.strategy, now.strategy.device
     sizes = measure(now.modules, now.optimizers, device)
     samples = f"{now.samples} samples in the batch" if now.samples else ""
@@ -145,7 +145,7 @@ def explained(error: BaseException, now: Situation) -> BaseException:
 
 
 def measure(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], device: torch.device) -> Sizes:
-    """What weights, gradients and optimizer state take on this process's device."""
+    """The sizes of weights, gradients and optimizer state on this process's device."""
     held = {id(value): value for module in modules for value in (*module.parameters(), *module.buffers())}
     trained = [value for value in held.values() if value.requires_grad]
     states = [optimizer.state for optimizer in optimizers]
@@ -169,7 +169,7 @@ def _highest(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     try:
         import resource
-    except ImportError:  # on Windows nobody counts
+    except ImportError:  # not available on Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -177,20 +177,20 @@ def _highest(device: torch.device) -> int:
 def _advice(now: Situation, sizes: Sizes) -> Iterator[str]:
     kept, door, full = sizes.kept, now.door, now.strategy.precision.name in ("32-true", "64-true")
     if now.samples is not None and now.samples > 1:
-        more = f" with {door.accumulate.format(2 * now.accumulate)}, which learns the same" if now.training else ""
+        more = f" with {door.accumulate.format(2 * now.accumulate)}, for the same updates" if now.training else ""
         yield f"batch_size={now.samples // 2}{more} (saves up to {messages.size(kept / 2)})"
     if full:
-        yield f"{door.precision}, which keeps 16 bits for backward (saves up to {messages.size(kept / 2)})"
+        yield f"{door.precision}, which keeps activations in 16 bits (saves up to {messages.size(kept / 2)})"
     if now.training:
         yield (
-            "activation checkpointing (torch.utils.checkpoint in your blocks, or of FSDPStrategy), which runs blocks "
+            "activation checkpointing (torch.utils.checkpoint in your blocks, or FSDPStrategy's), which runs blocks "
             f"again in backward (saves most of {messages.size(kept)})"
         )
     yield from _spread(now, sizes)
 
 
 def _spread(now: Situation, sizes: Sizes) -> Iterator[str]:
-    """Weights, gradients and optimizer state elsewhere."""
+    """Advice that moves weights, gradients and optimizer state to other processes or to host memory."""
     strategy, door = now.strategy, now.door
     lasting = sizes.lasting if now.training else sizes.weights
     what = "weights, gradients and optimizer state" if now.training else "weights"
@@ -201,9 +201,8 @@ def _spread(now: Situation, sizes: Sizes) -> Iterator[str]:
         yield f"{sharded}: each process holds 1/{several} of {what} (saves {messages.size(saved)})"
     else:
         yield (
-            f"{2 * strategy.world_size} processes in the place of {strategy.world_size} (saves "
-            f"{messages.size(lasting / 2)})"
+            f"{2 * strategy.world_size} processes instead of {strategy.world_size} (saves {messages.size(lasting / 2)})"
         )
     on_host = type(getattr(strategy, "offload", None)).__name__ == "CPUOffloadPolicy"
-    if strategy.device.type != "cpu" and not on_host:  # on the CPU the host's memory is what ran out
-        yield f"{door.offloaded}: {what} in the host's memory (saves up to {messages.size(lasting)})"
+    if strategy.device.type != "cpu" and not on_host:  # on the CPU it is host memory that ran out
+        yield f"{door.offloaded}: {what} in host memory (saves up to {messages.size(lasting)})"

@@ -1,4 +1,4 @@
-"""Out of memory: what was tried, and what to try next, with numbers."""
+"""Find a batch size that fits: retry a function with smaller batches when it runs out of memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .. import messages
 from ..processes.cpu_memory import give_back_memory
 from .joint_retry import DONE, ERROR, OUT_OF_MEMORY, RELEASED, Outcome, Together
 
-#: How drivers and libraries say it in a RuntimeError; cuDNN has no kernel for what does not fit its workspace.
-_SAID = re.compile(
+#: Texts of RuntimeErrors of drivers and libraries; cuDNN reports "not supported" if its workspace does not fit.
+_ERROR_TEXTS = re.compile(
     r"\b(?:CUDA|HIP|XPU|NPU|MPS backend)(?: error:)? out of memory"
     r"|Cuda failure (?:\d+ )?'out of memory'"
     r"|OUT_OF_DEVICE_MEMORY"
@@ -29,10 +29,10 @@ _SAID = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or the host has no memory left."""
+    """Whether an error says that a device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and _SAID.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _ERROR_TEXTS.search(str(error)) is not None
 
 
 _ACCUMULATE = ("accumulate_grad_batches", "gradient_accumulation_steps")
@@ -58,26 +58,27 @@ def find_executable_batch_size(
     reduce_batch_size_fn: Callable[[], int] | None = None,
     factor: float = 0.5,
 ) -> Callable[..., Any]:
-    """Call a function with smaller and smaller batch sizes until it does not run out of memory. A decorator.
+    """Decorator that calls a function with smaller and smaller batch sizes until it does not run out of memory.
 
-    The function makes model, optimizer and Trainer (or Accelerator) inside itself, so that nothing of a failed attempt
-    stays in memory. At the end one message says which sizes were tried, what came of each, and on a GPU the most memory
-    that was in use.
+    The function must create the model, optimizer and Trainer (or Accelerator) itself, so that nothing from a failed
+    attempt stays in memory. At the end one message lists the sizes that were tried, the result of each, and on a GPU
+    the peak memory.
 
-    Several processes agree, as soon as they have joined a process group: each attempt ends when it has ended on all
-    ranks, and where it ran out of memory on one of them, all go on to the same smaller size, also those it went well
-    with. A rank that waits in a collective for one that ran out gets an error from it after some seconds, since that
-    one leaves the group; the ranks then join a new one, as the old one was. With gloo that needs the group to be in no
-    variable outside of the function; what the function left on the other ranks is lost with the attempt. Ranks that run
-    out before they have joined a group cannot agree. If a rank ends with another error, all do.
+    Several processes agree as soon as they have joined a process group. An attempt ends when it has ended on all ranks.
+    If any rank ran out of memory, all ranks retry with the same smaller size, including those on which the attempt
+    succeeded. A rank that ran out of memory leaves the group, so that a rank that waits for it in a collective gets an
+    error after some seconds. The ranks then join a new group with the same options. With gloo this works only if no
+    variable outside of the function refers to the group. Results of the attempt on other ranks are lost. Ranks that run
+    out of memory before they have joined a group cannot agree. If a rank ends with another error, all do.
 
     Args:
-        function: its first parameter is the batch size, which callers of the decorated function leave out. One called
-            ``accumulate_grad_batches`` (or ``gradient_accumulation_steps``) gets by how much the batch has shrunk; then
-            only sizes that divide ``starting_batch_size`` are tried, and an update learns from as many samples.
-        starting_batch_size: the first to try, in samples.
-        reduce_batch_size_fn: gives the next one; takes no argument.
-        factor: of the size before, where no function is given; between 0 and 1.
+        function: its first parameter is the batch size, which callers of the decorated function omit. A parameter
+            ``accumulate_grad_batches`` (or ``gradient_accumulation_steps``) receives the factor by which the batch has
+            shrunk. Then only sizes that divide ``starting_batch_size`` are tried, and each update still uses the same
+            number of samples.
+        starting_batch_size: the first size to try, in samples.
+        reduce_batch_size_fn: returns the next size; takes no argument.
+        factor: ratio of the next size to the current one if there is no such function; between 0 and 1.
 
     Raises:
         RuntimeError: not even one sample fits, or another rank ended with an error.
@@ -98,8 +99,8 @@ def find_executable_batch_size(
         )
     if starting_batch_size < 1 or not 0 < factor < 1:
         raise ValueError(
-            f"find_executable_batch_size(starting_batch_size={starting_batch_size}, factor={factor}): the size is at "
-            "least 1, the factor between 0 and 1."
+            f"find_executable_batch_size(starting_batch_size={starting_batch_size}, factor={factor}): the size must be "
+            "at least 1, and the factor between 0 and 1."
         )
     parameters = list(inspect.signature(function).parameters)
     if not parameters:
@@ -123,10 +124,10 @@ def find_executable_batch_size(
 
 
 class _Search:
-    """One search for the batch size that fits.
+    """One search for a batch size that fits.
 
     Attributes:
-        tried: what is said about each size, in order.
+        tried: the text about each size, in order.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class _Search:
         self.tried: list[str] = []
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Call the function with smaller and smaller sizes; returns what it returned."""
+        """Call the function with smaller and smaller sizes; returns its result."""
         size, together = self.start, self.together
         while True:
             result, outcome = self.attempt(size, args, kwargs)
@@ -146,7 +147,7 @@ class _Search:
             out = [rank for rank, one in enumerate(found) if one.kind == OUT_OF_MEMORY]
             self.tried.append(self.about(size, found, out))
             if not out:
-                self.report(f"{size} it is{self.learns(size)}.")
+                self.report(f"Using {size}{self.accumulation(size)}.")
                 return result
             result = None
             release_memory()
@@ -154,13 +155,13 @@ class _Search:
             before, size = size, together.same(smaller) if together.meet() else smaller()
             if size < 1:
                 raise RuntimeError(
-                    f"{self.function.__qualname__}() runs out of memory with a batch of {before} samples too, from "
-                    f"{self.start} on down ({'; '.join(self.tried)}). Lower the memory a sample takes: "
-                    "precision='bf16-mixed', activation checkpointing, strategy='fsdp', or a smaller model."
+                    f"{self.function.__qualname__}() runs out of memory with every batch size from {self.start} down "
+                    f"to {before} ({'; '.join(self.tried)}). Reduce the memory per sample: precision='bf16-mixed', "
+                    "activation checkpointing, strategy='fsdp', or a smaller model."
                 ) from self.error
 
     def attempt(self, size: int, args: Any, kwargs: Any) -> tuple[Any, Outcome]:
-        """One call of the function, and how it ended here. Errors of other kinds are raised."""
+        """Call the function once; returns its result, and how it ended on this rank. Other errors are raised."""
         more = {self.accumulate: self.start // size} if self.accumulate else {}
         gpu = torch.cuda.is_available()
         if gpu:
@@ -169,25 +170,25 @@ class _Search:
         try:
             result = self.function(size, *args, **kwargs, **more)
         except Exception as error:
-            if not self.is_end_of_memory(error):
+            if not self.is_memory_error(error):
                 if self.together.meet():
                     self.together.compare(Outcome(ERROR, f"{type(error).__name__}: {error}"))
                 raise
-            # Its frames hold the model, and with it the memory.
+            # The frames of its traceback refer to the model, and so keep the memory.
             self.error = error.with_traceback(None)
             self.error.__cause__ = self.error.__context__ = None
             kind = OUT_OF_MEMORY if is_out_of_memory(error) else RELEASED
             return None, Outcome(kind, str(error), torch.cuda.max_memory_allocated() if gpu else 0)
         return result, Outcome(DONE, "", torch.cuda.max_memory_allocated() if gpu else 0)
 
-    def is_end_of_memory(self, error: Exception) -> bool:
-        """Whether it is that, or what comes of another rank's: a collective in which that one is missed."""
+    def is_memory_error(self, error: Exception) -> bool:
+        """Whether this error, or one caused by another rank's failure, is an out-of-memory error."""
         if is_out_of_memory(error):
             return True
         return isinstance(error, RuntimeError) and self.together.meet() and self.together.others_ran_out()
 
     def refuse_errors(self, found: list[Outcome]) -> None:
-        """Raise if another rank ended with an error that a smaller batch does not help."""
+        """Raise if another rank ended with an error that a smaller batch does not fix."""
         wrong = {rank: one.text for rank, one in enumerate(found) if one.kind == ERROR}
         if wrong:
             rank, text = next(iter(wrong.items()))
@@ -197,31 +198,27 @@ class _Search:
             )
 
     def about(self, size: int, found: list[Outcome], out: list[int]) -> str:
-        """A size and what came of it."""
+        """Text about a size and its result."""
         peak = max(one.peak for one in found)
         used = f", at most {messages.size(peak)} of GPU memory" if peak else ""
         where = f" on {messages.ranks(out)}" if len(found) > 1 and out else ""
-        return f"{size} {'ran out of memory' if out else 'ran'}{where}{used}"
+        return f"{size} {'ran out of memory' if out else 'worked'}{where}{used}"
 
-    def learns(self, size: int) -> str:
-        """How an update still learns from as many samples."""
+    def accumulation(self, size: int) -> str:
+        """Text that says how an update still uses the same number of samples."""
         steps = self.start // size
-        return (
-            f", with {self.accumulate}={steps}, so that an update learns from {size * steps}" if self.accumulate else ""
-        )
+        return f", with {self.accumulate}={steps}, so that an update uses {size * steps}" if self.accumulate else ""
 
     def report(self, last: str) -> None:
-        """Say what was tried, in one message."""
-        messages.info(
-            f"Batch sizes that {self.function.__qualname__}() was tried with: {'; '.join(self.tried)}. {last}"
-        )
+        """Print one message with everything that was tried."""
+        messages.info(f"Batch sizes tried for {self.function.__qualname__}(): {'; '.join(self.tried)}. {last}")
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give back what nothing refers to any more, also what torch keeps of a GPU's memory and the process of the host's.
+    """Free everything that is no longer referenced, including cached GPU memory and host memory kept by the process.
 
     Args:
-        *objects: of which the caller's names are to be set to what this returns: None for each.
+        *objects: objects to release; assign the result, None for each, to the variables that held them.
     """
     clear_device_cache(garbage_collection=True)
     give_back_memory()
@@ -229,10 +226,10 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give back what torch keeps of a GPU's memory without using it.
+    """Free GPU memory that torch keeps cached but does not use.
 
     Args:
-        garbage_collection: look for objects first that only refer to each other.
+        garbage_collection: whether to first collect objects that only refer to each other.
     """
     if garbage_collection:
         gc.collect()

@@ -1,9 +1,9 @@
-"""Where this process stands among those that a launcher started, read from the launcher's environment variables.
+"""Rank, world size and address of this process, read from the environment variables that its launcher set.
 
-Each launcher leaves other names: ``torchrun`` and everything that imitates it, SLURM's ``srun``, Open MPI, Intel MPI
-and MPICH, LSF's ``jsrun``, Kubeflow's operator. All become one :class:`Cluster`, whose :meth:`Cluster.export` writes
-torchrun's names, so that whatever comes later knows one form only. A half-set environment is an error: it would
-otherwise become several processes that each believe they are the only one.
+Each launcher uses different names: ``torchrun`` and everything that imitates it, SLURM's ``srun``, Open MPI, Intel MPI
+and MPICH, LSF's ``jsrun``, Kubeflow's operator. All of them become one :class:`Cluster`. Its :meth:`Cluster.export`
+writes torchrun's names, so that later code has to know only those. A partly set environment is an error: without it,
+several processes would each believe that they are the only one.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from .. import messages
 
 Environment = Mapping[str, str]
 
-#: Derived ports are taken from here: above the well-known ones, below those that Linux gives to outgoing connections.
+#: Range for derived ports: above the well-known ports, below those that Linux uses for outgoing connections.
 PORTS = range(12000, 30000)
-#: From this number on, a SLURM step is no ``srun`` but the batch script, the interactive shell or the like.
+#: SLURM steps from this number on are not started by ``srun``: the batch script, the interactive shell and so on.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 _SHELLS = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One process's place among all.
+    """Ranks and sizes of one process, and the address at which the processes meet.
 
     Args:
-        name: who started the processes: ``"torchrun"``, ``"SLURM"``, ``"OpenMPI"``, ``"Intel MPI"``, ``"MPICH"``,
-            ``"LSF"`` or ``"Kubeflow"``.
-        rank: this process among all, 0-based.
-        local_rank: this process among those of its machine, 0-based.
+        name: the launcher: ``"torchrun"``, ``"SLURM"``, ``"OpenMPI"``, ``"Intel MPI"``, ``"MPICH"``, ``"LSF"`` or
+            ``"Kubeflow"``.
+        rank: index of this process among all, 0-based.
+        local_rank: index of this process among those on its machine, 0-based.
         world_size: number of processes.
         local_world_size: number of processes on this machine.
-        node_rank: this machine, 0-based.
+        node_rank: index of this machine, 0-based.
         num_nodes: number of machines.
-        address: where rank 0 listens.
-        port: the port there.
+        address: host on which rank 0 listens.
+        port: port on which rank 0 listens.
     """
 
     name: str
@@ -69,14 +69,14 @@ class Cluster:
 
 
 def find_cluster(environ: Environment | None = None) -> Cluster | None:
-    """The launcher that started this process; None when nobody did.
+    """Read the variables of the launcher that started this process; None if there was no launcher.
 
-    Torchrun's variables win, so that ``torchrun`` under ``srun`` counts as torchrun; then the launchers that may run
-    inside an allocation of another (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a cluster of one. A
-    WORLD_SIZE without a RANK, which many batch scripts export, must agree with the launcher's.
+    Torchrun's variables come first, so that ``torchrun`` under ``srun`` counts as torchrun. Next come the launchers
+    that can run inside another one's allocation (LSF, MPI), then SLURM. ``torchrun --nproc-per-node 1`` is a cluster of
+    one process. A WORLD_SIZE without a RANK, which many batch scripts export, must agree with the launcher's.
 
     Args:
-        environ: the variables to read; those of this process if None.
+        environ: the variables to read; this process's environment if None.
 
     Raises:
         RuntimeError: the variables are incomplete or contradict each other.
@@ -87,12 +87,12 @@ def find_cluster(environ: Environment | None = None) -> Cluster | None:
     cluster = next((found for find in finders if (found := find(environ))), None)
     if cluster is not None:
         _check(cluster)
-        _agrees(cluster, environ)
+        _check_world_size(cluster, environ)
     return cluster
 
 
 def requeue() -> None:
-    """Give this process's SLURM job back to the queue, by ``scontrol requeue``; SLURM then ends its processes."""
+    """Requeue this process's SLURM job with ``scontrol requeue``; SLURM then ends its processes."""
     job = _slurm_job(os.environ)
     if job is None:
         messages.info("There is no SLURM job to requeue (SLURM_JOB_ID is not set).")
@@ -105,21 +105,21 @@ def requeue() -> None:
         problem = str(error)
     if problem:
         messages.error(
-            f"`{' '.join(command)}` failed ({problem}), so the job does not start again by itself. Submit it again: "
+            f"`{' '.join(command)}` failed ({problem}), so the job will not restart by itself. Submit it again: "
             "its state is saved."
         )
     else:
-        messages.info(f"SLURM job {job} goes back to the queue and resumes from there.")
+        messages.info(f"SLURM job {job} is back in the queue and will resume when SLURM starts it again.")
 
 
 def is_requeued(environ: Environment | None = None) -> bool:
-    """Whether SLURM has started this process's job before, so that there may be a checkpoint to go on from."""
+    """Whether SLURM has started this process's job before, so there may be a checkpoint to resume from."""
     environ = os.environ if environ is None else environ
     return _slurm_job(environ) is not None and _number(environ, "SLURM_RESTART_COUNT", 0) > 0
 
 
 def _slurm_job(environ: Environment) -> str | None:
-    """As ``scontrol`` names it: a task of a job array by the array's number and its own."""
+    """The job's name for ``scontrol``: a task of a job array is named by the array's id and its own index."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
 
@@ -130,7 +130,7 @@ def _slurm_job(environ: Environment) -> str | None:
 def _torchrun(environ: Environment) -> Cluster | None:
     if "RANK" not in environ and environ.get("WORLD_SIZE", "1") == "1":
         return None
-    fix = "Start the script with torchrun, which sets all of them, or unset them to run on your own"
+    fix = "Start the script with torchrun, which sets all of them, or unset them to run a single process"
     _need(environ, ("RANK", "WORLD_SIZE"), fix)
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     alone = world_size == 1
@@ -162,7 +162,7 @@ def _torchrun(environ: Environment) -> Cluster | None:
 
 
 def _local_world_size(environ: Environment, world_size: int) -> int:
-    """From LOCAL_WORLD_SIZE, which scripts that set RANK themselves often leave out."""
+    """Read LOCAL_WORLD_SIZE, which scripts that set RANK themselves often omit."""
     if "LOCAL_WORLD_SIZE" in environ:
         return _number(environ, "LOCAL_WORLD_SIZE")
     address = environ.get("MASTER_ADDR", "127.0.0.1")
@@ -170,7 +170,7 @@ def _local_world_size(environ: Environment, world_size: int) -> int:
         return world_size
     raise RuntimeError(
         f"RANK={environ['RANK']}, WORLD_SIZE={world_size} and MASTER_ADDR={address} are set, but LOCAL_WORLD_SIZE is "
-        "not, so it is unknown how many of the processes share this machine. "
+        "not, so Paceline cannot tell how many of the processes share this machine. "
         "Start the script with torchrun, or export LOCAL_WORLD_SIZE=<processes on this machine> too."
     )
 
@@ -198,7 +198,7 @@ def _slurm(environ: Environment) -> Cluster | None:
 
 
 def _under_srun(environ: Environment) -> bool:
-    """Whether this is a task of ``srun``, not a batch script or a shell that merely sits inside an allocation."""
+    """Whether this is a task of ``srun``, and not just a batch script or a shell inside an allocation."""
     step = _either(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     if step is None or _number(environ, step) >= _SLURM_SPECIAL_STEPS:
         return False
@@ -207,7 +207,7 @@ def _under_srun(environ: Environment) -> bool:
 
 
 def _slurm_local_size(environ: Environment, node_rank: int, default: int) -> int:
-    """How many tasks this machine has: entry ``node_rank`` of ``"2(x3),1"``, or one number for all."""
+    """Number of tasks on this machine: entry ``node_rank`` of a list such as ``"2(x3),1"``, or one number for all."""
     name = _either(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if name is None:
         return _number(environ, "SLURM_NTASKS_PER_NODE", default)
@@ -216,7 +216,7 @@ def _slurm_local_size(environ: Environment, node_rank: int, default: int) -> int
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
             raise RuntimeError(
-                f"{name}={environ[name]!r} is not of the form '2(x3),1', so the number of tasks on this machine is "
+                f"{name}={environ[name]!r} does not have the form '2(x3),1', so the number of tasks on this machine is "
                 "unknown. Start the script with srun, which sets it, or unset it."
             )
         sizes += [int(match[1])] * int(match[2] or 1)
@@ -247,7 +247,7 @@ def _open_mpi(environ: Environment) -> Cluster | None:
 
 
 def _hydra(environ: Environment) -> Cluster | None:
-    """Intel MPI and MPICH. SLURM's own PMI sets PMI_RANK too, but not the local names."""
+    """Intel MPI and MPICH. SLURM's own PMI sets PMI_RANK too, but not the variables for local ranks."""
     names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
     if names[0] not in environ or ("MPI_LOCALRANKID" not in environ and "SLURM_PROCID" in environ):
         return None
@@ -265,7 +265,7 @@ def _lsf(environ: Environment) -> Cluster | None:
 def _mpi(
     environ: Environment, name: str, names: list[str], command: str, job: str, address: str | None = None
 ) -> Cluster:
-    """A launcher that says rank, size, local rank and local size, in ``names``."""
+    """The cluster of a launcher whose variables ``names`` hold rank, size, local rank and local size."""
     _need(environ, names, f"Start the script with {command}, which sets them")
     rank, world_size, local_rank, local_world_size = (_number(environ, variable) for variable in names)
     num_nodes = -(-world_size // max(local_world_size, 1))
@@ -283,11 +283,11 @@ def _mpi(
 
 
 def _node(rank: int, local_rank: int, local_world_size: int, num_nodes: int) -> int:
-    """The machine of a rank, whether ranks fill one machine after the other or go round over them."""
+    """The machine of a rank, whether ranks fill one machine after another or are assigned round-robin."""
     if local_world_size < 1:
         return 0
-    goes_round = rank % local_world_size != local_rank and rank // num_nodes == local_rank
-    return rank % num_nodes if goes_round else rank // local_world_size
+    round_robin = rank % local_world_size != local_rank and rank // num_nodes == local_rank
+    return rank % num_nodes if round_robin else rank // local_world_size
 
 
 def _mpi_address(environ: Environment, name: str, num_nodes: int) -> str:
@@ -296,13 +296,14 @@ def _mpi_address(environ: Environment, name: str, num_nodes: int) -> str:
     if num_nodes <= 1:
         return "127.0.0.1"
     raise RuntimeError(
-        f"{name} started processes on {num_nodes} machines, but does not say where rank 0 is, and MASTER_ADDR is not "
-        "set. Export it to all processes: MASTER_ADDR=<host of rank 0> MASTER_PORT=<a free port there>."
+        f"{name} started processes on {num_nodes} machines, but does not say on which host rank 0 runs, and "
+        "MASTER_ADDR is not set. Export it to all processes: MASTER_ADDR=<host of rank 0> MASTER_PORT=<a free port "
+        "there>."
     )
 
 
 def _lsf_address(environ: Environment) -> str | None:
-    """The first host that computes: LSF lists the one that only launches first, with one slot or by its name."""
+    """The first compute host. LSF may list a launch host before it, recognizable by its single slot or its name."""
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"]
     slots: dict[str, int] = {}
@@ -335,8 +336,8 @@ def _need(environ: Environment, names: tuple[str, ...] | list[str], fix: str) ->
         known = (*names, "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         present = ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(known) if environ.get(name))
         raise RuntimeError(
-            f"{present or 'Part of a launch'} is set, but {', '.join(missing)} is not, so this process cannot find "
-            f"the others. {fix}."
+            f"{present or 'Only part of the launch variables'} is set, but {', '.join(missing)} is not, so this "
+            f"process cannot find the others. {fix}."
         )
 
 
@@ -347,24 +348,24 @@ def _number(environ: Environment, name: str, default: int | None = None) -> int:
         return int(environ[name])
     except ValueError:
         raise RuntimeError(
-            f"{name}={environ[name]!r} is not a whole number, so this process does not know its place among the "
-            f"others. Set {name} to a number, or start the script with the launcher that sets it."
+            f"{name}={environ[name]!r} is not a whole number, so this process cannot tell its rank and the number of "
+            f"processes. Set {name} to a number, or start the script with the launcher that sets it."
         ) from None
 
 
 def _port(environ: Environment, job: str) -> int:
-    """MASTER_PORT, or one that all processes of a job find alike and another job hardly."""
+    """MASTER_PORT, or a port derived from the job: the same in all its processes, probably another in other jobs."""
     port = _number(environ, "MASTER_PORT", PORTS[zlib.crc32(job.encode()) % len(PORTS)])
     if not 0 < port < 65536:
         raise RuntimeError(
-            f"MASTER_PORT={port} is not a port, so the processes cannot meet there. Set it to a free one from 1024 to "
-            "65535, the same for all processes."
+            f"MASTER_PORT={port} is not a port number, so the processes cannot meet there. Set it to a free port from "
+            "1024 to 65535, the same for all processes."
         )
     return port
 
 
 def _check(cluster: Cluster) -> None:
-    """Places that cannot be: a rank beyond the size, more processes on a machine than there are."""
+    """Refuse impossible values: a rank beyond the size, or more processes on this machine than in all."""
     pairs = (
         ("rank", cluster.rank, "world size", cluster.world_size),
         ("local rank", cluster.local_rank, "local world size", cluster.local_world_size),
@@ -376,17 +377,17 @@ def _check(cluster: Cluster) -> None:
     if wrong:
         variables = _VARIABLES[cluster.name]
         raise RuntimeError(
-            f"The environment of {cluster.name} says {' and '.join(wrong)}, which cannot be (ranks count from 0). "
-            f"Set {variables} to agree, or unset them to run on your own."
+            f"The environment of {cluster.name} says {' and '.join(wrong)}, which is impossible (ranks count from 0). "
+            f"Make {variables} agree, or unset them to run a single process."
         )
 
 
-def _agrees(cluster: Cluster, environ: Environment) -> None:
-    """A batch script's own WORLD_SIZE says what the launcher says."""
+def _check_world_size(cluster: Cluster, environ: Environment) -> None:
+    """Refuse a WORLD_SIZE, exported by a batch script, that contradicts the launcher."""
     if "RANK" not in environ and _number(environ, "WORLD_SIZE", cluster.world_size) not in (1, cluster.world_size):
         raise RuntimeError(
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set, but {cluster.name} started {cluster.world_size} processes. "
-            "Start as many as it says, or leave WORLD_SIZE to the launcher (unset it in the batch script)."
+            "Start that many processes, or leave WORLD_SIZE to the launcher (unset it in the batch script)."
         )
 
 

@@ -1,7 +1,7 @@
-"""Which cores are near each other, and a process that keeps to those of its part of the machine.
+"""NUMA nodes of this machine, and binding a process to the cores of its share of them.
 
-Memory is fastest from the cores of the node that it belongs to. A process that starts on any core spreads its memory
-over the nodes; one that is bound before it allocates anything does not.
+A core reads the memory of its own NUMA node fastest. A process that may run on any core spreads its memory over the
+nodes; one that is bound before it allocates anything does not.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 import re
 from pathlib import Path
 
-#: Where Linux lists the nodes of this machine.
+#: Folder in which Linux lists the NUMA nodes of this machine.
 NODES = Path("/sys/devices/system/node")
-#: Set for processes that are to bind themselves: the folder that lists the nodes.
+#: Environment variable for processes that should bind themselves: the folder that lists the NUMA nodes.
 BIND = "PACELINE_BIND"
 
 
 def nodes(folder: Path = NODES) -> list[set[int]]:
-    """The cores of each NUMA node that this process may use; one set of all where nothing is known of nodes."""
+    """The cores of each NUMA node that this process may use; one set with all of them if the nodes are unknown."""
     if not hasattr(os, "sched_getaffinity"):
         return [set(range(os.cpu_count() or 1))]
     usable = os.sched_getaffinity(0)
@@ -38,15 +38,15 @@ def parse(text: str) -> set[int]:
 
 
 def share(local_rank: int, local_world_size: int, found: list[set[int]]) -> set[int]:
-    """The cores of one of the processes: its node's, in the order of the nodes; of several if there are more nodes."""
+    """The cores for one process: those of its NUMA node, or of several if there are more nodes than processes."""
     first = local_rank * len(found) // local_world_size
     last = (local_rank + 1) * len(found) // local_world_size
     return set().union(*found[first : max(last, first + 1)])
 
 
 def bind() -> None:
-    """Keep this process to its share of the cores, if whoever started it asked for that."""
+    """Bind this process to its share of the cores, if the launcher asked for that (:data:`BIND`)."""
     folder = os.environ.get(BIND)
     if folder and hasattr(os, "sched_setaffinity"):
-        place = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        os.sched_setaffinity(0, share(*place, nodes(Path(folder))))
+        rank, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        os.sched_setaffinity(0, share(rank, size, nodes(Path(folder))))

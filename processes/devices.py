@@ -1,4 +1,4 @@
-"""Which devices this machine has, and which of them a run asks for."""
+"""The devices of this machine, and those that a run asks for."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _CGROUPS = (
 AcceleratorName = Literal["auto", "cpu", "gpu", "cuda", "mps"]
 ACCELERATORS: tuple[AcceleratorName, ...] = get_args(AcceleratorName)
 Kind = Literal["cpu", "cuda", "mps"]
-#: What ``"gpu"`` may mean, best first.
+#: Kinds that ``"gpu"`` stands for, best first.
 _GPUS: tuple[Kind, ...] = ("cuda", "mps")
 
 
 def count(kind: str) -> int:
-    """How many devices of a kind (``"cpu"``, ``"cuda"``, ``"mps"``) this process sees; a CPU is always 1."""
+    """Number of devices of a kind (``"cpu"``, ``"cuda"``, ``"mps"``) that this process sees; always 1 for the CPU."""
     if kind == "cuda":
         return torch.cuda.device_count()
     if kind == "mps":
@@ -34,7 +34,7 @@ def count(kind: str) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of the host's memory that this process can still take, within the limit of its control group."""
+    """Bytes of host memory that this process can still allocate, within the limit of its control group."""
     give_back_memory()
     try:
         facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -44,7 +44,7 @@ def available_memory() -> int:
     for limit, current in _CGROUPS:
         try:
             free = min(free, int(Path(limit).read_text()) - int(Path(current).read_text()))
-        except (OSError, ValueError):  # none, or the word "max"
+        except (OSError, ValueError):  # no such file, or no limit ("max")
             continue
     return max(0, free)
 
@@ -61,9 +61,8 @@ def find_kind(accelerator: Any) -> Kind:
         )
     if accelerator in ("tpu", "xla", "hpu"):
         raise ValueError(
-            f"Trainer(accelerator={accelerator!r}): Paceline runs on what torch itself drives (CPU, CUDA and ROCm, "
-            "Apple MPS), "
-            "not on XLA or Gaudi devices. Choose 'auto' to take the best device of this machine."
+            f"Trainer(accelerator={accelerator!r}): Paceline supports the devices that torch itself supports (CPU, "
+            "CUDA and ROCm, Apple MPS), not XLA or Gaudi devices. Choose 'auto' to use the best device of this machine."
         )
     if accelerator not in ACCELERATORS:
         raise ValueError(messages.unknown("accelerator", accelerator, ACCELERATORS))
@@ -82,11 +81,11 @@ def find_kind(accelerator: Any) -> Kind:
 def _missing(accelerator: str, what: str) -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return (
         f"Trainer(accelerator={accelerator!r}) asks for a {what}, but this process sees none{why}; torch "
-        f"{torch.__version__} "
-        f"is built {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}. "
-        "Use accelerator='auto' or 'cpu', make a device visible, or install a torch build for it."
+        f"{torch.__version__} is built {build}. "
+        "Use accelerator='auto' or 'cpu', make a device visible, or install a torch build that supports it."
     )
 
 
@@ -94,7 +93,8 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
     """The devices for ``Trainer(devices=...)``.
 
     Args:
-        devices: how many (``2``, ``"2"``), which (``[0, 1]``, ``"0,1"``), ``-1``: all, ``"auto"``: one CPU, else all.
+        devices: how many (``2``, ``"2"``), which (``[0, 1]``, ``"0,1"``), ``-1`` for all, or ``"auto"`` (one CPU, or
+            all devices of another kind).
         kind: from :func:`find_kind`.
     """
     present = count(kind)
@@ -114,7 +114,8 @@ def find_devices(devices: Any, kind: str) -> list[torch.device]:
     if kind == "cpu":
         if not isinstance(indices, range) and any(indices):
             raise ValueError(
-                f"Trainer(devices={devices!r}) lists devices, but the CPU is one and has no index. Pass devices=1."
+                f"Trainer(devices={devices!r}) lists device indices, but the CPU is a single device without an index. "
+                "Pass devices=1."
             )
         return [torch.device("cpu")] * len(indices)
     if max(indices) >= present or min(indices) < 0 or len(set(indices)) != len(indices):

@@ -1,9 +1,9 @@
-"""The end of gloo's work, which comes a little after the end of a collective.
+"""Wait until gloo's worker threads are idle, which is slightly later than the end of a collective.
 
-A worker thread of a gloo group lets go of a collective's tensors after it has told the waiting thread that all is done,
-and needs the interpreter for those that Python has seen. Python that ends in that moment ends the worker too, inside a
-destructor of C++, which aborts the process: "terminate called without an active exception". Destroying the groups does
-not end their workers while a strategy, a wrapped model or the user still holds one.
+A worker thread of a gloo group first reports that the collective is done, and then releases its tensors. It needs the
+interpreter to release tensors that Python has seen. If Python exits at that moment, it ends the worker inside a C++
+destructor, which aborts the process: "terminate called without an active exception". Destroying the groups does not
+end their workers while a strategy, a wrapped model or the user still holds a group.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _PAUSE_SECONDS = 0.002
 
 
 def let_go(seconds: float = 10.0) -> None:
-    """Return when all workers of gloo are asleep and hold nothing of Python's; where Linux does not tell, soon.
+    """Return when all gloo workers sleep and hold no Python object; soon if this is not Linux, which lists threads.
 
-    A worker that waited for the interpreter gets it during the pause. One that slept through it has nothing to do, or
-    waits for another process.
+    A worker that is waiting for the interpreter gets it during the pause. A worker that sleeps through the pause has
+    nothing to do, or is waiting for another process.
 
     Args:
         seconds: how long to wait at most.
@@ -32,12 +32,12 @@ def let_go(seconds: float = 10.0) -> None:
 
 
 def _asleep() -> dict[str, str] | None:
-    """How often each worker has gone to sleep, by the thread's number; None if one is awake."""
+    """How often each worker has gone to sleep, by thread id; None if one is awake."""
     found = {}
     for thread in _THREADS.glob("*/status"):
         try:
             status = dict(line.split(":\t", 1) for line in thread.read_text().splitlines() if ":\t" in line)
-        except OSError:  # it has just ended
+        except OSError:  # the thread has just ended
             continue
         if status.get("Name", "").startswith(_NAME):
             if not status["State"].startswith("S"):

@@ -1,8 +1,9 @@
-"""Where every rank is just now: what turns a silent wait for a rank that does not come into a sentence.
+"""Find out where every rank is, so that a rank that waits for a missing rank reports it instead of hanging silently.
 
-Nothing is sent while all is well. A thread of each rank looks every few seconds whether somebody asks, and answers with
-the user's line that the rank executes. A rank asks when a collective of the strategy's has waited for long, or failed.
-The same thread hears of a stop that another rank asks for, and answers for its own (see :mod:`.stopping`).
+Ranks exchange nothing in normal operation. A thread of each rank checks every few seconds whether another rank asks
+where this one is, and answers with the line of user code that it is executing. A rank asks when a collective of the
+strategy has waited for a long time, or failed. The same thread answers when another rank wants the run to stop (see
+:mod:`.stop_agreement`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..torch_private import default_store
 from .stop_agreement import Run, StopVote
 from .thread_stacks import stacks
 
-#: How long a rank waits in a collective before it says so.
+#: How long a rank waits in a collective before it reports that.
 NOTICE_SECONDS = 60.0
 _LOOKS_PER_SECOND = 128
 _ANSWER_SECONDS = 5.0
@@ -34,17 +35,17 @@ _GONE = ("connection closed", "connection reset", "broken pipe", "socket closed"
 
 
 def poll_seconds(world_size: int) -> float:
-    """How often a rank looks whether it is asked: once a second, or less often when many share the one store."""
+    """Seconds between two checks for a question: 1, or more if many ranks share the store."""
     return max(1.0, world_size / _LOOKS_PER_SECOND)
 
 
 class Watch:
-    """Answers where this rank is, and asks where the others are.
+    """Tells other ranks where this rank is, and asks where they are.
 
     Args:
-        rank: this process among all.
-        world_size: number of processes; with one there is nobody to ask.
-        progress: what the run is doing, in words.
+        rank: rank of this process.
+        world_size: number of processes; with 1 there are no other ranks to ask.
+        progress: returns a short text that says what the run is doing.
     """
 
     def __init__(self, rank: int, world_size: int, progress: Callable[[], str] = str) -> None:
@@ -67,7 +68,7 @@ class Watch:
             self._thread.start()
 
     def begin(self, run: Run) -> None:
-        """A run begins, on every rank: from here on the others can ask it to stop, through :attr:`vote`."""
+        """Start a run, on every rank; from now on other ranks can ask it to stop, through :attr:`vote`."""
         self._runs += 1
         if self._thread is not None:
             store = distributed_c10d.PrefixStore(f"stop/{self._runs}", self._store)
@@ -75,7 +76,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """This rank waits at ``place`` while the context is open; an error that comes of it names all places."""
+        """Context in which this rank waits at ``place``; if the wait fails, the error says where every rank is."""
         self._place, self._since, self._noticed = place, time.monotonic(), False
         try:
             yield
@@ -88,7 +89,7 @@ class Watch:
             self._since = 0.0
 
     def explain(self, error: BaseException) -> RuntimeError | None:
-        """A better error for a collective that failed because another rank did not come, or ended; None if not that."""
+        """A better error for a collective that failed because another rank is missing; None for any other failure."""
         text = str(error).lower()
         if not isinstance(error, RuntimeError) or isinstance(error, _RankError) or self._thread is None:
             return None
@@ -102,16 +103,16 @@ class Watch:
         if any(sign in text for sign in _GONE):
             return _RankError(
                 f"Rank {self.rank} lost the connection to another rank, which has ended, at {self._here()}. The error "
-                "of the rank that ended first says why; if it ended without one, it never made this call: look for a "
-                "call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
+                "of the rank that ended first says why. If there is no error, that rank never made this call: look for "
+                "a call inside `if trainer.is_global_zero` or `if accelerator.is_main_process`."
             )
         return None
 
     def reports(self) -> dict[int, str] | None:
-        """What each of several ranks does, by rank, with its threads' stacks; empty for one that does not answer.
+        """What each rank is doing, with its threads' stacks; empty text for a rank that does not answer.
 
-        Of ranks that ask at the same time one gets the reports, the others None once it has them; so do all if the
-        store has gone with the rank that held it.
+        If several ranks ask at the same time, one gets the reports, and the others get None once it has them. All get
+        None if the store is gone because the rank that hosted it has ended.
         """
         number, me = self._reported, str(self.rank)
         try:
@@ -127,30 +128,30 @@ class Watch:
             return None
 
     def close(self) -> None:
-        """Stop to answer."""
+        """Stop answering."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join(2 * self._answer_seconds)  # it may just wait for an answer, which takes that time once
-        self.progress, self.vote = str, None  # they hold the run, and with it its groups
+            self._thread.join(2 * self._answer_seconds)  # the thread may be waiting for one answer, at most that long
+        self.progress, self.vote = str, None  # they hold the run, and with it its process groups
 
     # ---- answering -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        pause = self._poll_seconds * (1 + self.rank / self.world_size)  # not all in one moment
+        pause = self._poll_seconds * (1 + self.rank / self.world_size)  # so that ranks do not all check at once
         while not self._closed.wait(pause):
             pause = self._poll_seconds
             try:
                 while self._store.check([f"ask/{self._answered}"]):
                     self._store.set(f"answer/{self._answered}/{self.rank}", self._here())
                     self._answered += 1
-                    self._noticed = bool(self._since)  # who asked says it for all that wait
+                    self._noticed = bool(self._since)  # the rank that asked reports for all ranks that wait
                 while self._store.check([f"report/{self._reported}"]):
                     self._store.set(f"report/{self._reported}/{self.rank}", f"{self.progress()}\n{stacks()}")
                     self._reported += 1
                 self._notice()
                 if self.vote is not None:
                     self.vote.listen()
-            except Exception:  # the store has gone with the rank that held it: the run is over
+            except Exception:  # the rank that hosted the store has ended: the run is over
                 return
 
     def _here(self) -> str:
@@ -161,35 +162,35 @@ class Watch:
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
-        """Say that this rank waits, unless another has said so: one message, not one of each rank."""
+        """Report that this rank is waiting, unless another rank already has: one message, not one per rank."""
         if not self._since or self._noticed or time.monotonic() - self._since < NOTICE_SECONDS:
             return
         self._noticed = True
         question = self._answered
         if self._is_mine(question, self._store):
             self._answered = question + 1
-            waited, others = time.monotonic() - self._since, self._told(self._all_places(question, self._store))
+            waited, others = time.monotonic() - self._since, self._describe(self._ask_all(question, self._store))
             messages.info_anywhere(f"Rank {self.rank} has waited {waited:.0f} s at {self._here()}. {others}")
 
     def _where_all_are(self) -> str:
-        """Sentences with the places of the other ranks. One rank asks for all that want to know at the same time."""
+        """Sentences that say where the other ranks are. If several ranks ask at once, one of them asks for all."""
         question = self._answered
         try:
-            store = self._store.clone()  # waiting in that of the thread would keep it from answering
+            store = self._store.clone()  # waiting in the thread's own store would keep the thread from answering
             if self._is_mine(question, store):
-                return self._told(self._all_places(question, store))
-            told = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
-        except RuntimeError:  # the store has gone with the rank that held it
-            told = None
-        return self._told(json.loads(told)) if told is not None else "It is not known where the others are."
+                return self._describe(self._ask_all(question, store))
+            answers = _read(store, f"told/{question}", time.monotonic() + 2 * self._answer_seconds)
+        except RuntimeError:  # the rank that hosted the store has ended
+            answers = None
+        return self._describe(json.loads(answers)) if answers is not None else "It is unknown where the others are."
 
     def _is_mine(self, question: int, store: Any) -> bool:
-        """Whether this rank is the first to ask it."""
+        """Whether this rank is the first to ask this question."""
         me = str(self.rank)
         return store.compare_set(f"ask/{question}", "", me).decode() == me
 
-    def _all_places(self, question: int, store: Any) -> dict[str, list[int]]:
-        """What every rank answers, its ranks by place; kept in the store for the others that want to know."""
+    def _ask_all(self, question: int, store: Any) -> dict[str, list[int]]:
+        """The ranks at each place, from every rank's answer; also written to the store for other ranks that ask."""
         places: dict[str, list[int]] = {f"is at {self._here()}": [self.rank]}
         deadline = time.monotonic() + self._answer_seconds
         for rank in range(self.world_size):
@@ -199,7 +200,7 @@ class Watch:
         store.set(f"told/{question}", json.dumps(places))
         return places
 
-    def _told(self, places: dict[str, list[int]]) -> str:
+    def _describe(self, places: dict[str, list[int]]) -> str:
         others = {place: [rank for rank in ranks if rank != self.rank] for place, ranks in places.items()}
         return " ".join(
             f"{messages.ranks(ranks).capitalize()} {place if len(ranks) == 1 else _plural(place)}."
@@ -221,7 +222,7 @@ def _plural(place: str) -> str:
 
 
 class _RankError(RuntimeError):
-    """An error that names ranks and places already."""
+    """An error that already names ranks and places."""
 
 
 _RankError.__name__ = _RankError.__qualname__ = "RuntimeError"
@@ -229,7 +230,7 @@ _RankError.__module__ = "builtins"
 
 
 def _users_line(frame: FrameType | None) -> str:
-    """The innermost line of a stack that is neither ours nor torch's: ``train.py:40 in training_step``."""
+    """The innermost line of user code on a stack: ``train.py:40 in training_step``."""
     innermost = frame
     while frame is not None:
         if messages.owner_of(frame) == "user":

@@ -1,7 +1,7 @@
-"""What runs this process: a script, which can run again for each rank, or another program, such as pytest.
+"""The program that runs this process: a script, which can run again for each rank, or a host such as pytest.
 
-:func:`find_host` collects the facts, :func:`recognize` tells the host by them, and :func:`start_method_in` says how
-ranks start there.
+:func:`find_host` collects the facts, :func:`recognize` derives the host from them, and :func:`start_method_in` chooses
+how ranks start there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .hydra_program import is_sweep
 StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
 START_METHODS = ("auto", "popen", "spawn", "fork", "forkserver")
 
-_A_FILE = "put the code into a file and run `python file.py`"
+_USE_A_FILE = "put the code into a file and run `python file.py`"
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Host:
     """A program that runs this process.
 
     Args:
-        name: in a sentence.
-        is_script: whether the same command gives each rank what this process does.
+        name: its name in error messages.
+        is_script: whether running the same command again makes each rank do the same work as this process.
         can_spawn: whether a fresh process can import what is defined here.
-        restart: how to begin with a process that has not used the GPU.
+        restart: how the user gets a process that has not used the GPU.
     """
 
     name: str
@@ -53,7 +53,7 @@ COMMAND = Host("`python -c`")
 STANDARD_INPUT = Host("a program read from standard input")
 EMBEDDED = Host("a Python inside another program (sys.executable is empty)")
 
-#: Modules whose functions are under way while the host runs the user's code.
+#: Modules that are on the call stack while the host runs the user's code.
 _RUNNING = {
     "_pytest": PYTEST,
     "unittest.case": UNITTEST,
@@ -65,20 +65,20 @@ _RUNNING = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What tells hosts apart.
+    """Facts about this process from which its host is recognized.
 
     Args:
-        running: modules whose functions are under way.
-        file: that of ``__main__``; None or ``"<stdin>"`` where it has none.
-        module: what ``python -m`` was given.
-        options: those of the command line, up to the script.
+        running: modules on the call stack.
+        file: the file of ``__main__``; None or ``"<stdin>"`` if it has none.
+        module: the module given to ``python -m``.
+        options: the command line's options before the script.
         executable: ``sys.executable``.
-        kernel: in a Jupyter kernel.
-        ipython: under IPython.
-        interactive: at a prompt.
-        frozen: packed into a program by PyInstaller and its like.
-        worker: started by multiprocessing.
-        sweep: Hydra runs one job after another.
+        kernel: whether this is a Jupyter kernel.
+        ipython: whether IPython runs.
+        interactive: whether this is an interactive prompt.
+        frozen: whether PyInstaller or a similar tool packed this program.
+        worker: whether multiprocessing started this process.
+        sweep: whether Hydra runs several jobs one after another.
     """
 
     running: frozenset[str] = frozenset()
@@ -95,13 +95,13 @@ class Facts:
 
     @property
     def has_file(self) -> bool:
-        """Whether ``__main__`` is a file or a module, and not text that was typed."""
+        """Whether ``__main__`` is a file or a module, and not typed code."""
         return self.module is not None or not (self.file is None or self.file.startswith("<"))
 
 
 def recognize(facts: Facts) -> Host:
-    """The host that the facts speak of."""
-    lent = (
+    """The host that these facts describe."""
+    candidates = (
         (facts.kernel, NOTEBOOK),
         (facts.ipython, IPYTHON),
         (facts.frozen, FROZEN),
@@ -111,7 +111,7 @@ def recognize(facts: Facts) -> Host:
         (facts.interactive, INTERACTIVE),
         (not facts.executable, EMBEDDED),
     )
-    found = next((host for is_it, host in lent if is_it), None)
+    found = next((host for applies, host in candidates if applies), None)
     if found is not None:
         return found
     if not facts.has_file:
@@ -120,12 +120,12 @@ def recognize(facts: Facts) -> Host:
 
 
 def find_host() -> Host:
-    """The host of this process, as it stands now."""
+    """The host of this process, from its current state."""
     return recognize(_facts())
 
 
 def has_file() -> bool:
-    """Whether a fresh process can import what ``__main__`` defines, because it is a file or a module."""
+    """Whether ``__main__`` is a file or a module, so that a fresh process can import what it defines."""
     return _facts().has_file
 
 
@@ -151,28 +151,28 @@ def _facts() -> Facts:
 def start_method_in(
     host: Host, asked: StartMethod, obstacle: str | None, num_nodes: int = 1
 ) -> Literal["popen", "spawn", "fork", "forkserver"]:
-    """How the ranks of a run start in this host.
+    """Choose how the ranks of a run start in this host.
 
     Args:
-        host: what runs this process.
+        host: the program that runs this process.
         asked: the strategy's ``start_method``.
         obstacle: why this process cannot be forked, from :func:`fork_obstacle`.
-        num_nodes: machines.
+        num_nodes: number of machines.
 
     Raises:
-        RuntimeError: this host cannot start them so.
+        RuntimeError: this host cannot start ranks in the requested way.
     """
     if host.is_script:
         return "popen" if asked == "auto" else asked
     if num_nodes > 1:
         raise RuntimeError(
-            f"A run on {num_nodes} machines starts with the same command on each, but this is {host.name}, so there is "
-            f"no such command. To fix it, {_A_FILE} on each machine."
+            f"A run on {num_nodes} machines needs the same command on each of them, but this is {host.name}, so there "
+            f"is no such command. To fix it, {_USE_A_FILE} on each machine."
         )
     if asked == "popen":
         raise RuntimeError(
             f"start_method='popen' starts several processes by running the script again, but this is {host.name}, so "
-            f"there is no script. Leave start_method out, which copies this process here; or {_A_FILE}."
+            f"there is no script. Omit start_method, so that this process is forked; or {_USE_A_FILE}."
         )
     if asked == "auto":
         return "spawn" if obstacle and host.can_spawn else "fork"
@@ -180,31 +180,31 @@ def start_method_in(
 
 
 def fork_obstacle(devices_kind: str) -> str | None:
-    """Why a copy of this process could not compute; None if it could."""
+    """Why a forked copy of this process could not compute; None if it could."""
     import torch
 
     if not hasattr(os, "fork"):
-        return f"{sys.platform} cannot copy a process"
+        return f"{sys.platform} cannot fork a process"
     if devices_kind == "cuda" and torch.cuda.is_initialized():
-        return "CUDA was already used in this process, and a forked copy of it cannot use CUDA again"
+        return "CUDA was already used in this process, and a forked copy of it cannot use CUDA"
     return None
 
 
 def refusal_to_fork(host: Host, obstacle: str) -> str:
-    """The sentence for a fork that is impossible, with what works in this host."""
+    """Error text for a fork that is impossible, with the alternatives that work in this host."""
     fixes = []
     if "CUDA" in obstacle:
-        fixes.append(f"{host.restart}, and do nothing on the GPU before (no .cuda(), no .to('cuda'))")
+        fixes.append(f"{host.restart}, and do not use the GPU before the run (no .cuda(), no .to('cuda'))")
     if host.can_spawn:
         fixes.append("use strategy='ddp_spawn' (or a strategy's start_method='spawn'), which starts fresh processes")
     if not host.is_script:
-        fixes.append(_A_FILE)
+        fixes.append(_USE_A_FILE)
     text = "; or ".join(fixes)
-    return f"Several processes start as copies of this one, but {obstacle}. {text[0].upper()}{text[1:]}."
+    return f"The run starts its processes by forking this one, but {obstacle}. {text[0].upper()}{text[1:]}."
 
 
 def _running() -> Iterator[str]:
-    """Modules whose functions this thread and the main one are in; a package's by the package's name too."""
+    """Names of the modules on the stacks of this thread and the main thread, and of their top-level packages."""
     frames = sys._current_frames()
     for frame in (sys._getframe(), frames.get(threading.main_thread().ident or 0)):
         while frame is not None:
@@ -215,6 +215,6 @@ def _running() -> Iterator[str]:
 
 
 def _shell() -> Any:
-    """IPython's shell, if there is one. A library that made one and ended it leaves only a mark in ``builtins``."""
+    """IPython's shell; None if there is none. ``builtins`` would not tell: a closed shell leaves its mark there."""
     ipython: Any = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

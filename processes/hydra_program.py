@@ -1,6 +1,6 @@
-"""A program under Hydra: its ranks run it again, but in the folder that Hydra made for this process.
+"""Programs that use Hydra: ranks run the same command, but in the folder that Hydra made for this process.
 
-Nothing of Hydra is imported here; a program that uses it has done so.
+Hydra is not imported here: a program that uses it has already imported it.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ import re
 import sys
 from typing import Any
 
-#: What stands behind the job's name: nothing in rank 0, for which the variable is set. Others log into their own files.
+#: Suffix of the job's name: empty on rank 0, whose variable is set. Other ranks log to files of their own.
 _SUFFIX = "${oc.env:PACELINE_HYDRA_RANK_${oc.env:RANK},_rank${oc.env:RANK}}"
 _SET_FOR_RANK_ZERO = "PACELINE_HYDRA_RANK_0"
 
 
 def is_sweep() -> bool:
-    """Whether Hydra runs this as one of several jobs, each of which calls a function of the program."""
+    """Whether this process runs a Hydra sweep: several jobs, each of which calls a function of the program."""
     config = _config()
     return config is not None and config.mode is not None and config.mode.name == "MULTIRUN"
 
 
 def for_ranks(command: list[str], folder: str) -> tuple[list[str], str]:
-    """The command for the ranks and the folder to run it in; as given where no Hydra program runs.
+    """The command for the ranks and the folder to run it in; both unchanged if this is not a Hydra program.
 
-    The ranks get this process's output folder, write no configuration there, and append to its log on rank 0. Hydra
-    leaves their errors to this process.
+    The ranks use this process's output folder and write no configuration there; rank 0 appends to its log. Hydra
+    does not shorten their errors, which this process reports.
     """
     config = _config()
     if config is None:
         return command, folder
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ[_SET_FOR_RANK_ZERO] = ""
-    typed = {*config.overrides.task, *config.overrides.hydra}
-    behind = max((index + 1 for index, word in enumerate(command) if word in typed), default=len(command))
-    ours = [
+    overrides = {*config.overrides.task, *config.overrides.hydra}
+    position = max((index + 1 for index, word in enumerate(command) if word in overrides), default=len(command))
+    added = [
         f"hydra.run.dir={_quoted(config.runtime.output_dir)}",
         f"hydra.job.name={_quoted(config.job.name + _SUFFIX)}",
         "hydra.output_subdir=null",
     ]
-    return [*command[:behind], *ours, *command[behind:]], config.runtime.cwd
+    return [*command[:position], *added, *command[position:]], config.runtime.cwd
 
 
 def _config() -> Any:
-    """Hydra's part of the configuration while it runs a job of this process; else None."""
+    """Hydra's own configuration while it runs a job in this process; None otherwise."""
     hydra: Any = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return None
@@ -52,6 +52,6 @@ def _config() -> Any:
 
 
 def _quoted(text: str) -> str:
-    """A value in Hydra's grammar."""
+    """A text as a quoted value in Hydra's override grammar."""
     escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" + found[2] if found[2] else ""), text)
     return f'"{escaped}"'

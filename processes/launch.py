@@ -1,8 +1,8 @@
-"""Starts the other processes, through torch elastic: run a command, or call a function in new processes.
+"""Start processes through torch elastic: run a command several times, or call a function in new processes.
 
-:func:`run` starts a command several times; :func:`rerun` the one of this process, as typing ``torchrun`` would have
-done, from inside a plain ``python train.py``. :func:`start` is for notebooks and for whoever wants the function's
-result back. This file chooses the number of threads and has the words; :mod:`.elastic` starts the processes.
+:func:`run` runs a command several times. :func:`rerun` does so with this process's own command, so that a plain
+``python train.py`` acts like ``torchrun``. :func:`start` is for notebooks and for callers that need the function's
+result. This file chooses the number of threads and writes the messages; :mod:`.torch_elastic` starts the processes.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from .torch_elastic import (
     numa_of,
 )
 
-#: Where this process was started: a relative path on the command line is meant from here.
+#: Folder in which this process was started: relative paths on its command line start here.
 _DIRECTORY = os.getcwd()
-#: Set in the processes that a strategy starts: the file by which they say that they have joined one another.
+#: Environment variable for processes that a strategy starts: the file they create once they have joined their group.
 JOINED = "PACELINE_JOINED"
 _PICKLE_FIX = (
     "Define it at the top level of a file rather than inside a function or as a lambda, or create it in a hook; or use "
-    "strategy='ddp_fork', which copies this process, or 'ddp', which runs the script again."
+    "strategy='ddp_fork', which forks this process, or 'ddp', which runs the script again."
 )
 
 
@@ -65,23 +65,23 @@ def rerun(
     devices_kind: str = "cpu",
     numa: bool = False,
 ) -> NoReturn:
-    """Run this process's command ``num_processes`` times, wait, and exit with the status of what failed first.
+    """Run this process's command ``num_processes`` times, wait, and exit with the status of the first failure.
 
-    Ctrl-C, SIGTERM and SLURM's SIGUSR1 are passed on; the processes get the time torch elastic gives them (30 seconds,
-    or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then end as
-    when this one is killed (see :func:`register_failure_hook`).
+    Ctrl-C, SIGTERM and SLURM's SIGUSR1 are passed on. The processes then have the time that torch elastic allows (30
+    seconds, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) to finish their step. A second signal ends the wait; the processes then
+    end in the same way as when this one is killed (see :func:`register_failure_hook`).
 
     Args:
-        num_processes: on this machine.
-        num_nodes: machines; the same command is typed on each.
-        node_rank: this machine; NODE_RANK from the environment if None. Only for several machines.
-        address: of machine 0; MASTER_ADDR if None. Only for several machines.
-        port: there; MASTER_PORT if None, and without that a free one when there is one machine.
-        devices_kind: what the processes compute on.
-        numa: bind each process to the NUMA node of its GPU, by torch elastic.
+        num_processes: number of processes on this machine.
+        num_nodes: number of machines; the user types the same command on each.
+        node_rank: index of this machine; NODE_RANK from the environment if None. Only for several machines.
+        address: address of machine 0; MASTER_ADDR if None. Only for several machines.
+        port: port on machine 0; MASTER_PORT if None. If neither is set and there is one machine, a free port.
+        devices_kind: kind of device that the processes compute on.
+        numa: let torch elastic bind each process to the NUMA node of its GPU.
 
     Raises:
-        RuntimeError: the machines do not know where to meet.
+        RuntimeError: address, port or node rank of several machines is not set.
         OSError: the address or the port cannot be used.
     """
     command, folder = hydra_program.for_ranks([sys.executable, *sys.orig_argv[1:]], _DIRECTORY)
@@ -98,18 +98,18 @@ def run(
     numa: bool = False,
     options: Options | None = None,
 ) -> int:
-    """Run a command ``num_processes`` times on this machine, wait, and return the status of what failed first.
+    """Run a command ``num_processes`` times on this machine, wait, and return the status of the first failure.
 
-    What failed is printed once, from the process that it began in; with ``options.quiet`` off from all. The processes
-    find what to do with their failures in the environment, of which this changes its own process's.
+    Only the first failure is printed; all of them if ``options.quiet`` is False. This function changes the environment
+    of this process, so that the new processes inherit how they should report failures.
 
     Args:
-        command: as typed; each process has torchrun's variables.
-        num_processes: how many.
+        command: the command line; each process also gets torchrun's variables.
+        num_processes: number of processes on this machine.
         place: where the machines meet; see :func:`find_place`.
-        devices_kind: what the processes compute on.
-        numa: bind each process to the NUMA node of its GPU, by torch elastic.
-        options: what else torch elastic is told.
+        devices_kind: kind of device that the processes compute on.
+        numa: let torch elastic bind each process to the NUMA node of its GPU.
+        options: other options for torch elastic.
     """
     options = options or Options()
     os.environ[LAUNCHED] = str(os.getpid())
@@ -117,11 +117,11 @@ def run(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(num_processes)))
     with TemporaryDirectory(prefix="paceline_") as temporary:
         folder = options.log_dir or temporary
-        # Torch elastic reads its arguments as templates.
+        # Torch elastic treats its arguments as templates.
         arguments = [argument.replace("$", "$$") for argument in command[1:]]
         options_for_numa = numa_of(devices_kind, numa)
         exits, number = launch(command[0], arguments, num_processes, place, folder, "spawn", options_for_numa, options)
-        # Who is not among the exits of a failed run ended well, whatever it wrote on the way.
+        # After a failed run, processes that are not in `exits` ended normally, even if they wrote an error file.
         files = [Path(seen.error_file) for seen in exits.values()] if exits else Path(temporary).rglob("error.json")
         failed = failures(exits, [file for file in files if file.exists()])
     status = 128 + number if number else 0
@@ -141,24 +141,24 @@ def start(
     numa: bool = False,
     port: int = 0,
 ) -> Any:
-    """Call ``function(*args)`` in ``num_processes`` new processes and return what rank 0 returned, tensors on the CPU.
+    """Call ``function(*args)`` in ``num_processes`` new processes and return rank 0's result, with tensors on the CPU.
 
     Forked processes compute with one CPU thread each: OpenMP's threads do not survive a fork.
 
     Args:
-        function: what each process calls; torchrun's variables tell it its rank.
-        args: its arguments. Each process gets its own copy, also of tensors.
-        num_processes: how many, on this machine.
-        start_method: ``"fork"`` copies this process; the others start fresh ones and send the arguments by pickling.
-        devices_kind: what the processes compute on.
-        numa: bind each process to the NUMA node of its GPU, by torch elastic.
-        port: where they meet; 0: a free one.
+        function: the function that each process calls; it reads its rank from torchrun's variables.
+        args: its arguments. Each process gets its own copy, of tensors too.
+        num_processes: number of processes, all on this machine.
+        start_method: ``"fork"`` copies this process; the others start fresh processes and pickle the arguments.
+        devices_kind: kind of device that the processes compute on.
+        numa: let torch elastic bind each process to the NUMA node of its GPU.
+        port: port at which the processes meet; 0 for a free one.
 
     Raises:
-        RuntimeError: a process failed, with the traceback of the first; this process cannot be forked; or fresh
-            processes would start processes again, since the program has no main guard.
+        RuntimeError: a process failed (the message has the traceback of the first failure); this process cannot be
+            forked; or fresh processes would start processes themselves, because the program has no main guard.
         TypeError: the function or an argument cannot be pickled.
-        KeyboardInterrupt: on Ctrl-C, after the processes ended.
+        KeyboardInterrupt: on Ctrl-C, after the processes have ended.
     """
     if start_method == "fork":
         obstacle = fork_obstacle(devices_kind)
@@ -174,7 +174,7 @@ def start(
             job = _Job(folder, start_method, work, stack.enter_context(Relay(num_processes)))
         else:
             _refuse_definitions(work)
-            _save(work, Path(folder) / "work.pt", "What the new processes run", _PICKLE_FIX)
+            _save(work, Path(folder) / "work.pt", "The work of the new processes", _PICKLE_FIX)
             job = _Job(folder, start_method)
         with environment(threads):
             options_for_numa = numa_of(devices_kind, numa)
@@ -190,9 +190,9 @@ def start(
 
 @contextmanager
 def told_if_stopped_early(num_processes: int) -> Iterator[None]:
-    """Say that nothing was trained yet if a signal ends processes, started within, before they have joined a group.
+    """Context that reports that nothing was trained, if a signal ends the processes before they have joined a group.
 
-    Also if one ends this process before it has started them. No signal is handled otherwise than before.
+    It also reports a signal that ends this process before it has started them. Signals still have the same effect.
     """
     with TemporaryDirectory(prefix="paceline_") as folder:
         joined = Path(folder) / "joined"
@@ -205,7 +205,7 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
                 )
 
         def end(number: int, frame: Any) -> None:
-            with suppress(RuntimeError):  # it came in the middle of a print
+            with suppress(RuntimeError):  # the signal arrived during a print
                 tell(number)
             rmtree(folder, ignore_errors=True)
             signal.signal(number, signal.SIG_DFL)
@@ -222,24 +222,24 @@ def told_if_stopped_early(num_processes: int) -> Iterator[None]:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """The signal that ended the processes; None if it was none of those by which a person or a scheduler ends them."""
+    """The signal that ended the processes; None if it is not one that users or schedulers send to end a program."""
     if isinstance(error, KeyboardInterrupt):
         return int(signal.SIGINT)
     killed = re.search(r"^Rank \d+ of \d+ was killed by signal (\d+) ", str(error))
     code = error.code if isinstance(error, SystemExit) else 128 + int(killed[1]) if killed else None
-    asks = {128 + getattr(signal, name) for name in SIGNALS if hasattr(signal, name)}
-    return code - 128 if isinstance(code, int) and code in asks else None
+    requested = {128 + getattr(signal, name) for name in SIGNALS if hasattr(signal, name)}
+    return code - 128 if isinstance(code, int) and code in requested else None
 
 
 def note_joined() -> None:
-    """This process has joined the others."""
+    """Record that this process has joined the others."""
     if JOINED in os.environ:
         with suppress(OSError):
             Path(os.environ[JOINED]).touch()
 
 
 def threads_of(num_processes: int) -> int:
-    """CPU threads for each of the processes that share this machine."""
+    """Number of CPU threads for each of the processes that share this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // num_processes)
 
@@ -255,20 +255,20 @@ def find_place(
     names: tuple[str, str, str] = Place.names,
     line: str = "",
 ) -> Place:
-    """Where the machines meet, from what was given and the environment.
+    """Where the machines meet, from the arguments and the environment.
 
     Args:
-        num_nodes: machines.
-        node_rank: this machine; NODE_RANK if None. Only for several machines.
-        address: of machine 0; MASTER_ADDR if None. Only for several machines.
-        port: there; MASTER_PORT if None, and without that a free one when there is one machine.
-        names: what address, port and node_rank are called where a person sets them.
-        line: what to type on each machine, with ``{address}``, ``{port}`` and ``{node}`` in it.
+        num_nodes: number of machines.
+        node_rank: index of this machine; NODE_RANK if None. Only for several machines.
+        address: address of machine 0; MASTER_ADDR if None. Only for several machines.
+        port: port on machine 0; MASTER_PORT if None. If neither is set and there is one machine, a free port.
+        names: names under which the user sets address, port and node rank, for error messages.
+        line: the command for each machine, with the placeholders ``{address}``, ``{port}`` and ``{node}``.
 
     Raises:
-        RuntimeError: something of that is not set.
+        RuntimeError: one of them is not set.
         ValueError: a number is out of range.
-        OSError: the address is not that of a machine.
+        OSError: the address does not belong to a machine.
     """
     address_name, port_name, node_name = names
     port_text = str(port) if port is not None else os.environ.get("MASTER_PORT")
@@ -293,7 +293,7 @@ def find_place(
     except OSError as error:
         raise OSError(
             f"{address_name}={address} is not the name or address of a machine ({error.strerror or error}). Set it to "
-            "one of machine 0 that the others can reach."
+            "a name or address of machine 0 that the other machines can reach."
         ) from error
     return Place(
         num_nodes, _whole(node_name, node_text, num_nodes), address, _whole(port_name, port_text, 65536), names
@@ -302,7 +302,7 @@ def find_place(
 
 def _whole(name: str, text: str, below: int) -> int:
     if not text.isdecimal() or int(text) >= below:
-        raise ValueError(f"{name}={text} is not a whole number from 0 to {below - 1}. Set it to one.")
+        raise ValueError(f"{name}={text} is not a whole number from 0 to {below - 1}. Set it to such a number.")
     return int(text)
 
 
@@ -311,7 +311,7 @@ def _whole(name: str, text: str, below: int) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """What each new process calls."""
+    """The call that each new process makes."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -319,7 +319,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a new process is told: one object, because torch elastic reads bare strings as templates."""
+    """Everything a new process needs: one object, because torch elastic treats plain strings as templates."""
 
     folder: str
     start_method: StartMethod
@@ -329,13 +329,13 @@ class _Job:
 
 
 def _run(job: _Job) -> None:
-    """In a new process: call the function, keep rank 0's result, or write down the failure."""
+    """In a new process: call the function, and save rank 0's result or this rank's failure."""
     import torch
 
     if hasattr(os, "setsid"):
-        os.setsid()  # Ctrl-C comes once, from the process that waits
-    child = job.start_method != "forkserver"  # else the server is in between
-    end_with(job.agent, ask=not child or sys.platform != "linux", child=child)  # Linux asks by SIGINT, through torch
+        os.setsid()  # Ctrl-C arrives only once, from the process that waits
+    child = job.start_method != "forkserver"  # which is forked by the server
+    end_with(job.agent, ask=not child or sys.platform != "linux", child=child)  # on Linux torch has SIGINT sent to it
     if job.start_method == "fork":
         _forget_handlers()
         torch.set_num_threads(1)
@@ -350,7 +350,10 @@ def _run(job: _Job) -> None:
         result = work.function(*work.args)
         if rank == 0:
             _save(
-                result, folder / "result.pt", f"What {_name(work.function)} returned", "Return plain data or tensors."
+                result,
+                folder / "result.pt",
+                f"The return value of {_name(work.function)}",
+                "Return plain data or tensors.",
             )
     except SystemExit as error:
         if error.code:
@@ -362,24 +365,24 @@ def _run(job: _Job) -> None:
 
 
 def _load_work(file: Path) -> _Work:
-    """The work for this fresh process, which imports what the work names."""
+    """Load the work in a fresh process, which imports the functions and classes that the work uses."""
     try:
         return _load(file, None)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"A fresh process cannot import what the run uses ({error}). It finds what is defined at the top level of "
+            f"A fresh process cannot import what the run uses ({error}). It can import definitions at the top level of "
             "a .py file in a folder of sys.path, but nothing below a main guard, and no test file that pytest loads "
-            "by --import-mode=importlib. Move the definition to such a file (pytest's setting `pythonpath` adds "
-            "folders), or write strategy='ddp_fork', which copies this process."
+            "with --import-mode=importlib. Move the definition to a .py file that can be imported (pytest's setting "
+            "`pythonpath` adds folders), or use strategy='ddp_fork', which forks this process."
         ) from error
 
 
 @cache
 def leave_garbage_alone_in_forks() -> None:
-    """From now on, let no copy of this process collect the garbage that is there when it is made.
+    """From now on, keep forked copies of this process from collecting garbage that existed before the fork.
 
-    Of an object with a thread, such as a store that serves, a copy has no thread; and the pipe by which it tells that
-    thread to end leads to the one here. So it crashes, or ends the thread of this process.
+    A fork copies an object such as a store server without its thread, but with the pipe that tells the thread to end,
+    which belongs to the parent. Collecting the copy would crash the child, or end the parent's thread.
     """
     enabled: list[bool] = []
 
@@ -401,7 +404,7 @@ def leave_garbage_alone_in_forks() -> None:
 def _wait_for_all(folder: Path, rank: int) -> None:
     """Return when every process is forked.
 
-    The agent's store serves from a thread: one that works while a process is forked leaves it locks that stay taken.
+    The agent's store runs in a thread. If that thread is busy during a fork, its locks stay held in the child for ever.
     """
     (folder / f"forked{rank}").touch()
     while len(list(folder.glob("forked*"))) < int(os.environ["LOCAL_WORLD_SIZE"]):
@@ -409,7 +412,7 @@ def _wait_for_all(folder: Path, rank: int) -> None:
 
 
 def _forget_handlers() -> None:
-    """A fork copies torch elastic's signal handlers, which are for the process that waits."""
+    """Restore the default signal handlers: a fork copies torch elastic's, which are for the process that waits."""
     for name in SIGNALS:
         if hasattr(signal, name) and not is_ignored(getattr(signal, name)):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -423,7 +426,7 @@ def _load(file: Path, device: str | None) -> Any:
 
 
 def _save(value: Any, file: Path, what: str, fix: str) -> None:
-    """Pickle by ``torch.save``: multiprocessing itself would make all processes share one memory for a tensor."""
+    """Pickle with ``torch.save``: multiprocessing itself would make all processes share a tensor's memory."""
     import torch
 
     try:
@@ -433,27 +436,27 @@ def _save(value: Any, file: Path, what: str, fix: str) -> None:
     except Exception as error:
         name, culprit = _culprit(value)
         raise TypeError(
-            f"{what} is sent to another process by pickling, but {name} ({culprit!r:.200}) cannot be pickled: "
+            f"{what} must be pickled to be sent to another process, but {name} ({culprit!r:.200}) cannot be pickled: "
             f"{error}. {fix}"
         ) from error
 
 
 def _refuse_definitions(work: _Work) -> None:
-    """Refuse work that uses what is defined at a prompt or in a cell, where a fresh process cannot import it."""
+    """Refuse work that uses definitions from a prompt or a notebook cell, which a fresh process cannot import."""
     finder = _Finder(_Nowhere())
     if not has_file():
-        with suppress(Exception):  # what cannot be pickled is named when the work is saved
+        with suppress(Exception):  # saving the work names what cannot be pickled
             finder.dump(work)
     if finder.found is not None:
         name, where = _name(finder.found), find_host().name
         raise TypeError(
-            f"{name} is defined in {where}, and a fresh process cannot import it from there. Write strategy='ddp', "
-            f"which copies this process here; or put {name} into a .py file and import it."
+            f"{name} is defined in {where}, and a fresh process cannot import it from there. Use strategy='ddp', "
+            f"which forks this process here; or put {name} into a .py file and import it."
         )
 
 
 class _Finder(pickle.Pickler):
-    """Finds a class or function that is defined in ``__main__``."""
+    """Pickler that finds a class or function defined in ``__main__``."""
 
     found: Any = None
 
@@ -464,7 +467,7 @@ class _Finder(pickle.Pickler):
 
 
 def _culprit(value: Any) -> tuple[str, Any]:
-    """The innermost thing that cannot be pickled, with the way to it: ``MyModule.transforms[1].fn``."""
+    """The path to the innermost object that cannot be pickled (``MyModule.transforms[1].fn``), and the object."""
     seen: set[int] = set()
     name = _name(value)
     while id(value) not in seen:

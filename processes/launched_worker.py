@@ -1,7 +1,7 @@
-"""The first thing in a process that ``paceline launch`` started: it binds, reports its failure, and runs the script.
+"""First code in a process started by ``paceline launch``: bind it to its cores, report its failure, run the script.
 
-The script runs as under ``python script.py``: as ``__main__``, with its own arguments and path. Torch is not imported
-here, so its first line comes as soon as there.
+The script runs as with ``python script.py``: as ``__main__``, with its own arguments and path. Torch is not imported
+here, so the script starts just as quickly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .cpu_affinity import bind
 from .rank_failure import register_failure_hook
 
 _ROOT = str(Path(__file__).absolute().parents[2])
-# Of this program's own path only the package is needed: a file of the user's must not stand in for a library's.
+# Only the package is imported from this program's path: a user's file must not be imported instead of a library.
 _PROGRAM = """import sys
 if sys.path[:1] == [""]: del sys.path[0]
 sys.path.append({root!r})
@@ -28,17 +28,17 @@ main()"""
 
 
 def command(target: str, arguments: list[str], module: bool = False) -> list[str]:
-    """What to type for a process that runs a script, or a module, by way of this file."""
+    """The command of a process that runs a script or a module through this file."""
     program = _PROGRAM.format(root=_ROOT, package=__package__)
     return [sys.executable, "-c", program, "module" if module else "script", target, *arguments]
 
 
 def main() -> None:
-    """Take the script and its arguments from the command line, and run it."""
+    """Run the script that the command line names, with its arguments."""
     bind()
     register_failure_hook()
     if sys.stdout is not None and isinstance(sys.stdout, io.TextIOWrapper):
-        # Several processes write into one stream: by whole lines, also under PYTHONUNBUFFERED.
+        # Several processes share this stream, so each writes whole lines, even with PYTHONUNBUFFERED.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     kind, target, *arguments = sys.argv[1:]
     sys.argv = [target, *arguments]

@@ -1,4 +1,4 @@
-"""Fresh processes import the program that starts them: it has to say what only the first one does."""
+"""Fresh processes import the program that starts them, so it needs a main guard around what only the first one does."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ import sys
 from pathlib import Path
 from typing import Any
 
-#: What may keep a line from being run again in a process that imports the file.
+#: Statements that may keep a line from running again in a process that imports the file.
 _CONDITIONS = (ast.If, ast.IfExp, ast.BoolOp, ast.Match, ast.While)
 
 
 def require_main_guard(who: str) -> None:
-    """Raise if the processes that are about to be started would start processes themselves, as they import the program.
+    """Raise if the processes about to be started would start processes themselves when they import the program.
 
-    Found are statements at the top level of the program under no condition at all. What else lacks a guard is noticed
-    where it happens, in the new process.
+    This finds statements at the top level of the program that no condition guards. Any other missing guard is found
+    later, in the new process.
 
     Args:
-        who: starts processes, and how, such as ``"strategy='ddp_spawn'"``.
+        who: what starts the processes, for the message, such as ``"strategy='ddp_spawn'"``.
 
     Raises:
-        RuntimeError: there is no main guard, with the lines to write.
+        RuntimeError: there is no main guard; the message shows the lines to write.
     """
     found = _in_new_process() or _unguarded()
     if found is None:
         return
     file, number, statement = found
     raise RuntimeError(
-        f"{who} starts fresh processes, and each runs {file} again from the top: on line {number}, each would start "
-        "processes of its own. Put what only the first process should do under a main guard:\n\n"
+        f"{who} starts fresh processes, and each of them runs {file} again from the top. On line {number}, each would "
+        "start more processes. Put the code that only the first process should run under a main guard:\n\n"
         f'    if __name__ == "__main__":\n        {statement}\n'
     )
 
 
 def _in_new_process() -> tuple[str, int, str] | None:
-    """What this process came to while it still imports the program of the one that started it."""
+    """The statement that this process runs while it is still importing its parent's program; None if it is not."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return None
     main = sys.modules.get("__mp_main__")
@@ -46,7 +46,7 @@ def _in_new_process() -> tuple[str, int, str] | None:
 
 
 def _unguarded() -> tuple[str, int, str] | None:
-    """The statement of the program that is under way, if a process that imports the program would come to it too."""
+    """The statement that the program is running, if a process that imports the program would run it too."""
     main: Any = sys.modules.get("__main__")
     name = getattr(getattr(main, "__spec__", None), "name", "")
     if name.rpartition(".")[2] == "__main__" or Path(getattr(main, "__file__", None) or "").stem == "ipython":
@@ -55,7 +55,7 @@ def _unguarded() -> tuple[str, int, str] | None:
 
 
 def _top_level(main: Any, only_without_condition: bool = False) -> tuple[str, int, str] | None:
-    """File, line and first line of text of the statement of ``main`` that led here."""
+    """File, line number and first line of the statement in ``main`` that led here."""
     file = getattr(main, "__file__", None)
     if file is None:
         return None

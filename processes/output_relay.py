@@ -1,7 +1,7 @@
-"""What forked ranks print and display, brought to where this process prints: a notebook's cell, a captured stream.
+"""Relay the output of forked ranks to this process's own output: a notebook cell or a captured stream.
 
-A copy of this process cannot use a stream that is not a plain file: the text would stay in the copy's own memory, or
-be sent through a socket that belongs to this process. So each rank writes into pipes, and a thread reads them here.
+A forked copy of this process cannot use a stream that is not a plain file: the text would stay in the copy's memory, or
+go through a socket that belongs to this process. So each rank writes to pipes, and a thread of this process reads them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .. import messages
 _STREAMS = ("stdout", "stderr")
 _CHUNK = 1 << 16
 _LENGTH_BYTES = 8
-#: What displays consist of: methods of IPython's publisher.
+#: Methods of IPython's publisher that display something.
 _DISPLAYS = ("publish", "clear_output")
 
 
 class Relay:
-    """Context around the ranks of one run. Each calls :meth:`enter` first.
+    """Context around the ranks of one run. Each rank calls :meth:`enter` first.
 
     Args:
-        count: ranks to be forked.
+        count: number of ranks to be forked.
     """
 
     def __init__(self, count: int) -> None:
@@ -43,7 +43,7 @@ class Relay:
         self._pipes = [{name: os.pipe() for name in names} for _ in range(count if names else 0)]
         self._end, self._ended = os.pipe()
         self._lost: Exception | None = None
-        # A notebook tells by the context which cell an output belongs to.
+        # A notebook finds the cell that an output belongs to by the context.
         self._thread = threading.Thread(
             target=contextvars.copy_context().run, args=(self._relay,), name="paceline-relay", daemon=True
         )
@@ -54,7 +54,7 @@ class Relay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Bring what the ranks have left, and close."""
+        """Relay the remaining output of the ranks, and close the pipes."""
         os.close(self._ended)
         if self._pipes:
             self._thread.join()
@@ -69,7 +69,7 @@ class Relay:
     # ---- in a rank -------------------------------------------------------------------------------------------------
 
     def enter(self, rank: int) -> None:
-        """In a rank, the one of this number on this machine: from here on it writes into its pipes."""
+        """In a rank: send its output to its pipes from now on. ``rank`` is the local rank."""
         for index, pipes in enumerate(self._pipes):
             for reader, writer in pipes.values():
                 os.close(reader)
@@ -100,7 +100,7 @@ class Relay:
     # ---- in this process -------------------------------------------------------------------------------------------
 
     def _relay(self) -> None:
-        """In the thread: bring what comes, until the ranks have ended and the pipes are empty."""
+        """In the thread: relay output until the ranks have ended and the pipes are empty."""
         receivers = {pipes[name][0]: self._receiver(name) for pipes in self._pipes for name in pipes}
         with selectors.DefaultSelector() as selector:
             for reader in (*receivers, self._end):
@@ -110,13 +110,13 @@ class Relay:
             while self._end not in ready:
                 ready = [key.fd for key, _ in selector.select()]
                 for reader in ready:
-                    self._bring(reader, receivers)
+                    self._relay_once(reader, receivers)
             for reader in receivers:
-                while self._bring(reader, receivers):
+                while self._relay_once(reader, receivers):
                     pass
 
-    def _bring(self, reader: int, receivers: dict[int, Callable[[bytes], Any]]) -> bool:
-        """Bring what one pipe has; False if it is empty. An error is kept: the ranks must not wait for a reader."""
+    def _relay_once(self, reader: int, receivers: dict[int, Callable[[bytes], Any]]) -> bool:
+        """Relay the content of one pipe; False if it is empty. Errors are kept for later, so that no rank blocks."""
         data = _read(reader)
         if data:
             try:
@@ -126,7 +126,7 @@ class Relay:
         return bool(data)
 
     def _receiver(self, name: str) -> Callable[[bytes], Any]:
-        """What takes the bytes of one pipe."""
+        """The function that receives the bytes of one pipe."""
         if name == "display":
             return _Displays(self._publisher)
         decode, write = codecs.getincrementaldecoder("utf-8")("replace").decode, self._old[name].write
@@ -134,7 +134,7 @@ class Relay:
 
 
 class _Displays:
-    """Takes the bytes of messages and displays each one that is whole."""
+    """Collects the bytes of messages and displays each complete message."""
 
     def __init__(self, publisher: Any) -> None:
         self._publisher = publisher
@@ -152,7 +152,7 @@ class _Displays:
 
 
 def _is_plain(stream: Any) -> bool:
-    """Whether a copy of this process can write into it as well."""
+    """Whether a forked copy of this process can write to the stream too."""
     if stream is None:
         return True
     try:
@@ -163,14 +163,14 @@ def _is_plain(stream: Any) -> bool:
 
 
 def _publisher() -> Any:
-    """What displays in a notebook's cell; None elsewhere."""
+    """The object that displays in a notebook cell; None outside a notebook."""
     ipython: Any = sys.modules.get("IPython")
     shell: Any = ipython.get_ipython() if ipython is not None else None
     return None if getattr(shell, "kernel", None) is None else shell.display_pub
 
 
 def _rebind_log(streams: dict[int, Any]) -> None:
-    """Let handlers of logging write into a rank's streams; pytest's keep records in a memory that the rank leaves."""
+    """Let logging handlers write to a rank's streams. Remove pytest's: the records they keep would be lost."""
     loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
     for logger in loggers:
         for handler in list(getattr(logger, "handlers", ())):

@@ -1,7 +1,7 @@
-"""Which of several processes failed first, and with what words.
+"""Find out which of several processes failed first, and report that failure.
 
-A process that fails takes the others with it: they lose their connection a moment later and fail too. So each writes
-its exception with the time into a file instead of printing it, and whoever started them shows the one that came first.
+A process that fails takes the others with it: they lose their connection a moment later and fail too. So each process
+writes its exception and the time to a file instead of printing it, and the launcher shows the first one.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-#: Set in the processes that Paceline started: the process id of the one that waits for them.
+#: Environment variable in processes that Paceline started: the process id of the launcher that waits for them.
 LAUNCHED = "PACELINE_LAUNCHED"
-#: Where a started process writes its failure. Torch elastic sets it.
+#: Environment variable with the file to which a started process writes its failure. Torch elastic sets it.
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _STAMP = "_paceline_failed_at"
 _WORKER = os.path.join(os.path.dirname(__file__), "launched_worker.py")
 
-#: What the libraries say in a process whose peer is gone.
+#: Error messages of torch and NCCL in a process that has lost its peer.
 _PEER_LOST = re.compile(
     r"closed by peer|reset by peer|closed by remote|remote (process|peer)|broken pipe|recvValue failed|sendBytes failed"
     r"|connectFullMesh|socket.{0,20}(closed|timed? ?out)|connection (was )?(closed|refused|lost|aborted)"
     r"|^torch\.distributed\.Dist(Network|Store|Backend)Error|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-#: How faulthandler's names of the signals of a crash begin; else it is SIGABRT.
+#: First words of faulthandler's messages, and their signals; any other message means SIGABRT.
 _CRASHES = {
     "Segmentation": signal.SIGSEGV,
     "Floating": signal.SIGFPE,
@@ -50,10 +50,9 @@ _registered = False
 
 
 def register_failure_hook() -> None:
-    """Called in a started process: its uncaught exception goes to the one that waits, which prints one for all.
+    """Send this process's uncaught exception to the launcher that waits for it, which prints only the first failure.
 
-    It also ties the process to that one: when that is killed, this one ends. Does nothing in a process that Paceline
-    did not start.
+    The process also ends when the launcher is killed. Does nothing in a process that Paceline did not start.
     """
     global _registered
     agent = os.environ.get(LAUNCHED, "")
@@ -69,14 +68,14 @@ def register_failure_hook() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """Say that ``error`` ends the run, before the tidying up that makes the others fail too: its moment is now."""
+    """Record that ``error`` ends the run, and when, before the cleanup that makes the other processes fail too."""
     _moment(error)
     if _registered:
         write_failure(error, Path(os.environ[_FILE]))
 
 
 def write_failure(error: BaseException, file: Path) -> None:
-    """Write an exception, its traceback and the moment it was first seen. The layout is torch elastic's."""
+    """Write an exception, its traceback and the time it was first seen, in torch elastic's format."""
     moment = _moment(error)
     lines = traceback.format_exception(type(error), error, _users(error.__traceback__))
     details = {"py_callstack": "".join(lines), "timestamp": str(moment // 10**9), "time_ns": moment}
@@ -89,9 +88,9 @@ def write_failure(error: BaseException, file: Path) -> None:
 
 
 def note_crash(file: Path) -> None:
-    """Let a crash in compiled code, which leaves no exception, write into ``file`` where the process was.
+    """Have a crash in compiled code, which raises no exception, write the stacks to ``file``.
 
-    Not that of a process which this one forks; nor if the work itself enables faulthandler.
+    This does not cover processes that this one forks, or work that enables faulthandler itself.
     """
     crash = file.open("w", encoding="utf-8")
     crash.write(f"{_rank()}\n")
@@ -109,7 +108,7 @@ def _say_crash() -> None:
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of whatever ran the script for ``paceline launch``."""
+    """A traceback without the frames of the code that runs the script for ``paceline launch``."""
     frame, last = trace, None
     while frame is not None:
         if frame.tb_frame.f_code.co_filename == _WORKER:
@@ -129,7 +128,7 @@ def _write_uncaught(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def _moment(error: BaseException) -> int:
-    """When this exception, or the one it came from, was first seen, in nanoseconds."""
+    """When this exception, or the one that caused it, was first seen, in nanoseconds."""
     now = time.time_ns()
     first, at, seen = now, error, set[int]()
     while at is not None and id(at) not in seen:
@@ -155,16 +154,16 @@ def _is_alive(process: int) -> bool:
 
 
 def end_with(agent: int, ask: bool = True, child: bool = True) -> None:
-    """End this process when the one that waits for it is killed, which then can no longer do it.
+    """End this process when the launcher that waits for it is killed and so can no longer end it.
 
-    A thread looks once a second. It asks by SIGTERM, so that a step can finish, and ends the process after the time
-    that torch elastic gives. Before the process group exists there is no step to finish, but torch waits for the
-    others without letting threads run; so on Linux the system itself kills the process during that time.
+    A thread checks once a second. It sends SIGTERM, so that a step can finish, and ends the process after the time
+    that torch elastic allows. Before the process group exists there is no step to finish, and torch waits for the
+    other processes without letting threads run. During that time, on Linux, the kernel kills the process.
 
     Args:
-        agent: id of the process that waits.
-        ask: whether to send SIGTERM first; not where the system has sent a signal already.
-        child: whether ``agent`` is this one's parent.
+        agent: process id of the launcher.
+        ask: whether to send SIGTERM first; False if the system has already sent a signal.
+        child: whether ``agent`` is this process's parent.
     """
     ready = threading.Event()
     threading.Thread(target=_watch, args=(agent, ask, child, ready), name="paceline-agent", daemon=True).start()
@@ -195,13 +194,13 @@ def _watch(agent: int, ask: bool, child: bool, ready: threading.Event) -> None:
 
 
 def _when_parent_dies(number: int) -> None:
-    """Let Linux send this process a signal then; 0: none. The setting is this thread's own: the main thread's stays."""
+    """Have Linux send this process a signal when its parent dies; 0 for none. Other threads keep their own setting."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
-# ---- the side that waits -------------------------------------------------------------------------------------------
+# ---- in the launcher -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,12 +208,12 @@ class Failure:
     """How one process ended.
 
     Args:
-        rank: which.
-        exit_code: its status; the negative number of the signal that killed it; None if not known.
-        moment: nanoseconds since the epoch.
-        text: its traceback, or where it was when a signal killed it; empty if it left none.
+        rank: rank of the process.
+        exit_code: its exit status, or the negative number of the signal that killed it; None if unknown.
+        moment: time of the failure in nanoseconds since the epoch.
+        text: its traceback, or its stacks when a signal killed it; empty if it left none.
         summary: the traceback's last line; empty if it raised no exception.
-        interrupted: whether it was Ctrl-C.
+        interrupted: whether Ctrl-C ended it.
     """
 
     rank: int
@@ -238,14 +237,14 @@ class Failure:
         if self.summary:
             return f"{who} failed (exit status {self.status}):\n{self.text.rstrip()}"
         if self.exit_code is None or self.exit_code >= 0:
-            return f"{who} failed (exit status {self.status}) without an exception; what it printed is above."
+            return f"{who} failed (exit status {self.status}) without an exception; its output is above."
         killed = f"{who} was killed by signal {-self.exit_code} ({signal_name(-self.exit_code)})"
         if self.text:
             return f"{killed}, a crash in compiled code, which was called here:\n{self.text.rstrip()}"
         return f"{killed}{_why(-self.exit_code)}."
 
     def order(self) -> tuple[int, int]:
-        """Smaller is more to blame: what a process did by itself, what it suffered, what it was told; then time."""
+        """Sort key; smaller is more likely the cause: its own failure, a lost peer, a signal to end; then the time."""
         code = self.exit_code or 0
         if self.interrupted or (not self.summary and code in (*(-s for s in _ENDED), *(128 + s for s in _ENDED))):
             return 2, self.moment
@@ -253,16 +252,16 @@ class Failure:
 
 
 def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] = ()) -> list[Failure]:
-    """How the processes that failed did so; first the one that the others followed from.
+    """The failures of all processes that failed; first the one that caused the others.
 
     Args:
-        exits: torch elastic's ``ProcessFailure`` by rank, of the processes whose end it saw.
-        files: what the processes wrote.
-        crashes: what :func:`note_crash` had them write.
+        exits: torch elastic's ``ProcessFailure`` by rank, of the processes that it saw end.
+        files: files from :func:`write_failure`.
+        crashes: files from :func:`note_crash`.
     """
     found: dict[int, Failure] = {}
     for rank, seen in exits.items():
-        # The second in which it was noticed: taken early for a signal, which nothing else explains, late for a status.
+        # Elastic notes whole seconds: take the start for a signal, which nothing else explains, the end for a status.
         found[rank] = Failure(rank, seen.exitcode, (seen.timestamp + (seen.exitcode > 0)) * 10**9)
     for file in crashes if exits else ():
         who, _, text = file.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -281,13 +280,13 @@ def failures(exits: dict[int, Any], files: list[Path], crashes: Sequence[Path] =
 
 
 def _crash_signal(text: str) -> int:
-    """The exit code of a process that wrote this when a signal killed it."""
+    """The exit code of a process for which faulthandler wrote this text."""
     named = (number for words, number in _CRASHES.items() if words in text.partition("\n")[0])
     return -next(named, signal.SIGABRT)
 
 
 def _stack(text: str) -> str:
-    """The stacks of the threads: not that of our own, and each as far as the work goes."""
+    """The stacks of the threads without Paceline's own, and without the frames below the user's work."""
     threads = text.partition("\n\nExtension modules:")[0].split("\n\n")[1:]
     return "\n\n".join(_BELOW_THE_WORK.sub("", one) for one in threads if " in _watch\n" not in one)
 
@@ -302,7 +301,7 @@ def signal_name(number: int) -> str:
 
 def _why(number: int) -> str:
     if number == getattr(signal, "SIGKILL", 9):
-        return ", probably by the system because memory ran out: see its log, and take smaller batches or fewer workers"
+        return ", probably by the system because memory ran out: check its log; use smaller batches or fewer workers"
     if number in (signal.SIGSEGV, signal.SIGABRT, getattr(signal, "SIGBUS", 7)):
         return ", a crash in compiled code: PYTHONFAULTHANDLER=1 shows where"
     return ""

@@ -1,4 +1,4 @@
-"""How machines meet at a given address: torch elastic's static rendezvous, and a last word when a machine leaves."""
+"""Rendezvous of several machines at a given address: torch elastic's static one, in which machine 0 leaves last."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 _NAME = "paceline-static"
-#: What machine 0 waits for the others at the end; they are already as far unless one of them has died.
+#: How long machine 0 waits at the end for the others, which finish at about the same time unless one has died.
 _LEAVING = timedelta(seconds=5)
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """Torch's, but machine 0, which has the store, leaves last: the others would lose it amid their last question."""
+    """Torch's rendezvous, except that machine 0, which hosts the store, leaves last, while others may still use it."""
 
     def get_backend(self) -> str:
         return _NAME
 
     def shutdown(self) -> bool:
-        """Tell machine 0 that this one leaves, or be the last to leave."""
+        """Tell machine 0 that this one leaves; on machine 0, wait until the others have left."""
         store: Any = self._store
         if store is None:
             return True
-        with suppress(RuntimeError):  # a machine that has died cannot say so, nor be told
+        with suppress(RuntimeError):  # machine 0 or another machine has died
             if self.rank:
                 store.set(f"left/{self.rank}", "")
             elif self.world_size > 1:
@@ -34,13 +34,13 @@ class Rendezvous(StaticTCPRendezvous):
 
 
 def create(parameters: RendezvousParameters) -> Rendezvous:
-    """What torch elastic calls for the name; the parameters are those of ``static``."""
+    """Make the rendezvous for torch elastic, from the same parameters as for ``static``."""
     address, _, port = parameters.endpoint.rpartition(":")
     rank, timeout = (parameters.get_as_int(name) for name in ("rank", "timeout"))
     return Rendezvous(address, int(port), rank or 0, parameters.max_nodes, parameters.run_id, timeout or 900)
 
 
 def register() -> str:
-    """Make the name known to torch elastic; returns it."""
+    """Register the rendezvous with torch elastic and return its name."""
     rendezvous_handler_registry.register(_NAME, create)
     return _NAME

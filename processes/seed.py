@@ -1,6 +1,6 @@
-"""Randomness: one seed for everything, and the random states that a checkpoint keeps.
+"""Randomness: one seed for everything, and the random states that a checkpoint stores.
 
-numpy is asked only if it is imported already, as it is by torch, where torch is built with numpy and finds it.
+numpy is included only if it is already imported. Torch imports it if torch is built with numpy and numpy is installed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _MAX_SEED = 2**32 - 1
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed python's ``random``, numpy and torch (all devices); processes started later learn the seed too.
+    """Seed Python's ``random``, numpy and torch (all devices); processes started later inherit the seed.
 
-    numpy is seeded, and kept in checkpoints, if it is imported when this is called. ``import torch`` imports it, except
-    where torch is built without numpy: there, import numpy at the top of the script, since what is first imported
-    during the run draws other numbers each time.
+    numpy is seeded, and stored in checkpoints, if it is imported when this is called. ``import torch`` imports it,
+    unless torch is built without numpy. In that case, import numpy at the top of the script: if it is first imported
+    during the run, it draws different numbers each time.
 
     Args:
         seed: 0 to 4294967295. None takes ``PACELINE_GLOBAL_SEED``, then ``PL_GLOBAL_SEED``, then 0.
-        workers: also seed data loading workers by rank. Within one process torch gives every worker a seed of its own
-            already, derived from this one, for ``random``, numpy and torch alike.
-        verbose: say which seed was set.
+        workers: also seed data loader workers by rank. Within one process torch already gives every worker its own
+            seed, derived from this one, for ``random``, numpy and torch.
+        verbose: print the seed.
 
     Returns:
-        The seed in force.
+        The seed that was set.
     """
     value = _seed_from_environment() if seed is None else _valid_seed(seed, "seed_everything(seed={!r})")
     if value is None:
         value = 0
-        messages.warn(f"seed_everything() found no seed ({SEED_VARIABLE} is not set), so 0 is used. Pass a seed.")
+        messages.warn(f"seed_everything() found no seed ({SEED_VARIABLE} is not set), so it uses 0. Pass a seed.")
     os.environ[SEED_VARIABLE] = str(value)
     os.environ[WORKERS_VARIABLE] = str(int(workers))
     if verbose:
@@ -53,7 +53,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def reset_seed() -> None:
-    """Seed everything once more with the seed of the last :func:`seed_everything`; without one nothing happens."""
+    """Seed everything again with the seed of the last :func:`seed_everything`; without one, do nothing."""
     if _seed_from_environment() is not None:
         seed_everything(workers=os.environ.get(WORKERS_VARIABLE, "0") == "1", verbose=False)
 
@@ -72,14 +72,14 @@ def _valid_seed(seed: Any, said: str) -> int:
     except (TypeError, ValueError):
         value = -1
     if not 0 <= value <= _MAX_SEED:
-        raise ValueError(f"{said.format(seed)} is not a seed: it has to be a whole number from 0 to {_MAX_SEED}.")
+        raise ValueError(f"{said.format(seed)} is not a valid seed. Use a whole number from 0 to {_MAX_SEED}.")
     return value
 
 
 def random_states() -> dict[str, Any]:
     """The state of every random number generator in use, as plain data and tensors.
 
-    ``torch``: shape (n,), uint8, on the CPU; ``cuda``: one such tensor a device, only if CUDA is in use (reading them
+    ``torch``: shape (n,), uint8, on the CPU; ``cuda``: one such tensor per device, only if CUDA is in use (reading them
     waits for the devices).
     """
     states = host_random_states()
@@ -91,7 +91,7 @@ def random_states() -> dict[str, Any]:
 
 
 def host_random_states() -> dict[str, Any]:
-    """:func:`random_states` of the generators on the host alone: nothing waits for a device."""
+    """:func:`random_states` of the host's generators only; does not wait for a device."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = numpy_random()
     if numpy is not None:
@@ -101,13 +101,13 @@ def host_random_states() -> dict[str, Any]:
 
 
 def numpy_random() -> Any:
-    """``numpy.random`` if numpy is imported, though numpy itself loads it only when it is first used; None if not."""
+    """``numpy.random`` if numpy is imported (numpy loads it on first use); None if it is not."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random
 
 
 def seed_host(value: int) -> None:
-    """Seed python's ``random``, numpy and torch on the CPU, and nothing else."""
+    """Seed Python's ``random``, numpy and torch on the CPU only."""
     random.seed(value)
     torch.default_generator.manual_seed(value)  # torch.manual_seed would seed the devices too
     numpy = numpy_random()
@@ -116,19 +116,19 @@ def seed_host(value: int) -> None:
 
 
 def seed_all(value: int) -> None:
-    """:func:`seed_host`, and the devices."""
+    """Seed the host's generators (see :func:`seed_host`) and those of the devices."""
     seed_host(value)
     torch.manual_seed(value % 2**63)
 
 
 def mixed(*numbers: int) -> int:
-    """One 64-bit seed out of several numbers."""
+    """One 64-bit seed derived from several numbers."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put the generators back to what :func:`random_states` returned; says which of them this machine does not have."""
+    """Restore the states that :func:`random_states` returned; warns about generators that this process lacks."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["torch"].cpu())
@@ -144,8 +144,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     if missing:
         messages.warn_once(
             f"The random state of {messages.names(missing, last='and')} was saved but could not be restored here "
-            "(not imported in this process, or other devices than when it was saved), so random numbers drawn from it "
-            "differ from those of the saved run. Import numpy before fit, or use the same number of devices."
+            "(not imported in this process, or different devices), so random numbers drawn from it differ from those "
+            "of the saved run. Import numpy before fit, or use the same number of devices."
         )
 
 
@@ -167,10 +167,10 @@ def _set_cuda_states(states: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Whatever is drawn or seeded inside leaves no trace outside.
+    """Context that restores all random states on exit, whatever is drawn or seeded inside.
 
     Args:
-        include_cuda: whether CUDA's generators count too (reading them waits for the devices).
+        include_cuda: whether to restore CUDA's generators too (reading them waits for the devices).
     """
     states = random_states()
     if not include_cuda:
@@ -182,10 +182,10 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 class PrivateRandomness:
-    """Random states apart from everybody else's (python, numpy, torch on the CPU), in force inside ``with``.
+    """Private random states (Python, numpy, torch on the CPU), active inside ``with``.
 
-    It may be entered many times and goes on where it was left: what is drawn inside depends on the seed and on what
-    was drawn inside before, on nothing else, and leaves no trace outside.
+    The context can be entered many times and continues where it was left. Numbers drawn inside depend only on the seed
+    and on what was drawn inside before; the states outside do not change.
     """
 
     def __init__(self, seed: int) -> None:

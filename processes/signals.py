@@ -1,4 +1,4 @@
-"""Signals only set a flag; the loop ends the run at the next boundary (:mod:`.stopping`)."""
+"""Signals only set a flag; the loop ends the run at the next boundary (see :mod:`.stop_agreement`)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .. import messages
 if TYPE_CHECKING:
     from ..trainer.state import RunState
 
-#: What a signal may do: end the run with a checkpoint; also give the job back to SLURM's queue.
+#: What a signal can do: end the run with a checkpoint, or also requeue the SLURM job.
 Action = Literal["stop", "requeue"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def check_signals(given: Any) -> dict[int, str | None]:
-    """``Trainer(signals=)`` by number.
+    """Check ``Trainer(signals=)`` and return its actions by signal number.
 
     Raises:
-        ValueError: a signal or an action that there is not, or a signal that no program can catch.
-        TypeError: it is no mapping.
+        ValueError: a signal or an action is unknown, or no program can catch the signal.
+        TypeError: it is not a mapping.
     """
     if not isinstance(given, Mapping):
         raise TypeError(
@@ -53,10 +53,10 @@ def _number(name: Any) -> int:
 
 
 def actions(given: Mapping[int, str | None]) -> dict[int, str]:
-    """What each signal does in a run: SIGINT and SIGTERM stop it, SLURM's SIGUSR1 also requeues, unless told otherwise.
+    """The action of each signal in a run. By default SIGINT and SIGTERM stop it, and SLURM's SIGUSR1 also requeues it.
 
-    A signal that the program ignores, and one whose handler Python did not set, are left alone; SIGUSR1 under SLURM
-    also if the user has a handler for it.
+    Signals that the program ignores, or whose handler Python did not set, are left alone. So is SLURM's SIGUSR1 if the
+    user has a handler for it.
     """
     wanted: dict[int, str | None] = {signal.SIGINT: "stop", signal.SIGTERM: "stop"}
     requeue = getattr(signal, "SIGUSR1", None)
@@ -69,16 +69,16 @@ def actions(given: Mapping[int, str | None]) -> dict[int, str]:
 
 @contextmanager
 def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
-    """Note signals in ``state.signum`` while the context is open, then put the old handlers back.
+    """Record signals in ``state.signum`` while the context is open, then restore the previous handlers.
 
-    A handler of the user's is called too. A second Ctrl-C interrupts at once, as does the first one while no step runs
-    (data are prepared, a file is read); but a checkpoint that is being written because of it is finished. A signal that
-    comes when the run has ended already is raised again, for the old handler. Outside the main thread, where Python
-    delivers no signals, this does nothing.
+    The user's own handlers are called too. A second Ctrl-C interrupts at once, and so does the first one while no step
+    runs (during data preparation, or while a file is read). A checkpoint that the first Ctrl-C caused is still
+    finished. A signal that arrives after the run has ended is raised again for the previous handler. Outside the main
+    thread, where Python delivers no signals, this does nothing.
 
     Args:
-        state: gets the first signal that comes.
-        wanted: the signals, see :func:`actions`.
+        state: receives the first signal that arrives.
+        wanted: the signals, from :func:`actions`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -111,10 +111,10 @@ def watch(state: RunState, wanted: Mapping[int, str]) -> Iterator[None]:
 
 def _put_back(before: Mapping[int, Any], ours: Callable[..., Any]) -> None:
     for number, handler in before.items():
-        if signal.getsignal(number) is ours:  # not one that was set during the run
+        if signal.getsignal(number) is ours:  # otherwise the user has set another one during the run
             signal.signal(number, handler)
 
 
 def interruption(signum: int) -> BaseException:
-    """What a signal becomes once the step is finished."""
+    """The exception that a signal raises once the step is finished."""
     return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)

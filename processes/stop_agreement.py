@@ -1,7 +1,7 @@
-"""At which boundary all ranks stop, when one of them is asked to: by a signal, a clock, or a callback of its own.
+"""Agree on the boundary at which all ranks stop, after a signal, a time limit or a callback asked one of them to.
 
-Nothing is exchanged while nobody asks, and no collective ever: the ranks talk over the process group's store. Each
-answers once with the first boundary at which it can stop, and all stop at the latest of these.
+Until a rank asks, the ranks exchange nothing. They use the process group's store and never a collective. Each rank
+answers once with the first boundary at which it can stop, and all ranks stop at the latest of these boundaries.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 from .. import messages
 
-#: How long a rank waits for the answers of the others, which their threads give; less than launchers wait to kill.
+#: How long a rank waits for the answers of the other ranks' threads; less than launchers wait before they kill.
 ANSWER_SECONDS = 20.0
 _LOOKS_PER_SECOND = 1000
 
 
 class Run(Protocol):
-    """The part of a run's state that its main thread and the thread that listens share.
+    """The part of a run's state that its main thread and the listening thread share.
 
     Attributes:
-        passed: boundaries that the main thread has gone past. All ranks come to the same ones in the same order.
-        stop: whether the main thread has to look before it goes past the next.
+        passed: number of boundaries that the main thread has passed. All ranks reach the same ones in the same order.
+        stop: whether the main thread must call :meth:`StopVote.decide` before it passes the next boundary.
     """
 
     passed: int
@@ -36,9 +36,9 @@ class Stop:
     """Where a run stops, the same on all ranks.
 
     Attributes:
-        boundary: the number of the boundary, from 1 on.
-        signum: the signal that ends the run; 0: somebody wants the training to end as at its limits.
-        ranks: those that asked.
+        boundary: the number of the boundary, counted from 1.
+        signum: the signal that ends the run; 0 if the training should end as if it had reached its limits.
+        ranks: the ranks that asked.
     """
 
     boundary: int
@@ -49,20 +49,20 @@ class Stop:
 class StopVote:
     """The agreement of one run.
 
-    Why no rank goes past the boundary S that all find, and none waits for ever. The main thread, at boundary n, looks
-    at ``run.stop``, writes ``run.passed = n`` and looks again; seeing it set, it answers n and waits there for all
-    answers. The listening thread sets ``run.stop``, then reads ``run.passed`` and answers one more. One answer counts
-    for each rank, S is the latest. Had a main thread gone past n unseeing, its last look came before ``run.stop`` was
-    set, so ``run.passed`` was n or more when it was read, and S is past n. Who waits, waits only for answers, which the
-    others' threads give even while their main threads wait in a collective for this one. When all main threads ask at
-    the same boundary, each has seen its own wish before writing ``run.passed``: every answer is that boundary or less,
-    and they stop just there.
+    All ranks stop at the same boundary S, and no rank waits for ever, for these reasons. At boundary n the main thread
+    reads ``run.stop``, writes ``run.passed = n`` and reads ``run.stop`` again. If it is set, the main thread answers n
+    and waits there for all answers. The listening thread sets ``run.stop``, then reads ``run.passed`` and answers one
+    more. Each rank answers once, and S is the largest answer. If a main thread passed n without seeing ``run.stop``, it
+    read it before it was set. So ``run.passed`` was n or more when the listening thread read it, and S is larger than
+    n. A waiting rank waits only for answers, and the other ranks' threads give them even while their main threads wait
+    for this one in a collective. If all main threads ask at the same boundary, each has seen its own request before it
+    writes ``run.passed``: every answer is that boundary or less, and they stop exactly there.
 
     Args:
-        run: what the two threads of this rank share.
-        rank: this process among all.
+        run: the state that the two threads of this rank share.
+        rank: rank of this process.
         world_size: number of processes.
-        store: reaches all ranks; no other run uses its keys.
+        store: a store that all ranks share; no other run uses its keys.
     """
 
     def __init__(self, run: Run, rank: int, world_size: int, store: Any) -> None:
@@ -73,17 +73,17 @@ class StopVote:
         self._answered = False
 
     def listen(self) -> None:
-        """In the listening thread, now and then: answer if somebody asked."""
+        """In the listening thread, called regularly: answer if a rank has asked."""
         if not self._answered and self._store.check(["asked"]):
             self.told = self.run.stop = True
             self._answer(self.run.passed + 1)
 
     def decide(self, boundary: int, signum: int, wants: bool) -> Stop:
-        """In the main thread, at a boundary: where to stop. Asks the others if nobody has.
+        """In the main thread, at a boundary: decide where to stop. Asks the other ranks if no rank has.
 
         Args:
-            boundary: its number.
-            signum: the signal that came to this rank, or 0.
+            boundary: the boundary's number.
+            signum: the signal that this rank received, or 0.
             wants: whether this rank wants to end the training.
 
         Raises:
@@ -102,7 +102,7 @@ class StopVote:
                 self._store.set(str(self.rank), json.dumps([boundary, signum, wants]))
 
     def _answers(self) -> list[tuple[int, int, bool]]:
-        """Those of all ranks. Looks now and then: a store's own wait would keep the other thread from answering."""
+        """The answers of all ranks. Polls the store, whose own wait would keep the other thread from answering."""
         keys = [str(rank) for rank in range(self.world_size)]
         deadline, pause = time.monotonic() + ANSWER_SECONDS, 0.001
         while not self._store.check(keys):
@@ -110,8 +110,8 @@ class StopVote:
                 missing = messages.ranks(rank for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise RuntimeError(
                     f"Rank {self.rank} asked the others to stop, but got no answer from {missing} in "
-                    f"{ANSWER_SECONDS:.0f} s. They have ended, or compiled code is holding their interpreter: look "
-                    "at their output."
+                    f"{ANSWER_SECONDS:.0f} s. They have ended, or compiled code is holding their interpreter: check "
+                    "their output."
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02 + self.world_size / _LOOKS_PER_SECOND)
@@ -119,5 +119,5 @@ class StopVote:
 
 
 def chosen(signums: list[int]) -> int:
-    """The signal that ends the run on all ranks: that of the lowest rank that got one; 0 if none did."""
+    """The signal that ends the run on all ranks: the one that the lowest such rank received; 0 if there is none."""
     return next((signum for signum in signums if signum), 0)

@@ -1,4 +1,4 @@
-"""What every thread of this process executes, for a report on a run that hangs."""
+"""The stacks of all threads of this process, for a report on a run that hangs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 import threading
 import traceback
 
-#: Threads of ours whose stacks say nothing about the run.
+#: Prefix of Paceline's own threads, whose stacks say nothing about the run.
 OURS = "paceline-"
 
 
 def stacks() -> str:
-    """The stacks of all threads, the main one first, innermost line last."""
+    """The stacks of all threads as text, the main thread first, innermost line last."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = []

@@ -1,6 +1,6 @@
-"""How long the phases of a run take. Where PACELINE_DEBUG asks for it, rank 0 says so when the process ends.
+"""Time the phases of a run. If PACELINE_DEBUG is set, rank 0 prints the times when the process ends.
 
-Phases are long: setting up, a fit, a validation, a save. Nothing here is called for a batch.
+Phases are long: setup, a fit, a validation, a save. Nothing here is called per batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .. import messages
 
 F = TypeVar("F", bound=Callable[..., object])
 
-#: A launcher writes here when it began, in seconds since the epoch.
+#: Environment variable in which a launcher stores its start time, in seconds since the epoch.
 STARTED = "PACELINE_STARTED"
 _VARIABLES = ("PACELINE_DEBUG", "ACCELERATE_DEBUG_MODE")
 
@@ -28,13 +28,13 @@ _found: dict[tuple[str, ...], tuple[float, int]] = {}
 
 
 def is_debugging() -> bool:
-    """Whether the environment asks for more words."""
+    """Whether the environment asks for debug output."""
     return any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _VARIABLES)
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Count the time of a block to a phase, inside of the one that is open."""
+    """Add the time of a block to a phase, nested in the phase that is open."""
     if not is_debugging() or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -42,7 +42,7 @@ def phase(name: str) -> Iterator[None]:
         atexit.register(_say)
     _open.append(name)
     key, start = tuple(_open), time.perf_counter()
-    _found.setdefault(key, (0.0, 0))  # listed before those inside of it
+    _found.setdefault(key, (0.0, 0))  # listed before the phases inside it
     try:
         yield
     finally:
@@ -66,7 +66,7 @@ def timed(name: str) -> Callable[[F], F]:
 
 
 def text() -> str:
-    """The phases so far, with their seconds and how often they were."""
+    """The phases so far, with their seconds and how often each has run."""
     now = time.perf_counter()
     started = os.environ.get(STARTED)
     before = max(0.0, time.time() - float(started) - (now - _begin)) if started else 0.0
@@ -74,12 +74,12 @@ def text() -> str:
     rows = [("start and imports", before, 1)] if started else []
     rows += [("  " * (len(key) - 1) + key[-1], seconds, times) for key, (seconds, times) in _found.items()]
     inside = before + sum(seconds for key, (seconds, _) in _found.items() if len(key) == 1)
-    rows.append(("all else", total - inside, 1))
+    rows.append(("everything else", total - inside, 1))
     width = max(len(name) for name, _, _ in rows)
     lines = [
         f"  {name:{width}} {seconds:8.2f}{f'  ({times} times)' if times > 1 else ''}" for name, seconds, times in rows
     ]
-    return "\n".join([f"Seconds of this process by phase, {total:.2f} in all:", *lines])
+    return "\n".join([f"Seconds that this process spent in each phase, {total:.2f} in total:", *lines])
 
 
 def _say() -> None:

@@ -1,4 +1,4 @@
-"""Torch elastic: what starts, watches and stops the processes. Where they meet, and the words when they cannot."""
+"""Start, watch and stop processes with torch elastic, and report processes that cannot meet."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NOISY = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.mult
 
 @dataclass(frozen=True)
 class Place:
-    """Where the machines meet, and which of them this is.
+    """Where the machines meet, and the index of this machine.
 
     Args:
-        num_nodes: machines.
-        node_rank: this one.
-        address: of machine 0.
-        port: there; 0 for a free one, on one machine.
-        names: what address, port and node_rank are called where the person set them.
+        num_nodes: number of machines.
+        node_rank: index of this machine.
+        address: address of machine 0.
+        port: port on machine 0; with a single machine, 0 for a free one.
+        names: names under which the user sets address, port and node rank, for error messages.
     """
 
     num_nodes: int = 1
@@ -47,19 +47,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Options:
-    """What else torch elastic is told.
+    """Other options for torch elastic.
 
     Args:
-        max_restarts: how often all processes are started anew after one failed.
-        monitor_interval: seconds between two looks at the processes.
-        log_dir: where the processes' output is kept, in a folder per run, attempt and rank; None: nowhere.
-        tee: which streams are kept there and shown too: ``"1"`` output, ``"2"`` errors, ``"3"`` both, or ``"0:1,1:2"``
-            by local rank; ``"0"``: none is kept.
-        role: what the processes are called in the lines that ``tee`` shows.
-        rdzv_backend: how several machines meet: ``"static"``, or ``"c10d"``, which may start anew with others.
-        rdzv_conf: its settings.
-        quiet: keep torch elastic's own log to itself.
-        serving: called with the port where the processes of one machine meet.
+        max_restarts: how often all processes are restarted after one has failed.
+        monitor_interval: seconds between two checks of the processes.
+        log_dir: folder for the processes' output, with a subfolder per run, attempt and rank; None for no files.
+        tee: streams that are written there as well as shown: ``"1"`` output, ``"2"`` errors, ``"3"`` both, or
+            ``"0:1,1:2"`` by local rank; ``"0"`` for none.
+        role: name of the processes in the lines that ``tee`` shows.
+        rdzv_backend: how several machines meet: ``"static"``, or ``"c10d"``, which can restart with other machines.
+        rdzv_conf: settings of the rendezvous.
+        quiet: hide torch elastic's own log.
+        serving: called with the port at which the processes of a single machine meet.
     """
 
     max_restarts: int = 0
@@ -86,14 +86,14 @@ def launch(
     """Start the processes and wait; returns the failed ones by rank, and the signal that ended the wait, if any.
 
     Args:
-        entrypoint: a command, or a function.
+        entrypoint: a command or a function.
         arguments: its arguments.
-        num_processes: on this machine.
+        num_processes: number of processes on this machine.
         place: where the machines meet.
-        folder: where the processes write their failures.
-        start_method: for a function.
+        folder: folder in which the processes write their failures.
+        start_method: how processes start, if ``entrypoint`` is a function.
         numa_options: from :func:`numa_of`.
-        options: the rest.
+        options: other options.
 
     Raises:
         OSError: the machines or the processes cannot meet.
@@ -110,7 +110,7 @@ def launch(
     try:
         with _quiet() if options.quiet else nullcontext(), _signals():
             if place.num_nodes == 1:
-                # Torch elastic meets on this very server, found by its port: no moment in which another can take it.
+                # Torch elastic finds this server by its port and uses it, so no other program can take the port.
                 server = serve(TCPStore, place.address, place.port)
                 place = replace(place, port=server.port)
                 if options.serving is not None:
@@ -129,10 +129,10 @@ def launch(
 
 
 def serve(store: Any, address: str, port: int) -> Any:
-    """A store that serves at ``port``, or where it is free for 0.
+    """A store that serves at ``port``; 0 for a free port.
 
-    Two things make a free port unusable: the system gave it to two programs at one moment, or an earlier server of
-    this process had it, under whose entry torch no longer finds the new one. Then the next free port is taken.
+    A free port can be unusable for two reasons: the system gave it to two programs at the same time, or torch still has
+    an entry for an earlier server of this process on that port. In both cases the next free port is tried.
     """
     for _ in range(0 if port else _ATTEMPTS):
         try:
@@ -152,12 +152,12 @@ def _config(
 
     from . import rendezvous
 
-    # A program under nohup ignores SIGHUP, and should go on doing so. SIGUSR1 is SLURM's word before it ends a job.
+    # A program under nohup ignores SIGHUP and must keep ignoring it. SLURM sends SIGUSR1 before it ends a job.
     handled = [name for name in SIGNALS if hasattr(signal, name) and not is_ignored(getattr(signal, name))]
     if "SLURM_JOB_ID" not in os.environ:
         handled = [name for name in handled if name != "SIGUSR1"]
     static = place.num_nodes == 1 or options.rdzv_backend == "static"
-    with environment(None, PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # or the check for CUDA makes a later fork unusable
+    with environment(None, PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # another check for CUDA makes later forks unusable
         return LaunchConfig(
             min_nodes=place.num_nodes,
             max_nodes=place.num_nodes,
@@ -182,7 +182,7 @@ def is_ignored(number: int) -> bool:
 
 
 def numa_of(devices_kind: str, numa: bool) -> Any:
-    """What torch elastic needs to bind each process to the NUMA node of its GPU; None, with a line, if it cannot."""
+    """Options for binding processes to the NUMA nodes of their GPUs; None, with a note, where that has no effect."""
     if not numa:
         return None
     if devices_kind != "cuda" or len(nodes()) < 2:
@@ -198,7 +198,7 @@ def numa_of(devices_kind: str, numa: bool) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch elastic's log to itself: what a person needs is said once, by us."""
+    """Hide torch elastic's log: Paceline itself reports once what the user needs to know."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     before = [logger.propagate for logger in loggers]
     handler = logging.NullHandler()
@@ -215,7 +215,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Put back the signal handlers that torch elastic replaces."""
+    """Restore the signal handlers that torch elastic replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -231,7 +231,7 @@ def _signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Call ``handler`` on those signals that would end this process without a word."""
+    """Call ``handler`` on signals that would otherwise end this process silently."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -248,7 +248,7 @@ def handled_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 @contextmanager
 def environment(threads: int | None, **more: str) -> Iterator[None]:
-    """Variables for the processes to come; those of this one are as before afterwards."""
+    """Context that sets environment variables for new processes and restores the environment on exit."""
     before = dict(os.environ)
     os.environ.update(more)
     if threads is not None:
@@ -265,7 +265,7 @@ def _cannot_meet(error: Exception, place: Place) -> OSError:
     where = f"{place.address}:{place.port}"
     address, port, node = place.names
     if "EADDRINUSE" in str(error):
-        others = "" if place.num_nodes > 1 else f", or leave {port} out and a free one is chosen"
+        others = "" if place.num_nodes > 1 else f", or omit {port} to use a free one"
         return OSError(
             errno.EADDRINUSE,
             f"Port {place.port} ({port}) is in use by another program on this machine, so the processes cannot "

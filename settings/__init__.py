@@ -1,6 +1,6 @@
-"""One place that knows which value of a setting counts: code, launch flag, environment, file or default.
+"""Resolve settings from code, launch flags, environment variables, a file, and defaults, in this order.
 
-``resolve`` gives the values in force, and from where each comes. Nothing here imports torch.
+``resolve`` returns the values in use and the origin of each. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Constructors that say which argument was meant by one that they do not have."""
+"""Constructors that suggest the right name for an unknown argument."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Constructor = Callable[Concatenate[Any, P], None]
 
 
 def check_names(moved: Mapping[str, str] | None = None) -> Callable[[Constructor[P]], Constructor[P]]:
-    """Decorator of an ``__init__``: an unknown argument is an error that names the one that was meant.
+    """Decorator for ``__init__``: an unknown argument raises an error that suggests the right one.
 
     Args:
-        moved: for arguments that another library has, what to use here.
+        moved: replacements for arguments that other libraries have.
     """
 
     def decorate(init: Constructor[P]) -> Constructor[P]:

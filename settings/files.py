@@ -1,4 +1,4 @@
-"""Files of settings: which one is in force, what is in it, and how one is written."""
+"""Configuration files: find the one to use, read it, and write one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from .. import messages
 from .names import SETTINGS
 
-#: Names the file in force; ``none``: no file.
+#: Environment variable with the path of the file to use; ``none`` for no file.
 CONFIG_VARIABLE = "PACELINE_CONFIG_FILE"
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
-#: Keys of Accelerate's files that Paceline has no use for, with the values that ask for nothing.
+#: Keys of Accelerate's files that Paceline does not use, with the values that have no effect anyway.
 _IDLE: dict[str, tuple[Any, ...]] = {
     "same_network": (True, False),
     "main_training_function": ("main",),
@@ -26,7 +26,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "command_file", "commands"), ()),
     **dict.fromkeys(("megatron_lm_config", "fp8_config", "mpirun_config"), ()),
 }
-#: What ``distributed_type`` of Accelerate's files sets.
+#: Settings that each ``distributed_type`` in Accelerate's files sets.
 _TYPES: dict[str, dict[str, Any]] = {
     "NO": {},
     "MULTI_CPU": {"cpu": True},
@@ -41,13 +41,13 @@ _KEYS = {key: one.name for one in SETTINGS.values() for key in (one.name, *one.k
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a file says.
+    """The contents of a configuration file.
 
     Attributes:
         path: the file.
-        values: by the settings' names, without those that it leaves empty.
-        keys: the key that each of them has there.
-        unused: keys of Accelerate that have no meaning here.
+        values: values by setting name, without empty ones.
+        keys: the file's key for each of these settings.
+        unused: keys of Accelerate that have no meaning in Paceline.
     """
 
     path: str
@@ -56,25 +56,25 @@ class ConfigFile:
     unused: list[str] = field(default_factory=list)
 
 
-# ---- where ---------------------------------------------------------------------------------------------------------
+# ---- finding -------------------------------------------------------------------------------------------------------
 
 
 def own_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """The file of this user, where ``paceline config`` writes."""
+    """The user's own file, which ``paceline config`` writes."""
     return Path(environment.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "paceline" / "config.yaml"
 
 
 def accelerates_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where ``accelerate config`` writes."""
+    """The file that ``accelerate config`` writes."""
     cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(environment.get("HF_HOME") or cache).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The file in force: that of PACELINE_CONFIG_FILE, of this folder, of this user, or else Accelerate's.
+    """The file to use: that of PACELINE_CONFIG_FILE, of this folder, of this user, or else Accelerate's.
 
     Raises:
-        FileNotFoundError: PACELINE_CONFIG_FILE names no file.
+        FileNotFoundError: the file in PACELINE_CONFIG_FILE does not exist.
     """
     named = environment.get(CONFIG_VARIABLE)
     if named:
@@ -87,8 +87,8 @@ def find_file(environment: Mapping[str, str] = os.environ) -> str | None:
     found = next((place for place in places if place.is_file()), None)
     if found is not None and found.parent == theirs.parent:
         messages.info_once(
-            f"Settings are read from {found}, which Accelerate wrote. Run `paceline config` for a file of Paceline's, "
-            f"or set {CONFIG_VARIABLE}=none to read none."
+            f"Settings are read from {found}, which Accelerate wrote. Run `paceline config` to create Paceline's own "
+            f"file, or set {CONFIG_VARIABLE}=none to read no file."
         )
     return None if found is None else str(found)
 
@@ -105,12 +105,12 @@ def _existing(path: Path, who: str) -> Path:
 
 
 def read_file(path: str | os.PathLike[str]) -> ConfigFile:
-    """Read a file of settings, Paceline's or Accelerate's.
+    """Read a configuration file of Paceline or Accelerate.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not in the format of its suffix, has an unknown key, two keys for one setting, a value that
-            its setting does not have, or asks for what Paceline cannot do.
+        FileNotFoundError: the file does not exist.
+        ValueError: it does not have the format of its suffix, or it has an unknown key, two keys for one setting, an
+            invalid value, or a setting that Paceline does not support.
     """
     place = _existing(Path(path).expanduser(), "the configuration")
     found = ConfigFile(str(place))
@@ -130,20 +130,22 @@ def _load(path: Path) -> Any:
     try:
         return _PARSERS[suffix](path.read_text(encoding="utf-8"))
     except ValueError as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{path} is not {suffix[1:].upper()}, as its name says: {said}. Correct it there.") from None
+        problem = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} is not valid {suffix[1:].upper()}, the format of its suffix: {problem}. Correct the file."
+        ) from None
 
 
 def _suffix(path: Path) -> str:
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} has no suffix that says its format. Name it with {messages.names(SUFFIXES)}.")
+        raise ValueError(f"The suffix of {path} is not that of a known format. Use {messages.names(SUFFIXES)}.")
     return path.suffix
 
 
 def _flat(content: Any, path: Path) -> Iterable[tuple[str, Any]]:
-    """The keys of a file, those of its sections as ``section.key``."""
+    """The keys and values of a file; keys in sections as ``section.key``."""
     if content is not None and not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds {messages.a(content)}, not keys with values. Write lines `key: value`.")
+        raise ValueError(f"{path} contains {messages.a(content)}, not keys with values. Write lines `key: value`.")
     for key, value in (content or {}).items():
         if key in _SECTIONS and isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", one) for inner, one in value.items())
@@ -154,7 +156,7 @@ def _flat(content: Any, path: Path) -> Iterable[tuple[str, Any]]:
 def _meaning(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
     """The settings that a key of a file sets, with their values."""
     section, _, inner = key.rpartition(".")
-    prefixed = f"{section}.{section.removesuffix('_config')}_{inner}"  # as older files have them
+    prefixed = f"{section}.{section.removesuffix('_config')}_{inner}"  # the form in older files
     name = _KEYS.get(key) or _KEYS.get(prefixed)
     if name is not None:
         return {} if SETTINGS[name].is_nothing(value) or (key == "num_processes" and value == -1) else {name: value}
@@ -165,7 +167,7 @@ def _meaning(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
     if key not in _IDLE:
         known = [*_KEYS, "distributed_type"] if not section else [k for k in _KEYS if k.startswith(f"{section}.")]
         raise ValueError(
-            f"{file.path} has an unknown key {key!r}.{messages.did_you_mean(key, known)} Take it out, or see "
+            f"{file.path} has an unknown key {key!r}.{messages.did_you_mean(key, known)} Remove it, or see "
             "`paceline config --help` for the names."
         )
     if value not in (None, "", [], {}, *_IDLE[key]):
@@ -180,8 +182,8 @@ def _of_type(key: str, value: Any, file: ConfigFile) -> dict[str, Any]:
     if key == "compute_environment" or word not in _TYPES:
         known = messages.names(_TYPES) if key == "distributed_type" else "'LOCAL_MACHINE'"
         raise ValueError(
-            f"{file.path} has {key}: {value}, which Paceline cannot do: it runs on CPUs, CUDA GPUs and Apple's MPS of "
-            f"machines at hand. Choose {known}, or set {CONFIG_VARIABLE}=none to read no file."
+            f"{file.path} has {key}: {value}, which Paceline does not support: it runs on CPUs, CUDA GPUs and Apple's "
+            f"MPS of your own machines. Choose {known}, or set {CONFIG_VARIABLE}=none to read no file."
         )
     return _TYPES[word]
 
@@ -191,8 +193,8 @@ def _put(file: ConfigFile, key: str, name: str, value: Any) -> None:
     value = SETTINGS[name].parsed(value, where)
     if file.values.get(name, value) != value and "distributed_type" not in (key, file.keys[name]):
         raise ValueError(
-            f"{file.path} gives {name} twice: {file.values[name]!r} as {file.keys[name]} and {value!r} as {key}. Take "
-            "one out."
+            f"{file.path} sets {name} twice: {file.values[name]!r} as {file.keys[name]} and {value!r} as {key}. Remove "
+            "one of them."
         )
     if file.keys.get(name) != "distributed_type":
         file.values[name], file.keys[name] = value, key
@@ -222,11 +224,11 @@ _PARSERS = {".yaml": _yaml, ".yml": _yaml, ".json": json.loads, ".toml": _toml}
 
 
 def write_file(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
-    """Write settings, in the format of the file's suffix; the file appears whole.
+    """Write settings in the format of the file's suffix. The file appears complete or not at all.
 
     Args:
-        path: the file; folders are made.
-        values: by the settings' names.
+        path: the file; its folder is created if needed.
+        values: values by setting name.
     """
     place = Path(path).expanduser()
     text = _WRITERS[_suffix(place)](dict(values))

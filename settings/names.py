@@ -1,4 +1,4 @@
-"""The table of settings: every name, what it accepts, its default, and where else it may be written."""
+"""The table of settings: names, accepted values, defaults, variables and keys."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Setting:
     """One setting.
 
     Attributes:
-        name: the same in code, as a flag and in a file.
-        parse: makes the value, or raises a ValueError with the second half of a sentence.
-        default: what holds where nobody says anything; None: nothing, or found out by whoever needs it.
-        help: one line.
-        group: settings of one topic.
-        accepts: the values, in words.
-        bare: as a flag it stands alone, without a value.
-        variables: environment variables of Accelerate for it, read after ``PACELINE_<NAME>``.
-        keys: where Accelerate's config files have it, besides its own name.
-        objects: code may give an object of another type, which is passed on as it is.
+        name: its name in code, as a flag and in a file.
+        parse: returns the parsed value, or raises a ValueError whose text completes a sentence about the value.
+        default: its value if it is not set; None for no value, or one that is determined where it is used.
+        help: a description in one line.
+        group: its topic.
+        accepts: text that describes the accepted values.
+        bare: whether its flag takes no value.
+        variables: Accelerate's environment variables for it, read after ``PACELINE_<NAME>``.
+        keys: its keys in Accelerate's config files, besides its own name.
+        objects: whether code may pass an object of another type, which is passed on unchanged.
     """
 
     name: str
@@ -39,18 +39,18 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """The environment variable that is Paceline's own."""
+        """Paceline's own environment variable for it."""
         return f"PACELINE_{self.name.upper()}"
 
     def parsed(self, value: Any, where: str) -> Any:
-        """A value as it is to be.
+        """Parse a value.
 
         Args:
-            value: what was written.
-            where: the place where it was written, for the error.
+            value: the value as given.
+            where: where it was given, for the error.
 
         Raises:
-            ValueError: it is no value of this setting.
+            ValueError: the value is not valid for this setting.
         """
         try:
             return self.parse(value)
@@ -58,7 +58,7 @@ class Setting:
             raise ValueError(f"{where}: {self.name} {value!r} {error}") from None
 
     def is_nothing(self, value: Any) -> bool:
-        """Whether a value of a file or variable stands for one that is not set."""
+        """Whether a value in a file or variable means "not set"."""
         if not isinstance(value, str):
             return value is None
         word = value.strip().lower()
@@ -93,7 +93,7 @@ def _number(name: str, help: str, default: float | None = None, **more: Any) -> 
 
 
 def _of(group: str, section: str, prefix: str, *settings: Setting) -> list[Setting]:
-    """Settings of a group, which Accelerate's files keep in a section and its launcher in prefixed variables."""
+    """Add Accelerate's keys (in a section of its files) and prefixed variables to the settings of a group."""
     made = []
     for one in settings:
         variables = one.variables or ((prefix + one.name.removeprefix(group + "_").upper(),) if prefix else ())
@@ -105,7 +105,7 @@ def _of(group: str, section: str, prefix: str, *settings: Setting) -> list[Setti
 _RUN = [
     _choice(
         "mixed_precision",
-        "the type that forward passes compute in; weights stay float32",
+        "the dtype of forward passes; weights stay float32",
         "no",
         "no",
         "fp16",
@@ -115,7 +115,7 @@ _RUN = [
     ),
     _count(
         "gradient_accumulation_steps",
-        "micro-batches an update",
+        "micro-batches per update",
         1,
         least=1,
         variables=("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",),
@@ -123,19 +123,19 @@ _RUN = [
     ),
     _number(
         "gradient_clipping",
-        "the norm that DeepSpeed clips gradients to",
+        "the norm to which DeepSpeed clips gradients",
         variables=("ACCELERATE_GRADIENT_CLIPPING",),
         keys=("deepspeed_config.gradient_clipping",),
         group="deepspeed",
     ),
-    _switch("cpu", "train on the CPU, also where there are GPUs", variables=("ACCELERATE_USE_CPU",), keys=("use_cpu",)),
+    _switch("cpu", "train on the CPU, even if there are GPUs", variables=("ACCELERATE_USE_CPU",), keys=("use_cpu",)),
     _text("strategy", "how processes share the work, by name: ddp, fsdp, deepspeed, ...", objects=True),
     _switch(
         "debug",
-        "say more, and compare shapes over processes before each collective",
+        "print more, and compare shapes between processes before each collective",
         variables=("ACCELERATE_DEBUG_MODE",),
     ),
-    _choice("output_dtype", "the type of a prepared model's outputs: float32, or as computed", "fp32", "fp32", "keep"),
+    _choice("output_dtype", "the dtype of a prepared model's outputs: float32, or as computed", "fp32", "fp32", "keep"),
     _choice(
         "scheduler_steps",
         "what a scheduler's step() counts: updates, or updates times processes",
@@ -144,7 +144,7 @@ _RUN = [
         "per_sample",
     ),
     _text("log_with", "trackers, comma separated: tensorboard, wandb, ... or all", group="logging", objects=True),
-    _text("project_dir", "where logs and checkpoints go", group="logging"),
+    _text("project_dir", "the folder for logs and checkpoints", group="logging"),
 ]
 
 _LAUNCH = _of(
@@ -152,20 +152,20 @@ _LAUNCH = _of(
     "",
     "",
     _switch("multi_gpu", "one process for each GPU"),
-    _count("num_processes", "processes over all machines; by default one for each GPU, else one", least=1),
-    _count("num_machines", "machines", 1, least=1),
-    _count("machine_rank", "which of the machines this is, from 0", 0),
+    _count("num_processes", "processes on all machines; by default one for each GPU, else one", least=1),
+    _count("num_machines", "number of machines", 1, least=1),
+    _count("machine_rank", "index of this machine, from 0", 0),
     _text("main_process_ip", "the address of machine 0"),
-    _count("main_process_port", "the port of machine 0; 0 or nothing: a free one", most=65535),
-    _text("gpu_ids", "which GPUs, by id, comma separated, or all"),
+    _count("main_process_port", "the port of machine 0; 0 or no value for a free one", most=65535),
+    _text("gpu_ids", "the ids of the GPUs to use, comma separated, or all"),
     _count("num_cpu_threads_per_process", "threads of each process (OMP_NUM_THREADS)", least=1),
     _switch(
         "enable_cpu_affinity", "keep each process on the cores near its GPU", variables=("ACCELERATE_CPU_AFFINITY",)
     ),
     _text("rdzv_backend", "how machines find each other: static or c10d", "static"),
-    _text("rdzv_conf", "more for the rendezvous, key=value, comma separated"),
-    _count("max_restarts", "times that failed processes are started again", 0),
-    _number("monitor_interval", "seconds between two looks at the processes", 0.1),
+    _text("rdzv_conf", "more rendezvous settings, key=value, comma separated"),
+    _count("max_restarts", "how often failed processes are restarted", 0),
+    _number("monitor_interval", "seconds between two checks of the processes", 0.1),
 )
 
 _DYNAMO = _of(
@@ -174,7 +174,7 @@ _DYNAMO = _of(
     "ACCELERATE_DYNAMO_",
     _choice(
         "dynamo_backend",
-        "the back end of torch.compile; no: do not compile",
+        "the back end of torch.compile; no to not compile",
         "no",
         *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt"),
         *("onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron"),
@@ -185,8 +185,8 @@ _DYNAMO = _of(
         "default",
         *("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     ),
-    _switch("dynamo_use_fullgraph", "the model must compile into one graph"),
-    _switch("dynamo_use_dynamic", "compile for sizes that change; by default torch finds out", None),
+    _switch("dynamo_use_fullgraph", "require that the model compiles into a single graph"),
+    _switch("dynamo_use_dynamic", "compile for sizes that change; by default torch decides", None),
     _switch("dynamo_use_regional_compilation", "compile repeated blocks once, rather than the whole model"),
 )
 
@@ -196,7 +196,7 @@ _FSDP = [
         "fsdp",
         "fsdp_config",
         "FSDP_",
-        _count("fsdp_version", "accepted: Paceline has version 2", 2, 1, 2),
+        _count("fsdp_version", "accepted: Paceline always uses version 2", 2, 1, 2),
         _choice(
             "fsdp_sharding_strategy",
             "what is sharded",
@@ -205,7 +205,7 @@ _FSDP = [
             numbered=True,
         ),
         _truth("fsdp_offload_params", "keep weights in CPU memory between uses"),
-        _count("fsdp_min_num_params", "the size a block has, with SIZE_BASED_WRAP", 100_000_000),
+        _count("fsdp_min_num_params", "the size of a block in parameters, with SIZE_BASED_WRAP", 100_000_000),
         _choice(
             "fsdp_auto_wrap_policy",
             "which blocks are sharded as a unit; by default Paceline finds them",
@@ -233,15 +233,15 @@ _FSDP = [
         _truth("fsdp_use_orig_params", "accepted: version 2 always does", True),
         _truth("fsdp_cpu_ram_efficient_loading", "read weights on one process only", True),
         _truth("fsdp_sync_module_states", "start from the weights of process 0", True),
-        _truth("fsdp_activation_checkpointing", "compute activations again rather than keep them"),
-        _truth("fsdp_activation_checkpointing_offload", "keep those inputs in CPU memory"),
+        _truth("fsdp_activation_checkpointing", "recompute activations instead of keeping them"),
+        _truth("fsdp_activation_checkpointing_offload", "keep the checkpointed inputs in CPU memory"),
         _text("fsdp_ignored_modules", "modules that are not sharded, as a regular expression"),
     ),
     Setting(
         "fsdp_reshard_after_forward",
         word_or_truth("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
         None,
-        "free a block's weights after its forward pass; by default as fsdp_sharding_strategy says",
+        "free a block's weights after its forward pass; by default decided by fsdp_sharding_strategy",
         "fsdp",
         "true, false",
         variables=("FSDP_RESHARD_AFTER_FORWARD",),
@@ -258,8 +258,8 @@ _DEEPSPEED = [
         "ACCELERATE_DEEPSPEED_",
         _text("deepspeed_config_file", "a DeepSpeed configuration"),
         _count("zero_stage", "what is sharded: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too", 2, 0, 3),
-        _choice("offload_optimizer_device", "where the optimizer's state is", "none", *_DEVICES),
-        _choice("offload_param_device", "where weights are, with stage 3", "none", *_DEVICES),
+        _choice("offload_optimizer_device", "where the optimizer's state is kept", "none", *_DEVICES),
+        _choice("offload_param_device", "where weights are kept, with stage 3", "none", *_DEVICES),
         _text("offload_optimizer_nvme_path", "the folder for nvme"),
         _text("offload_param_nvme_path", "the folder for nvme"),
         _truth(
@@ -268,10 +268,10 @@ _DEEPSPEED = [
             variables=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
         ),
         _truth("zero3_save_16bit_model", "gather 16-bit weights for saving, with stage 3"),
-        _text("deepspeed_hostfile", "the machines, a file"),
-        _text("deepspeed_exclusion_filter", "machines and GPUs to leave out"),
-        _text("deepspeed_inclusion_filter", "machines and GPUs to take"),
-        _text("deepspeed_multinode_launcher", "what starts processes on other machines"),
+        _text("deepspeed_hostfile", "a file that lists the machines"),
+        _text("deepspeed_exclusion_filter", "machines and GPUs not to use"),
+        _text("deepspeed_inclusion_filter", "machines and GPUs to use"),
+        _text("deepspeed_multinode_launcher", "the program that starts processes on other machines"),
         _text(
             "deepspeed_moe_layer_cls_names",
             "class names of mixture-of-experts layers, comma separated",
@@ -302,17 +302,17 @@ _PARALLELISM = [
                 ("sp", "sequence parallel"),
             )
         ),
-        _choice("parallelism_config_cp_backend", "what runs context parallelism", "torch", "torch"),
+        _choice("parallelism_config_cp_backend", "the back end of context parallelism", "torch", "torch"),
         _choice(
             "parallelism_config_cp_comm_strategy",
-            "how keys and values travel in context parallelism",
+            "how context parallelism exchanges keys and values",
             "allgather",
             *("allgather", "alltoall"),
         ),
-        _choice("parallelism_config_sp_backend", "what runs sequence parallelism", "deepspeed", "deepspeed"),
+        _choice("parallelism_config_sp_backend", "the back end of sequence parallelism", "deepspeed", "deepspeed"),
         _count("parallelism_config_sp_seq_length", "the length of sequences", None, 1),
-        _truth("parallelism_config_sp_seq_length_is_variable", "sequences differ in length", True),
-        _text("parallelism_config_sp_attn_implementation", "the attention of sequence parallelism"),
+        _truth("parallelism_config_sp_seq_length_is_variable", "whether sequences differ in length", True),
+        _text("parallelism_config_sp_attn_implementation", "the attention implementation of sequence parallelism"),
     ),
 ]
 
@@ -320,16 +320,16 @@ _DATA = _of(
     "data",
     "",
     "",
-    _truth("split_batches", "a loader's batch is cut into one part for each process"),
-    _truth("dispatch_batches", "process 0 reads and sends out", None),
-    _truth("even_batches", "every process gets equally many batches", True),
-    _truth("use_seedable_sampler", "accepted: the order always follows from seed and epoch", True),
-    _count("data_seed", "the seed of the order of the data; by default that of the run"),
+    _truth("split_batches", "split each batch of a loader into one part per process"),
+    _truth("dispatch_batches", "process 0 reads the data and sends it to the others", None),
+    _truth("even_batches", "give every process the same number of batches", True),
+    _truth("use_seedable_sampler", "accepted: the order always depends only on seed and epoch", True),
+    _count("data_seed", "the seed for the order of the data; by default the run's seed"),
     _truth("non_blocking", "copy batches to the device without waiting"),
-    _truth("use_stateful_dataloader", "read iterable data sets by torchdata's StatefulDataLoader"),
+    _truth("use_stateful_dataloader", "read iterable data sets with torchdata's StatefulDataLoader"),
 )
 
-#: Every setting by its name, in the order in which they are shown.
+#: Every setting by its name, in the order in which they are printed.
 SETTINGS: dict[str, Setting] = {
     one.name: one for one in (*_RUN, *_LAUNCH, *_DYNAMO, *_FSDP, *_DEEPSPEED, *_PARALLELISM, *_DATA)
 }

@@ -1,4 +1,4 @@
-"""Which value counts: code, then launch flag, environment, file, default; and where it came from."""
+"""Resolve each setting to the value with the highest priority (code, launch flag, environment, file, default)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from .names import SETTINGS, Setting
 T = TypeVar("T")
 Place = Literal["code", "flag", "env", "file", "default"]
 
-#: Which of the variables a launcher wrote because of its flags, comma separated. It is there in launched processes.
+#: Environment variable of launched processes with the settings that come from the launcher's flags, comma separated.
 FLAGS = "PACELINE_LAUNCH_FLAGS"
 
 
 class Given(NamedTuple):
-    """A value from code that is taken as it is, and where it stands there, such as ``Trainer(precision='bf16')``."""
+    """A value from code that is used unchanged, and where it was given, such as ``Trainer(precision='bf16')``."""
 
     value: Any
     where: str
 
 
 class Origin(NamedTuple):
-    """From where a value comes: the kind of place, and the place."""
+    """Where a value comes from: the kind of source, and the source itself."""
 
     place: Place
     where: str
 
 
 class Row(NamedTuple):
-    """A line of the table of settings. ``place`` may be ``"settings"`` where ``where`` says which."""
+    """A line of the table of settings. If ``place`` is ``"settings"``, ``where`` names the setting."""
 
     name: str
     value: Any
@@ -41,67 +41,67 @@ class Row(NamedTuple):
     where: str
 
 
-class _Said(NamedTuple):
+class _Candidate(NamedTuple):
     value: Any
     origin: Origin
 
 
 class Settings(Mapping[str, Any]):
-    """The settings in force, by name.
+    """The resolved settings, by name.
 
     Attributes:
         file: the file that was read, or None.
     """
 
-    def __init__(self, said: Mapping[str, _Said], file: str | None) -> None:
-        self._said = dict(said)
+    def __init__(self, chosen: Mapping[str, _Candidate], file: str | None) -> None:
+        self._chosen = dict(chosen)
         self.file = file
 
     def __getitem__(self, name: str) -> Any:
         return self._of(name).value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._said)
+        return iter(self._chosen)
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._chosen)
 
     def origin(self, name: str) -> Origin:
-        """From where the value of a setting comes."""
+        """Where the value of a setting comes from."""
         return self._of(name).origin
 
     def is_set(self, name: str) -> bool:
-        """Whether somebody gave the value, rather than its being the default."""
+        """Whether the value was given, and is not the default."""
         return self.origin(name).place != "default"
 
     def table(self) -> list[Row]:
         """Every setting with its value and origin."""
-        return [Row(name, said.value, *said.origin) for name, said in self._said.items()]
+        return [Row(name, chosen.value, *chosen.origin) for name, chosen in self._chosen.items()]
 
     def print(self, everything: bool = True) -> None:
         """Print the settings, each with its value and origin, on rank 0.
 
         Args:
-            everything: those at their default too.
+            everything: whether to print settings that have their default, too.
         """
         if messages.is_rank_zero():
             messages.answer(self.text(everything))
 
     def text(self, everything: bool = True) -> str:
-        """What :meth:`print` prints."""
+        """The text that :meth:`print` prints."""
         rows = [row for row in self.table() if everything or row.place != "default"]
         rows = [row._replace(where=row.where.removeprefix(f"{self.file}: ")) for row in rows]
-        lines = [f"Settings in force (file: {self.file or 'none'})"]
+        lines = [f"Current settings (file: {self.file or 'none'})"]
         name, value = (max((len(str(row[i])) for row in rows), default=0) for i in (0, 1))
         lines += [f"  {row.name:{name}}  {row.value!s:{value}}  {row.place}  {row.where}".rstrip() for row in rows]
         if not everything:
             lines.append("  all others: their defaults" if rows else "  all settings: their defaults")
         return "\n".join(lines)
 
-    def _of(self, name: str) -> _Said:
-        if name not in self._said:
-            raise KeyError(f"There is no setting {name!r}.{messages.did_you_mean(name, self._said)}")
-        return self._said[name]
+    def _of(self, name: str) -> _Candidate:
+        if name not in self._chosen:
+            raise KeyError(f"There is no setting {name!r}.{messages.did_you_mean(name, self._chosen)}")
+        return self._chosen[name]
 
 
 def resolve(
@@ -112,19 +112,19 @@ def resolve(
     door: str = "Accelerator",
     late_variables: Mapping[str, Given] | None = None,
 ) -> Settings:
-    """Find every setting's value. None means not set; a no or False that somebody gave counts.
+    """Resolve the value of every setting. None means "not set"; an explicit no or False is a value.
 
     Args:
-        code: what the program gave, by the settings' names; a :class:`Given` says itself where it stands.
-        flags: what a launcher's command line gave.
-        config_file: the file to read; None: that of the environment, the folder or the user, if there is one.
-        environment: variables; None: those of this process.
-        door: whose arguments ``code`` are, for messages.
-        late_variables: what other variables gave, which count less than those of the settings.
+        code: values from the program, by setting name; a :class:`Given` also says where it was given.
+        flags: values from a launcher's command line.
+        config_file: the file to read; None for that of the environment, the folder or the user, if there is one.
+        environment: environment variables; None for those of this process.
+        door: the class whose arguments ``code`` are, for messages.
+        late_variables: values from other variables, with lower priority than the settings' own variables.
 
     Raises:
-        ValueError: an unknown name, or a value that its setting does not have.
-        FileNotFoundError: the file that was named does not exist.
+        ValueError: a name is unknown, or a value is not valid.
+        FileNotFoundError: the given file does not exist.
     """
     variables = os.environ if environment is None else environment
     for given in (code or {}, flags or {}):
@@ -134,13 +134,13 @@ def resolve(
     path = find_file(variables) if config_file is None else config_file
     file = None if path is None else read_file(path)
     launched = variables.get(FLAGS)
-    said = {}
+    chosen = {}
     for one in SETTINGS.values():
         found = list(_candidates(one, code or {}, flags or {}, variables, late_variables or {}, file, door))
         _report(one.name, found, of_code_only=launched is not None)
-        said[one.name] = found[0]
-    settings = Settings(said, None if file is None else file.path)
-    if settings["debug"] and launched is None and not (code is None and flags is None):  # a launcher has shown them
+        chosen[one.name] = found[0]
+    settings = Settings(chosen, None if file is None else file.path)
+    if settings["debug"] and launched is None and not (code is None and flags is None):  # a launcher printed them
         messages.info_once(settings.text())
     return settings
 
@@ -153,43 +153,43 @@ def _candidates(
     late_variables: Mapping[str, Given],
     file: ConfigFile | None,
     door: str,
-) -> Iterator[_Said]:
-    """What each place says about a setting, the one that counts first."""
+) -> Iterator[_Candidate]:
+    """The values that the sources give for a setting, highest priority first."""
     given = code.get(one.name)
     if isinstance(given, Given):
         if given.value is not None:
-            yield _Said(given.value, Origin("code", given.where))
+            yield _Candidate(given.value, Origin("code", given.where))
     elif given is not None:
         as_it_is = one.objects and not isinstance(given, str)
         where = Origin("code", f"{door}({one.name}={given!r})" if not as_it_is else f"{door}({one.name}=)")
-        yield _Said(given if as_it_is else one.parsed(given, f"{door}({one.name}=)"), where)
+        yield _Candidate(given if as_it_is else one.parsed(given, f"{door}({one.name}=)"), where)
     if flags.get(one.name) is not None:
         where = f"--{one.name}"
-        yield _Said(one.parsed(flags[one.name], where), Origin("flag", where))
+        yield _Candidate(one.parsed(flags[one.name], where), Origin("flag", where))
     from_flags = variables.get(FLAGS, "").split(",")
     for variable in (one.variable, *one.variables):
         if one.is_nothing(variables.get(variable)):
             continue
         is_flag = variable == one.variable and one.name in from_flags
         origin = Origin("flag", f"--{one.name}") if is_flag else Origin("env", variable)
-        yield _Said(one.parsed(variables[variable], origin.where), origin)
+        yield _Candidate(one.parsed(variables[variable], origin.where), origin)
     late = late_variables.get(one.name)
     if late is not None and late.value is not None:
-        yield _Said(late.value, Origin("env", late.where))
+        yield _Candidate(late.value, Origin("env", late.where))
     if file is not None and one.name in file.values:
-        yield _Said(file.values[one.name], Origin("file", f"{file.path}: {file.keys[one.name]}"))
-    yield _Said(one.default, Origin("default", ""))
+        yield _Candidate(file.values[one.name], Origin("file", f"{file.path}: {file.keys[one.name]}"))
+    yield _Candidate(one.default, Origin("default", ""))
 
 
-def _report(name: str, found: Iterable[_Said], of_code_only: bool) -> None:
-    """Say once that two places contradict each other; of what its flags contradict a launcher has spoken."""
+def _report(name: str, found: Iterable[_Candidate], of_code_only: bool) -> None:
+    """Print once that two sources contradict each other. A launcher has already reported conflicts with its flags."""
     first, *others = found
     if of_code_only and first.origin.place != "code":
         return
     lost = [one for one in others if one.origin.place != "default" and one.value != first.value]
     if lost:
         against = ", ".join(f"{one.value!r} from {one.origin.where}" for one in lost)
-        messages.info_once(f"{name} is {first.value!r}, from {first.origin.where}; that counts, not {against}.")
+        messages.info_once(f"{name} is {first.value!r}, from {first.origin.where}; this overrides {against}.")
 
 
 def if_set(settings: Mapping[str, Any] | None, name: str) -> Any:
@@ -207,9 +207,9 @@ def fill(one: T, settings: Mapping[str, Any] | None, names: Mapping[str, str]) -
 
 
 def hand_over(settings: Settings) -> dict[str, str]:
-    """The variables that give the processes of a launcher the settings that it found.
+    """The environment variables that pass a launcher's settings to its processes.
 
-    They name the file in force, hold every flag, and tell flags from variables.
+    They contain the file's path and every flag, and say which variables come from flags.
     """
     flags = [row for row in settings.table() if row.place == "flag"]
     return {

@@ -1,4 +1,4 @@
-"""What the kinds of settings accept, whether it comes from code, a flag, a variable or a file."""
+"""Parsers for the values of settings, whether they come from code, a flag, a variable or a file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .. import messages
 
 YES = ("true", "yes", "y", "on", "1")
 NO = ("false", "no", "n", "off", "0")
-#: What other programs write for a value that is not set.
+#: Words that other programs write for a value that is not set.
 NOTHING = ("", "none", "null", "auto")
 
-#: Makes a value, or says in the second half of a sentence what would be one.
+#: Returns the parsed value, or raises a ValueError whose text completes a sentence and says what is valid.
 Parse = Callable[[Any], Any]
 
 
@@ -53,17 +53,17 @@ def positive(value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not number > 0 or math.isinf(number):
-        raise ValueError("is not a number above 0. Write one.")
+        raise ValueError("is not a number above 0. Write a number above 0.")
     return number
 
 
 def choice(*choices: str, refused: dict[str, str] | None = None, numbered: bool = False) -> Parse:
-    """Parse one of several words, in any case.
+    """Parse one of several words, ignoring case.
 
     Args:
-        choices: the words, as they are to be.
+        choices: the words in the case in which they are returned.
         refused: words that are known but not supported, and what to do instead.
-        numbered: the words may be given by their number, from 1.
+        numbered: whether a word may also be given by its number, from 1.
     """
     by_word = {word.lower(): word for word in choices}
     if numbered:
@@ -77,14 +77,14 @@ def choice(*choices: str, refused: dict[str, str] | None = None, numbered: bool 
             raise ValueError(f"is not supported: {refused[word]}")
         if word not in by_word:
             close = messages.did_you_mean(word, by_word)
-            raise ValueError(f"is none of its values.{close} Choose {messages.names(choices)}.")
+            raise ValueError(f"is not a valid value.{close} Choose {messages.names(choices)}.")
         return by_word[word]
 
     return parse
 
 
 def text(value: Any) -> str:
-    """Parse words, or several of them, which a file may give as a list."""
+    """Parse text; several texts, which a file may give as a list, are joined with commas."""
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, os.PathLike):

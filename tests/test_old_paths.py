@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from paceline import messages
-from paceline.old_paths import _NOW
+from paceline.old_paths import _MOVED
 
 
-@pytest.mark.parametrize("old", sorted(_NOW))
+@pytest.mark.parametrize("old", sorted(_MOVED))
 def test_a_module_is_found_under_its_earlier_name_and_the_new_one_is_told(
     old: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -19,9 +19,9 @@ def test_a_module_is_found_under_its_earlier_name_and_the_new_one_is_told(
     caplog.set_level("INFO", "paceline")
     monkeypatch.delitem(sys.modules, f"paceline.{old}", raising=False)
     found = importlib.import_module(f"paceline.{old}")
-    assert found is importlib.import_module(f"paceline.{_NOW[old]}")
-    assert f"paceline.{old} is now paceline.{_NOW[old]}: import it from there." in caplog.text
-    assert found.__name__ == found.__spec__.name == f"paceline.{_NOW[old]}"
+    assert found is importlib.import_module(f"paceline.{_MOVED[old]}")
+    assert f"paceline.{old} is now paceline.{_MOVED[old]}: import it from there." in caplog.text
+    assert found.__name__ == found.__spec__.name == f"paceline.{_MOVED[old]}"
 
 
 def test_a_module_that_never_was_is_not_found() -> None:

@@ -8,8 +8,7 @@ from .. import messages
 from ..checkpoint import lightning_format, logger_positions
 from ..checkpoint.manifest import FORMAT
 from ..checkpoint.plain_data import plain
-from ..checkpoint.restore import call, is_strict, load_weights, optimizer_problem, restore_precision, versions
-from ..checkpoint.restore_parts import PARTS
+from ..checkpoint.restore import PARTS, call, is_strict, load_weights, optimizer_problem, restore_precision, versions
 from ..data.loaders import samples_in_batch
 from .resume import Resumed, gather_ranks, progress
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import messages
 from ..callbacks.loss_guard import LossGuard
-from ..data.batches import Batches
-from ..data.dataloader_iter import HandOver
+from ..data.batches import Batches, HandOver
 from ..data.loaders import seed_shuffling, what_fetching_changes
 from ..processes.seed import host_random_states, mixed
 from . import phases, profiling

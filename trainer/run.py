@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import messages
 from ..callbacks.loss_guard import Rollback
 from ..checkpoint.folder_lock import Claims
-from ..checkpoint.restore_parts import PARTS
+from ..checkpoint.restore import PARTS
 from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..memory.out_of_memory_error import out_of_memory
 from ..processes import timings

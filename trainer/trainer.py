@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import messages
 from ..callbacks.base import Callback
-from ..checkpoint.restore_parts import PARTS, Part, check_parts
+from ..checkpoint.restore import PARTS, Part, check_parts
 from ..doctor.script_arguments import overruled
 from ..loggers.base import Logger
 from ..processes.devices import AcceleratorName

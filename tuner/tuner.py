@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
-from ..checkpoint.restore_parts import PARTS
+from ..checkpoint.restore import PARTS
 from ..processes.process_group import leave
 from ..processes.seed import random_states, set_random_states
 from ..trainer.run import Request, Run

@@ -1,4 +1,4 @@
-"""Stand in for the package ``accelerate``, so that programs and libraries written for it run on Paceline."""
+"""Replace the package ``accelerate``, so that programs and libraries written for it run on Paceline."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from ... import messages
 from . import names
 
 NAME = "accelerate"
-#: Libraries that look for accelerate once, while they are imported.
+#: Libraries that check only once, when they are imported, whether accelerate is installed.
 LOOKING = ("transformers", "diffusers", "peft", "trl", "sentence_transformers")
 
 
 def install() -> None:
-    """Let ``import accelerate`` find Paceline, from now on and in this process.
+    """Make ``import accelerate`` import Paceline, from now on and in this process.
 
-    Call it before anything imports ``accelerate``, and before libraries that look for it, such as transformers. An
-    installed accelerate is left alone: nothing of it is imported. Calling it again does nothing.
+    Call it before anything imports ``accelerate``, and before libraries that check for it, such as transformers. An
+    installed accelerate is neither changed nor imported. Calling it again does nothing.
 
     Raises:
-        RuntimeError: the real package was imported already.
+        RuntimeError: the real package has already been imported.
     """
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
     if NAME in sys.modules:
         raise RuntimeError(
-            f"compat.install() puts Paceline in the place of accelerate, but the real one was imported already, from "
+            f"compat.install() replaces accelerate with Paceline, but the real one has already been imported, from "
             f"{getattr(sys.modules[NAME], '__file__', None)}. Call it first: before `import accelerate`, and before "
             "libraries that import it (transformers, diffusers, peft, trl)."
         )
     early = [name for name in LOOKING if name in sys.modules]
     if early:
         messages.warn(
-            f"compat.install() comes after the import of {messages.names(early, last='and')}, which may have found out "
-            "by then that accelerate is not there. Call it before importing them."
+            f"compat.install() comes after the import of {messages.names(early, last='and')}, which may already have "
+            "decided that accelerate is not installed. Call it before importing them."
         )
     sys.meta_path.insert(0, Finder())
     importlib.invalidate_caches()
 
 
 def main() -> None:
-    """``python -m paceline.compat.accelerate train.py ...``: run a script with Paceline as its accelerate."""
+    """Run a script with Paceline as accelerate: ``python -m paceline.compat.accelerate train.py ...``."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         raise SystemExit("usage: python -m paceline.compat.accelerate SCRIPT [ARGUMENTS ...]")
     install()
@@ -71,14 +71,14 @@ class Alias(ModuleType):
             return importlib.import_module(inner)
         if value is names.UNKNOWN:
             raise AttributeError(
-                f"module {self.__name__!r} has no attribute {name!r}: Paceline stands in for {NAME}, and has nothing "
-                f"of that name.{messages.did_you_mean(name, names.ALL)}"
+                f"module {self.__name__!r} has no attribute {name!r}: Paceline replaces {NAME}, and has nothing of "
+                f"that name.{messages.did_you_mean(name, names.ALL)}"
             )
         vars(self)[name] = value
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what importing a submodule sets, but where a function has the submodule's name: it goes first."""
+        """Set an attribute; importing a submodule does not hide a function of the same name."""
         hidden = isinstance(value, Alias) and name in names.ALL
         super().__setattr__(name, names.find(name) if hidden else value)
 
@@ -87,10 +87,10 @@ class Alias(ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of ``accelerate``, and the version of that package; stands in ``sys.meta_path``."""
+    """Import finder, in ``sys.meta_path``, for the modules of ``accelerate`` and the version of the package."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """How to import a module; None if it is none of ``accelerate``'s."""
+        """The spec of a module; None if it does not belong to ``accelerate``."""
         if name.partition(".")[0] != NAME:
             return None
         inner = name.removeprefix(NAME).removeprefix(".")
@@ -102,30 +102,30 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The module."""
+        """Create the module."""
         return Alias(spec.name, f"{spec.name}, by Paceline.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill in what is there before the first use."""
+        """Set the attributes that must exist before the first use of a name."""
         vars(module)["__all__"] = [name for name in names.ALL if name not in names.UNSUPPORTED]
         if module.__name__ == NAME:
             vars(module)["__version__"] = names.VERSION
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """What ``importlib.metadata.version("accelerate")`` reads."""
+        """The distribution that ``importlib.metadata.version("accelerate")`` reads."""
         return [Metadata()] if getattr(context, "name", None) == NAME else []
 
     def invalidate_caches(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: this finder caches nothing."""
 
 
 class Metadata(importlib.metadata.Distribution):
-    """The name and the version that programs are told."""
+    """Package metadata with accelerate's name and version."""
 
     def read_text(self, filename: str) -> str | None:
         """The text of METADATA; None for other files."""
         return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {names.VERSION}\n" if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:
-        """Where a file of it would be."""
+        """The path of a file of the package."""
         return os.path.join(os.path.dirname(__file__), path)

@@ -1,4 +1,4 @@
-"""For ``python -m paceline.compat.accelerate train.py ...``."""
+"""Entry point of ``python -m paceline.compat.accelerate train.py ...``."""
 
 from . import main
 

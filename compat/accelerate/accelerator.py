@@ -13,14 +13,14 @@ from ...accelerator.nested_tensors import recursively_apply
 
 
 class _OfTheLast(type):
-    """``GradientState()`` is that of the Accelerator made last, and every Accelerator's is one by ``isinstance``."""
+    """Metaclass: ``GradientState()`` is the newest Accelerator's; ``isinstance`` holds for every Accelerator's."""
 
     last: weakref.ref[accumulation.GradientState] | None = None
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         found = None if _OfTheLast.last is None else _OfTheLast.last()
         if found is None:
-            raise ValueError("GradientState() is that of an Accelerator, and there is none. Call Accelerator() first.")
+            raise ValueError("GradientState() belongs to an Accelerator, and there is none. Call Accelerator() first.")
         return found
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -28,11 +28,11 @@ class _OfTheLast(type):
 
 
 class GradientState(accumulation.GradientState, metaclass=_OfTheLast):
-    """The window of micro-batches of the Accelerator that was made last; each has one of its own."""
+    """The accumulation window of the Accelerator that was created last; each Accelerator has its own."""
 
 
 class Accelerator(accelerator.Accelerator):
-    """Paceline's, with what loops for Accelerate count on beyond it."""
+    """Paceline's Accelerator, with additional behavior that loops for Accelerate rely on."""
 
     @functools.wraps(accelerator.Accelerator.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,14 +48,14 @@ class Accelerator(accelerator.Accelerator):
 
     @property
     def _models(self) -> list[nn.Module]:
-        """The prepared models, which transformers.Trainer reads under this name."""
+        """Whether the script skips to the resume position itself: always, except with stateful data loaders."""
         return self.prepared.models
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As ``paceline.Accelerator.gather_for_metrics``.
+        """Like ``paceline.Accelerator.gather_for_metrics``, but also for values that are repeated per sample.
 
-        Such loops also gather one row for each place in a batch, for a mean that weighs batches by their size:
-        ``loss.repeat(batch_size)``. Of a batch that is not full, the rows of its samples are kept.
+        Loops for Accelerate gather ``loss.repeat(batch_size)``, for a mean that is weighted by batch size. If a batch
+        is not full, only as many rows as it has samples are kept.
         """
         loader = self.gradient_state.active_dataloader
         if loader is not None:
@@ -65,19 +65,19 @@ class Accelerator(accelerator.Accelerator):
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """False: no model is spread over devices."""
+        """Always False: no model is spread over devices."""
         return False
 
     def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported."""
         raise NotImplementedError(
-            "accelerator.maybe_context_parallel: an Accelerator does not split sequences. Leave cp_size out."
+            "accelerator.maybe_context_parallel: an Accelerator does not split sequences. Omit cp_size."
         )
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Not supported."""
         raise NotImplementedError(
-            "accelerator.lomo_backward: LOMO updates weights within backward, before gradients can be reduced or "
+            "accelerator.lomo_backward: LOMO updates weights during backward, before gradients can be reduced or "
             "clipped. Use another optimizer, and strategy='fsdp' to save memory."
         )
 

@@ -1,4 +1,4 @@
-"""Functions of ``accelerate`` around models that are spread over devices, where Paceline's own have another form."""
+"""Functions of ``accelerate`` for models that are spread over devices, if Paceline's own have another signature."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def set_module_tensor_to_device(
     dtype: torch.dtype | None = None,
     **more: Any,
 ) -> None:
-    """Give a module a parameter or buffer on a device.
+    """Move a module's parameter or buffer to a device, or set it there.
 
     Args:
-        module: the module, or one that it is in.
-        tensor_name: its name, dotted.
-        device: where to.
-        value: what it is to be; None: what it is.
-        dtype: None: that which it has.
-        **more: accepted: ``tied_params_map``, ``non_blocking``, ``clear_cache``.
+        module: the module, or one that contains it.
+        tensor_name: dotted name of the parameter or buffer.
+        device: the device.
+        value: its new value; None for its current one.
+        dtype: its new dtype; None for its current one.
+        **more: accepted and ignored: ``tied_params_map``, ``non_blocking``, ``clear_cache``.
 
     Raises:
-        ValueError: there is none of that name, it has another shape, or it has no value yet and is given none.
+        ValueError: there is no tensor of that name, it has another shape, or it has no value and none is passed.
     """
     if more.get("fp16_statistics") is not None:
         raise NotImplementedError("set_module_tensor_to_device(fp16_statistics=...): Paceline has no 8-bit weights.")
@@ -50,11 +50,16 @@ def set_module_tensor_to_device(
     held: dict[str, Any] = own_parameters(owner) if name in own_parameters(owner) else own_buffers(owner)
     old = held.get(name)
     if old is None:
-        raise ValueError(f"{type(owner).__name__} has no parameter and no buffer {name!r} (of {tensor_name!r}).")
+        raise ValueError(
+            f"{type(owner).__name__} has no parameter and no buffer {name!r} (in {tensor_name!r}). Check the name."
+        )
     if value is None and old.device.type == "meta" and torch.device(device).type != "meta":
         raise ValueError(f"{tensor_name} has a shape and no value yet, so it cannot be moved to {device}. Pass value=.")
     if value is not None and value.shape != old.shape:
-        raise ValueError(f"{tensor_name} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}.")
+        raise ValueError(
+            f"{tensor_name} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}. Pass a value of the "
+            "same shape."
+        )
     new = (old if value is None else value).detach()
     new = new.to(device, old.dtype if dtype is None else in_dtype(new.dtype, dtype))
     held[name] = like(old, new) if isinstance(old, nn.Parameter) else new
@@ -68,7 +73,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """The names of the buffers that a ``state_dict`` leaves out; with ``fqns`` as they are called from ``module``."""
+    """The names of the buffers that are not in the ``state_dict``; with ``fqns`` their full names within ``module``."""
     names = non_persistent_buffers(module) if recurse else set(unsaved_buffers(module))
     return names if fqns else {name.rpartition(".")[2] for name in names}
 
@@ -79,7 +84,7 @@ def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, specia
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of a model, and of its largest part with the names of such parts."""
+    """Bytes of a model, and of its largest part, with the names of all parts of that size."""
     sizes = Sizes(model)
     parts = [(sizes.of(part), name) for name, part in smallest_parts(model) if isinstance(part, nn.Module)]
     largest = max((size for size, _ in parts), default=0)
@@ -89,12 +94,12 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 def get_max_layer_size(
     modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
 ) -> tuple[int, list[str]]:
-    """Bytes of the largest part that is not split, and the names of such parts.
+    """Bytes of the largest part that is not split, and the names of all parts of that size.
 
     Args:
         modules: pairs of name and module or tensor.
-        module_sizes: as ``compute_module_sizes`` gives them.
-        no_split_module_classes: names of classes.
+        module_sizes: sizes from ``compute_module_sizes``.
+        no_split_module_classes: names of classes whose instances are not split.
     """
     found: list[tuple[int, str]] = []
     for prefix, module in modules:
@@ -113,7 +118,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, Any]],
 ) -> tuple[int, list[str], list[Any]]:
-    """Bytes of a module with those that hold tensors tied to its own, each tied tensor once."""
+    """Bytes of a module together with the modules that have tensors tied to its own; each tied tensor counts once."""
     with_ties = [
         (name, module) for name, module in modules_to_treat if any(tied.startswith(f"{name}.") for tied in tied_params)
     ]
@@ -123,7 +128,7 @@ def get_module_size_with_ties(
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Join neighbors on the same device under the name of what they are in; the same dict."""
+    """Join neighbors on the same device under the name of the module that contains them. Returns the same dict."""
     prefix = f"{module_name}." if module_name else ""
     inside = {name: one for name, one in device_map.items() if name.startswith(prefix)}
     short = join_neighbors({name.removeprefix(prefix): one for name, one in inside.items()})
@@ -139,11 +144,11 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Nothing: what lies elsewhere than where it runs is brought there, tied or not."""
+    """Do nothing: offloaded tensors are fetched to the device that runs them, tied or not."""
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Make the parameters of these names one again: the first of them that has values."""
+    """Tie the parameters of these names again, to the first of them that has values."""
     for names in tied_params:
         found = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         values = [own_parameters(owner)[key] for owner, key in found]
@@ -153,7 +158,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """What two tensors have in common that share memory."""
+    """Key shared by tensors that use the same storage."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -168,32 +173,34 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Any = N
     found = dict(mapped_tensors(Path(checkpoint_file)))
     if device_map is None:
         return found
-    places = {name: device_of(name, device_map) for name in found}
-    return {name: value.to("cpu" if places[name] in (None, "disk") else places[name]) for name, value in found.items()}
+    devices = {name: device_of(name, device_map) for name in found}
+    return {
+        name: value.to("cpu" if devices[name] in (None, "disk") else devices[name]) for name, value in found.items()
+    }
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
-    """Give a model the values that a folder has."""
+    """Load the values in a folder into a model."""
     for name in index or ():
         value = OffloadedWeightsLoader(save_folder=offload_folder, index=index)[name]
         set_module_tensor_to_device(model, name, "cpu", value)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The ``state_dict``: parameters that are offloaded have their values."""
+    """The ``state_dict``, with the values of offloaded parameters."""
     return model.state_dict()
 
 
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Any = "cpu"
 ) -> dict[str, Any]:
-    """``state_dict`` with the values of one module's tensors.
+    """Add the values of one module's tensors to ``state_dict``.
 
     Args:
         module: the module.
-        module_name: of one of its tensors, dotted.
-        state_dict: is changed and returned.
-        device_to_put_offload: where to.
+        module_name: dotted name of one of its tensors.
+        state_dict: the dict, which is changed and returned.
+        device_to_put_offload: device for the values.
     """
     prefix = module_name.rpartition(".")[0]
     for name, tensor in named_tensors(module, recurse=False):
@@ -214,7 +221,7 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a module's weights are brought when it runs."""
+    """Whether a module's weights are fetched when it runs."""
     return _part_of(module) is not None
 
 
@@ -226,11 +233,11 @@ def _part_of(module: nn.Module) -> Part | None:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Any = None) -> Iterator[None]:
-    """Within, a module's own parameters are where it runs, or on a device.
+    """Context in which a module's own parameters are on a device.
 
     Args:
-        module: its own tensors, not those of the modules in it.
-        execution_device: None: where its hook says, if it has one.
+        module: the module; the parameters of its submodules are not moved.
+        execution_device: the device; None for the device on which it runs, if it is offloaded.
     """
     part = _part_of(module) if execution_device is None else None
     if part is not None:
@@ -255,7 +262,7 @@ def align_module_device(module: nn.Module, execution_device: Any = None) -> Iter
 def attach_execution_device_hook(
     module: nn.Module, execution_device: Any, skip_keys: Any = None, preload_module_classes: Any = None, **more: Any
 ) -> None:
-    """Let each module with tensors take its inputs to a device."""
+    """Make each module with tensors of its own move its inputs to a device."""
     for part in module.modules():
         if not hasattr(part, "_hf_hook") and any(True for _ in named_tensors(part, recurse=False)):
             add_hook_to_module(part, AlignDevicesHook(execution_device, skip_keys=skip_keys))
@@ -272,18 +279,18 @@ def attach_align_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: Any = None,
 ) -> None:
-    """Bring the weights of each part of a module, and its inputs, to where it runs.
+    """Make a module move its inputs, and the weights of each of its parts, to the device that runs it.
 
     Args:
         module: the module.
-        execution_device: where.
-        offload: weights lie elsewhere.
+        execution_device: the device.
+        offload: whether its weights are offloaded.
         weights_map: their values by name.
-        offload_buffers: buffers too.
-        module_name: in front of names in ``weights_map``.
+        offload_buffers: whether to offload buffers too.
+        module_name: prefix of the names in ``weights_map``.
         skip_keys: keyword arguments that are not moved.
-        preload_module_classes: what is fetched whole.
-        tied_params_map: accepted.
+        preload_module_classes: classes whose instances are fetched as a whole.
+        tied_params_map: accepted and ignored.
     """
     if not offload:
         attach_execution_device_hook(module, execution_device, skip_keys)
@@ -315,24 +322,24 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Any = None,
     tied_params_map: Any = None,
 ) -> None:
-    """The same with a device, and whether to offload, for each block by name.
+    """Call :func:`attach_align_device_hook` for each block, by name.
 
     Args:
         module: the module.
         execution_device: a device, or one for each block.
         offload: a bool, or one for each block.
         weights_map: values by name.
-        offload_buffers: buffers too.
-        module_name: in front of names.
+        offload_buffers: whether to offload buffers too.
+        module_name: name of the only block if ``execution_device`` is a single device.
         skip_keys: keyword arguments that are not moved.
-        preload_module_classes: what is fetched whole.
-        tied_params_map: accepted.
+        preload_module_classes: classes whose instances are fetched as a whole.
+        tied_params_map: accepted and ignored.
     """
     if not isinstance(execution_device, Mapping):
         execution_device = {module_name: execution_device}
     for name, device in execution_device.items():
-        away = offload.get(name, False) if isinstance(offload, Mapping) else offload
+        offloaded = offload.get(name, False) if isinstance(offload, Mapping) else offload
         block = module.get_submodule(name)
         attach_align_device_hook(
-            block, device, away, weights_map, offload_buffers, name, skip_keys, preload_module_classes
+            block, device, offloaded, weights_map, offload_buffers, name, skip_keys, preload_module_classes
         )

@@ -1,4 +1,4 @@
-"""Functions of ``accelerate`` on variables, versions, ports and configuration files."""
+"""Functions of ``accelerate`` for environment variables, versions, ports and configuration files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...accelerator.launchers import environment
 from ...processes.devices import find_kind
 from ...settings import files
 
-#: The configuration file of this user.
+#: The user's configuration file.
 default_config_file = str(files.own_file())
 
 _TRUE = ("y", "yes", "t", "true", "on", "1")
@@ -26,7 +26,7 @@ _FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str) -> int:
-    """1 or 0 for the words that mean yes or no."""
+    """1 or 0 for a word that means yes or no."""
     word = value.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ValueError(messages.unknown("truth value", value, (*_TRUE, *_FALSE)))
@@ -34,27 +34,30 @@ def str_to_bool(value: str) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Whether a variable says yes."""
+    """Whether an environment variable says yes."""
     return str_to_bool(os.environ.get(key, str(default))) == 1
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """What a variable says."""
+    """The value of an environment variable."""
     return os.environ.get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first variable that is a number of at least 0."""
+    """The first of these variables whose value is a number of at least 0."""
     found = (int(os.environ.get(key, "-1")) for key in env_keys)
     return next((number for number in found if number >= 0), default)
 
 
 def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
-    """Lines ``KEY=value``; of entries that no line can hold, none."""
+    """Lines ``KEY=value``; entries that do not fit in a line are left out with a warning."""
     lines = []
     for key, value in current_env.items():
         if any(sign in key + value for sign in ";\n<> "):
-            messages.warn(f"The variable {key}={value!r} has a sign that a line of a file cannot hold: it is left out.")
+            messages.warn(
+                f"The variable {key}={value!r} contains a character that is not allowed in a line of a file (one of "
+                "';', '<', '>', a space or a line break), so it is left out. Set it by other means."
+            )
         else:
             lines.append(f"{key}={value}\n")
     return lines
@@ -62,14 +65,14 @@ def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Within, variables (names in capitals) have these values."""
+    """Context in which environment variables (names in capitals) have these values."""
     with environment({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Within, there are no variables; those that are set are gone afterwards."""
+    """Context without any environment variables; variables set inside are removed at the end."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -80,7 +83,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(function: Any) -> Any:
-    """Decorator: ``ACCELERATE_`` and ``PACELINE_`` variables that the function sets are as before afterwards."""
+    """Decorator that restores ``ACCELERATE_`` and ``PACELINE_`` variables after the function has run."""
 
     def ours() -> dict[str, str]:
         return {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "PACELINE_"))}
@@ -99,18 +102,18 @@ def purge_accelerate_environment(function: Any) -> Any:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Which of these were imported."""
+    """The libraries among these that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of device, and the name of DistributedType for several of it."""
+    """The kind of device, and the name of the DistributedType for several such devices."""
     kind = find_kind("auto")
     return kind, {"cuda": "MULTI_GPU", "cpu": "MULTI_CPU"}.get(kind, "NO")
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Whether a library's version (or a version itself) is ``">="`` (``">"``, ``"=="``, ...) another."""
+    """Whether ``">="`` (``">"``, ``"=="``, ...) holds between a library's version (or a version) and another one."""
     from importlib.metadata import version
 
     from packaging.specifiers import SpecifierSet
@@ -126,7 +129,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version is ``">="`` (...) another; local parts such as ``+cpu`` do not count."""
+    """Whether ``">="`` (...) holds between torch's version, without local parts such as ``+cpu``, and another one."""
     import torch
     from packaging.version import Version
 
@@ -134,20 +137,20 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether something listens on a port of this machine; 29500 if none is given."""
+    """Whether a program listens on a port of this machine, by default 29500."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
         return connection.connect_ex(("localhost", int(port or 29500))) == 0
 
 
 def check_os_kernel() -> None:
-    """Warn of Linux before 5.5, on which processes may hang."""
+    """Warn about Linux before 5.5, on which processes may hang."""
     release = platform.release().split("-")[0]
     if platform.system() == "Linux" and compare_versions(release, "<", "5.5.0"):
-        messages.warn(f"Linux {release} may let processes hang. Upgrade to 5.5 or newer.")
+        messages.warn(f"On Linux {release} processes may hang. Upgrade to 5.5 or newer.")
 
 
 def load_config_from_file(config_file: str | None = None) -> Any:
-    """The settings of a file, as attributes and by ``to_dict()``; of the one in force if none is given."""
+    """The settings in a file, as attributes and with ``to_dict()``; by default the file that is in use."""
     path = config_file or files.find_file()
     if path is None:
         raise FileNotFoundError(f"There is no configuration file such as {files.own_file()}. Run `paceline config`.")
@@ -158,16 +161,16 @@ def load_config_from_file(config_file: str | None = None) -> Any:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None, **more: Any
 ) -> Path | bool:
-    """Write a configuration file, unless there is one; returns its place, or False.
+    """Write a configuration file unless it exists; returns its path, or False.
 
     Args:
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        save_location: the file; None: that of this user.
-        **more: accepted: ``use_xpu``.
+        save_location: the file; None for the user's own file.
+        **more: accepted and ignored: ``use_xpu``.
     """
     path = files.own_file() if save_location is None else Path(save_location)
     if path.exists():
-        messages.warn(f"{path} is there already, and stays as it is. Delete it to write another.")
+        messages.warn(f"{path} already exists and is not changed. Delete it to write a new one.")
         return False
     files.write_file(path, {"mixed_precision": mixed_precision})
     return path

@@ -1,4 +1,4 @@
-"""Functions of ``accelerate`` on modules and weights."""
+"""Functions of ``accelerate`` for modules and weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...torch_private import compiler_of, inside_compiled, is_compiled
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """The module inside of what was put around it; as ``accelerator.unwrap_model``.
+    """The module without its wrappers, like ``accelerator.unwrap_model``.
 
     Args:
         model: the model.
-        keep_fp32_wrapper: False: give a prepared model its own forward back.
-        keep_torch_compile: keep what ``torch.compile`` put around it.
-        recursive: unwrap the modules inside too.
+        keep_fp32_wrapper: if False, restore the own forward of a prepared model.
+        keep_torch_compile: whether to keep the wrapper of ``torch.compile``.
+        recursive: whether to unwrap submodules too.
     """
     found = unwrapped(model)
     if recursive and isinstance(found, nn.Module):
@@ -34,18 +34,18 @@ def extract_model_from_parallel(
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Whether ``torch.compile`` was put around it."""
+    """Whether a module is wrapped by ``torch.compile``."""
     return compiler_of(module) is not None
 
 
 def has_compiled_regions(module: Any) -> bool:
-    """Whether modules inside of it are compiled."""
+    """Whether submodules of a module are compiled."""
     inside = list(module.modules())[1:] if isinstance(module, nn.Module) else []
     return any(compiler_of(one) is not None or is_compiled(one) for one in inside)
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile the blocks that a list holds several of; of a module without any, all of it. The same object."""
+    """Compile a module's repeated blocks, or all of it if there are none. Returns the same object."""
     if not compile_repeated(module, compile_kwargs):
         compile_one(module, compile_kwargs)
     return module
@@ -59,11 +59,11 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """The modules, each after those inside of it.
+    """All modules of a model, each after its submodules.
 
     Args:
-        model: comes last.
-        return_fqns: pairs of name and module.
+        model: the model, which comes last.
+        return_fqns: whether to return pairs of name and module.
     """
     found = [*_below(model, ""), ("", model)]
     return found if return_fqns else [module for _, module in found]
@@ -78,7 +78,7 @@ def _below(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a state, each tensor under one name and contiguous, as safetensors wants them."""
+    """The entries of a ``state_dict``, each tensor contiguous and under a single name, as safetensors requires."""
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Any] = {}
     for name, value in state_dict.items():

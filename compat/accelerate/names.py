@@ -1,6 +1,6 @@
-"""What stands for each name of ``accelerate`` and its modules.
+"""Paceline's replacement for each name of ``accelerate`` and its modules.
 
-All its modules show all names: a program finds ``set_seed`` where it looks for it.
+Every module has all names: a program finds ``set_seed`` wherever it imports it from.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 from . import probes
 
-#: What programs that ask are told: the version whose names these are.
+#: The version of Accelerate whose names these are; programs see it as the installed one.
 VERSION = "1.15.0"
 
-#: Modules, by the package that they are in; "" is accelerate itself.
+#: Modules by package; "" is accelerate itself.
 _MODULES = {
     "": (
         "accelerator big_modeling checkpointing commands data_loader hooks inference launchers local_sgd logging "
@@ -27,7 +27,7 @@ _MODULES = {
 }
 MODULES = frozenset(f"{package}{name}" for package, listed in _MODULES.items() for name in listed.split())
 
-#: Modules of Paceline, and what they have under Accelerate's names.
+#: Modules of Paceline, and the names of Accelerate that they have.
 _PLACES = {
     ".accelerator": "Accelerator GradientState",
     "...accelerator.enums": (
@@ -108,7 +108,7 @@ _PLACES = {
     ),
 }
 
-#: Names that Paceline has under another one.
+#: Names of Accelerate that have another name in Paceline.
 _RENAMED = {
     "BaseEnum": ("...accelerator.enums", "Word"),
     "DataLoaderAdapter": ("...accelerator.loaders", "PreparedLoader"),
@@ -142,7 +142,7 @@ CONSTANTS: dict[str, Any] = {
     "WEIGHTS_PATTERN_NAME": "pytorch_model{suffix}.bin",
 }
 
-#: Names that can be imported, and what they say when they are called.
+#: Error messages of names that can be imported but not called.
 _LEFT_OUT = {
     "Paceline has no pipeline for inference alone. Spread the model with dispatch_model(model, device_map='auto')": (
         "prepare_pippy"
@@ -171,7 +171,7 @@ _LEFT_OUT = {
         "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_4bit_bnb_layers has_ao_layers "
         "has_transformer_engine_layers load_and_quantize_model"
     ),
-    "accelerator.prepare splits a DataLoader over the processes, with its sampler. Pass it the loader as it is": (
+    "accelerator.prepare splits a DataLoader and its sampler among the processes. Pass it the original loader": (
         "BatchSamplerShard DataLoaderDispatcher IterableDatasetShard SeedableRandomSampler SkipBatchSampler "
         "SkipDataLoader get_sampler"
     ),
@@ -200,7 +200,7 @@ UNKNOWN = object()
 
 
 def find(name: str) -> Any:
-    """What stands for a name of ``accelerate``; UNKNOWN if nothing does."""
+    """Paceline's replacement for a name of ``accelerate``; UNKNOWN if there is none."""
     if name in _HOMES:
         place, own = _HOMES[name]
         return getattr(importlib.import_module(place, __package__), own)

@@ -1,4 +1,4 @@
-"""The ``is_..._available`` questions of ``accelerate``, answered for this machine."""
+"""The ``is_..._available`` functions of ``accelerate``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import messages
 
-#: Question -> packages, of which one has to be installed.
+#: Names for ``is_..._available``, and packages of which one has to be installed.
 _PACKAGES = {
     "aim": "aim",
     "amdsmi": "amdsmi",
@@ -46,7 +46,7 @@ _PACKAGES = {
     "triton": "triton",
     "wandb": "wandb",
 }
-#: What Paceline does not run on or with, whether it is installed or not.
+#: Names for ``is_..._available`` of things that Paceline does not support, installed or not.
 _NEVER = (
     "bitsandbytes_multi_backend 4bit_bnb 8bit_bnb fp8 hpu megatron_lm mlu musa neuron npu pippy sdaa torch_xla "
     "transformer_engine_mxfp8 xccl xpu"
@@ -102,7 +102,7 @@ def _always() -> bool:
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether it is a model of the package peft."""
+    """Whether a model is one of the package peft."""
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 

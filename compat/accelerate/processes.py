@@ -1,4 +1,4 @@
-"""Functions of ``accelerate`` that need no Accelerator: they speak for the processes of ``PartialState``."""
+"""Functions of ``accelerate`` that need no Accelerator: they use the processes of ``PartialState``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _strategy() -> Strategy:
 
 
 def gather(tensor: Any) -> Any:
-    """As ``accelerator.gather``."""
+    """Gather tensors like ``accelerator.gather``."""
     return operations.gather(tensor, _strategy())
 
 
@@ -27,33 +27,33 @@ def gather_object(object: Any) -> Any:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """The tensors of one process on every process."""
+    """Copy the tensors of one process to every process."""
     return operations.broadcast(tensor, _strategy(), from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the entries of a list by those of one process."""
+    """Replace the entries of a list with those of one process."""
     return operations.broadcast_object_list(object_list, _strategy(), from_process)
 
 
 def reduce(tensor: Any, reduction: operations.Reduction = "mean", scale: float = 1.0) -> Any:
-    """Tensors of all processes averaged, or added up (``"sum"``)."""
+    """Average the tensors of all processes, or add them up (``"sum"``)."""
     return operations.reduce(tensor, _strategy(), reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Tensors padded along a dimension to the longest of all processes."""
+    """Pad tensors along a dimension to the longest one of all processes."""
     return operations.pad_across_processes(tensor, _strategy(), dim, pad_index, pad_first)
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """The main process's tensor on every process; the others give none."""
+    """Copy the main process's tensor to every process; the others pass none."""
     found: Any = _strategy().broadcast(None if tensor is None else tensor.cpu())
     return found.to(_strategy().device)
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process is here."""
+    """Wait until every process has called this."""
     PartialState().wait_for_everyone()
 
 
@@ -61,10 +61,10 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     """Write an object to a file, on the main process.
 
     Args:
-        obj: a dict of tensors, for ``safe_serialization``; otherwise anything that torch.save takes.
+        obj: a dict of tensors with ``safe_serialization``; otherwise anything that torch.save accepts.
         f: the file.
-        save_on_each_node: write on the first process of each machine.
-        safe_serialization: write safetensors.
+        save_on_each_node: whether to write on the first process of each machine.
+        safe_serialization: whether to write safetensors.
     """
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
@@ -78,7 +78,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: str | os.PathLike[str], map_location: Any = None, **kwargs: Any) -> Any:
-    """``torch.load``, of tensors and plain data only unless ``weights_only=False`` is passed."""
+    """``torch.load``, limited to tensors and plain data unless ``weights_only=False`` is passed."""
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
@@ -91,16 +91,16 @@ def prepare_data_loader(
     rng_types: Any = None,
     **options: Any,
 ) -> Any:
-    """This process's part of a loader.
+    """Return a loader that yields this process's part.
 
     Args:
         dataloader: the loader.
-        device: of this process; where else batches are wanted, move them.
-        num_processes: as many as there are.
-        process_index: this process.
-        put_on_device: bring batches to the device.
-        rng_types: accepted; the order is the same on all processes in any case.
-        **options: of ``DataLoaderConfiguration``.
+        device: accepted and ignored: batches go to this process's device.
+        num_processes: must be the number of processes.
+        process_index: must be the index of this process.
+        put_on_device: whether to move batches to the device.
+        rng_types: accepted and ignored: the order is always the same on all processes.
+        **options: arguments for ``DataLoaderConfiguration``.
     """
     strategy = _strategy()
     for name, given, own in (
@@ -109,8 +109,8 @@ def prepare_data_loader(
     ):
         if given not in (None, own):
             raise NotImplementedError(
-                f"prepare_data_loader({name}={given}), but it is {own} here, and a loader is split over the processes "
-                "that there are. Leave it out."
+                f"prepare_data_loader({name}={given}), but it is {own} here, and a loader can only be split among the "
+                f"existing processes. Omit {name}."
             )
     for name in ("slice_fn_for_dispatch", "torch_device_mesh"):
         options.pop(name, None)

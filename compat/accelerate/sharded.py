@@ -1,7 +1,7 @@
-"""Functions of ``accelerate`` that write and read models and optimizers whose parameters are sharded.
+"""Functions of ``accelerate`` that save and load sharded models and optimizers.
 
-Files hold whole states, also where the plugin asks for parts, so that any number of processes can read them; the parts
-of an Accelerator's own checkpoints are written by ``accelerator.save_state()``.
+The files contain whole states, even if the plugin asks for shards, so that any number of processes can read them. To
+save shards, use ``accelerator.save_state()``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def save_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
 ) -> None:
-    """Write a prepared model's weights to ``pytorch_model_fsdp.bin``; every process must call."""
+    """Write a prepared model's weights to ``pytorch_model_fsdp.bin``. Every process must call this."""
     _refuse_adapters(model, adapter_only)
     _write(accelerator, accelerator.get_state_dict(model), _path(output_dir, "pytorch_model_fsdp", model_index))
 
@@ -39,7 +39,7 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
 ) -> Any:
-    """Read what :func:`save_fsdp_model` wrote; returns the keys that did not fit. Every process must call."""
+    """Load the file of :func:`save_fsdp_model`; returns the keys that do not match. Every process must call this."""
     _refuse_adapters(model, adapter_only)
     placement = accelerator.prepared.placement(model, "load_fsdp_model")
     state = _read(_path(input_dir, "pytorch_model_fsdp", model_index))
@@ -54,7 +54,7 @@ def save_fsdp_optimizer(
     output_dir: str | os.PathLike[str],
     optimizer_index: int = 0,
 ) -> None:
-    """Write a prepared optimizer's state to ``optimizer.bin``; every process must call."""
+    """Write a prepared optimizer's state to ``optimizer.bin``. Every process must call this."""
     module = accelerator.prepared.placement(model, "save_fsdp_optimizer").module
     state = optimizer.strategy.optimizer_state(module, optimizer.optimizer)
     _write(accelerator, state, _path(output_dir, "optimizer", optimizer_index))
@@ -69,7 +69,7 @@ def load_fsdp_optimizer(
     optimizer_index: int = 0,
     adapter_only: bool = False,
 ) -> None:
-    """Read what :func:`save_fsdp_optimizer` wrote; every process must call."""
+    """Load the file of :func:`save_fsdp_optimizer`. Every process must call this."""
     module = accelerator.prepared.placement(model, "load_fsdp_optimizer").module
     state = _read(_path(input_dir, "optimizer", optimizer_index))
     optimizer.strategy.load_optimizer_state(module, optimizer.optimizer, state)
@@ -78,8 +78,8 @@ def load_fsdp_optimizer(
 def _refuse_adapters(model: nn.Module, adapter_only: bool) -> None:
     if adapter_only and is_peft_model(model):
         raise NotImplementedError(
-            f"{type(model).__name__} with adapter_only=True: sharded models are saved whole. Leave it out, or call "
-            "accelerator.save_state(only_trainable=True)."
+            f"{type(model).__name__} with adapter_only=True: sharded models are saved whole. Omit adapter_only, or "
+            "call accelerator.save_state(only_trainable=True)."
         )
 
 
@@ -88,7 +88,7 @@ def _path(folder: str | os.PathLike[str], name: str, index: int) -> Path:
 
 
 def _write(accelerator: own.Accelerator, state: dict[str, Any], path: Path) -> None:
-    """Write on the main process; the file appears whole, and is there for all afterwards."""
+    """Write the file on the main process and wait for it on the others. It appears complete or not at all."""
     if accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}")

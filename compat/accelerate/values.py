@@ -1,4 +1,4 @@
-"""Functions of ``accelerate`` on plain values."""
+"""Functions of ``accelerate`` for plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...big_model.module_sizes import size_in_bytes
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A category that programs filter; Paceline never warns with it."""
+    """A warning category that programs may filter; Paceline never uses it."""
 
 
 def convert_bytes(size: float) -> str:
@@ -25,7 +25,7 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of ``"10GB"`` (or ``"10GiB"``, of 1024s)."""
+    """Number of bytes of a size such as ``"10GB"`` (or ``"10GiB"``, with units of 1024)."""
     return size_in_bytes(size, "size")
 
 
@@ -37,23 +37,23 @@ def dtype_byte_size(dtype: Any) -> float:
         return dtype.itemsize
     bits = re.search(r"\d+$", str(getattr(dtype, "value", dtype)))
     if bits is None:
-        raise ValueError(f"dtype_byte_size got {dtype!r}, whose name says no number of bits. Pass a torch.dtype.")
+        raise ValueError(f"dtype_byte_size got {dtype!r}, whose name has no number of bits. Pass a torch.dtype.")
     return int(bits.group()) / 8
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The name of a class or function, or that of an object's class."""
+    """The name of a class or function, or of an object's class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return getattr(named, "__qualname__", None) or getattr(named, "__name__", str(obj))
 
 
 def is_tensor_information(value: Any) -> bool:
-    """Whether it is a TensorInformation."""
+    """Whether a value is a TensorInformation."""
     return isinstance(value, TensorInformation)
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Put a dict's entries into another, dicts in it likewise; returns that one."""
+    """Merge a dict into another one, recursively; returns the latter."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -63,7 +63,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """What ``obj`` has under a dotted name."""
+    """The attribute of an object with a dotted name."""
     for name in attr.split("."):
         obj = getattr(obj, name)
     return obj

@@ -56,5 +56,5 @@ def test_what_is_no_size_is_named(wrong: int | str) -> None:
 
 
 def test_what_is_no_dtype_is_named() -> None:
-    with pytest.raises(ValueError, match="dtype='bf16' is no dtype"):
+    with pytest.raises(ValueError, match="dtype='bf16' is not a torch dtype"):
         compute_module_sizes(nn.Linear(2, 2), "bf16")

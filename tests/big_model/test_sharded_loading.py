@@ -220,7 +220,7 @@ def test_what_the_files_miss_is_initialized_by_the_layers_as_on_one_device(folde
     def run(strategy: Any) -> Any:
         if int(os.environ.get("RANK", 0)):
             return fit(partial(More, tmp_path), strategy)
-        with pytest.warns(PacelineWarning, match=r"3 missing in it \(.*initial ones"):
+        with pytest.warns(PacelineWarning, match=r"3 missing from it \(.*initial ones"):
             return fit(partial(More, tmp_path), strategy)
 
     (one,) = at(1, lambda: run("single_device"))
@@ -247,7 +247,7 @@ def test_strict_loading_is_an_error_on_all_ranks_before_anything_is_read(folder:
     with pytest.raises(RanksError) as caught:
         ranks(2, lambda: fit(partial(More, folder, strict=True), FSDPStrategy()))
     assert [type(error) for error in caught.value.errors] == [RuntimeError] * 2
-    assert all("2 missing in it (classes.weight, classes.bias)" in str(error) for error in caught.value.errors)
+    assert all("2 missing from it (classes.weight, classes.bias)" in str(error) for error in caught.value.errors)
 
 
 # ---- how much a process holds ----------------------------------------------------------------------------------------
@@ -480,8 +480,8 @@ def look_elsewhere(module: nn.Module, place: Path) -> None:
 
 
 SAID = {
-    "missing": "not there|No such file",
-    "corrupt": "damaged or of another kind",
+    "missing": "are missing|No such file",
+    "corrupt": "damaged or has another format",
     "another shape": r"has the shape \(1,",
 }
 
@@ -675,7 +675,7 @@ def test_weights_are_loaded_into_a_sharded_model_in_the_middle_of_a_run(folder: 
         if accelerator.is_main_process:
             assert all(torch.equal(found[key], value) for key, value in trained().state_dict().items())
         with pytest.raises(
-            ValueError, match=r"blocks.0.norm.bias is torch.float32 and lies in parts.*before it is prepared"
+            ValueError, match=r"blocks.0.norm.bias is torch.float32 and already sharded.*before it is prepared"
         ):
             load_checkpoint_in_model(network, folder, dtype=torch.bfloat16)
 

@@ -185,7 +185,7 @@ INDEXES = {
 def test_an_index_that_is_none_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json.* is no index of weights"):
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json.* is not an index of weights"):
         weight_files(tmp_path)
 
 
@@ -193,18 +193,18 @@ def test_files_of_an_index_that_are_not_there_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}))
     (tmp_path / "1.safetensors").touch()
-    with pytest.raises(FileNotFoundError, match=r"names 2 files, of which 1 are not there: 2\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"names 2 files, of which 1 are missing: 2\.safetensors"):
         weight_files(path)
     (tmp_path / "2.safetensors").touch()
     assert [file.name for file in weight_files(path)] == ["1.safetensors", "2.safetensors"]
 
 
 def test_folders_without_weights_of_one_model_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="only nothing"):
+    with pytest.raises(FileNotFoundError, match="which is empty"):
         weight_files(tmp_path)
     for name in ("a.pt", "b.pt"):
         (tmp_path / name).touch()
-    with pytest.raises(FileNotFoundError, match=r"only a\.pt, b\.pt"):
+    with pytest.raises(FileNotFoundError, match=r"which contains a\.pt, b\.pt"):
         weight_files(tmp_path)
     with pytest.raises(FileNotFoundError, match="no weights at"):
         weight_files(tmp_path / "deeper" / "still")
@@ -226,7 +226,7 @@ def test_a_file_that_was_cut_off_is_named(name: str, left: int, tmp_path: Path) 
 
 def test_what_holds_no_tensors_by_name_is_named(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
-    with pytest.raises(ValueError, match="holds a Tensor, no dict"):
+    with pytest.raises(ValueError, match="contains a Tensor, not a dict"):
         dict(mapped_tensors(tmp_path / "tensor.pt"))
     torch.save(nn.Linear(1, 1), tmp_path / "module.pt")
     with pytest.raises(ValueError, match="Weights only load failed"):

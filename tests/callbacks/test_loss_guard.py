@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Trainer, TrainingModule, seed_everything
 from paceline.callbacks import Callback, LossGuard, ModelCheckpoint, Timer
 from paceline.callbacks import timer as timer_module
-from paceline.checkpoint.restore_parts import PARTS
+from paceline.checkpoint.restore import PARTS
 from paceline.loggers import CSVLogger
 from paceline.messages import PacelineWarning
 

@@ -859,7 +859,7 @@ def test_another_runs_file_of_the_same_name_is_neither_replaced_nor_deleted(
         write(checkpoint, path)
 
     monkeypatch.setattr(checkpoint_file, "write", slow)
-    with pytest.raises(FileExistsError, match=r"another run saved one of the same name.*dirpath"):
+    with pytest.raises(FileExistsError, match=r"another run saved one with the same name.*dirpath"):
         fit(tmp_path, ModelCheckpoint(folder, "model"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"model.ckpt": other}
 
@@ -996,7 +996,7 @@ def test_check_monitor_top_k_says_whether_a_score_would_be_kept(tmp_path: Path) 
         ({"train_time_interval": 30}, TypeError, r"train_time_interval=.*30 of type int.*timedelta"),
         ({"filename": "{epoch"}, ValueError, r"filename=.*'\{epoch', which is not a template.*'\{epoch:02d\}'"),
         ({"filename": "{}"}, ValueError, r"without a metric's name"),
-        ({"filename": "{loss:.2q}"}, ValueError, r"no format of a number after 'loss': '\.2q'"),
+        ({"filename": "{loss:.2q}"}, ValueError, r"the format '\.2q' of 'loss' does not fit a number"),
         ({"filename": "{loss!r}"}, ValueError, r"a conversion, '!r'"),
         ({"dirpath": "s4://bucket/x"}, ValueError, r"'s4://bucket/x': Unknown protocol 's4'.*Choose 's3'"),
     ],

@@ -100,7 +100,7 @@ def make_other_zip(path: Path) -> None:
         (flip, "does not match its checksum"),
         (replace_by_text, "it starts with the bytes b'not '"),
         (empty, "it is empty"),
-        (make_folder, "it has no manifest, so it is something else or was never finished"),
+        (make_folder, "it has no manifest, so it is not a checkpoint or was never completed"),
     ],
 )
 @pytest.mark.parametrize("word", ["last", "auto"])
@@ -139,7 +139,7 @@ def test_files_of_other_tools_come_after_all_others_by_their_time(tmp_path: Path
     os.utime(tmp_path / "other.ckpt", (5e9, 5e9))
     assert resumed_from(tmp_path) == "epoch=0.ckpt"
     (tmp_path / "epoch=0.ckpt").unlink()
-    with pytest.warns(UserWarning, match=r"other\.ckpt .*it has no 'state_dict'.* takes .*late\.ckpt"):
+    with pytest.warns(UserWarning, match=r"other\.ckpt .*it has no 'state_dict'.* uses .*late\.ckpt"):
         assert resumed_from(tmp_path) == "late.ckpt"
 
 

@@ -163,16 +163,18 @@ def test_an_argument_that_was_not_saved_is_asked_for(tmp_path: Path):
 def test_other_shapes_are_an_error_and_strict_false_loads_what_matches(tmp_path: Path):
     module = saved(Sized(width=5), tmp_path / "x.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"does not fit Sized: 2 of another shape \(hidden\.weight \(5, 4\) in the file"
+        RuntimeError, match=r"does not fit Sized: 2 with another shape \(hidden\.weight \(5, 4\) in the file"
     ):
         Sized.load_from_checkpoint(tmp_path / "x.ckpt", width=6)
     content = single_file.read(tmp_path / "x.ckpt")
     del content["state_dict"]["hidden.weight"]
     content["state_dict"]["gone"] = torch.zeros(1)
     single_file.write(content, tmp_path / "y.ckpt")
-    with pytest.raises(RuntimeError, match=r"1 missing in it \(hidden\.weight\); 1 unexpected \(gone\)"):
+    with pytest.raises(RuntimeError, match=r"1 missing from it \(hidden\.weight\); 1 unexpected \(gone\)"):
         Sized.load_from_checkpoint(tmp_path / "y.ckpt")
-    with pytest.warns(UserWarning, match=r"in part .*1 missing in it \(hidden\.weight\); 1 unexpected \(gone\)"):
+    with pytest.warns(
+        UserWarning, match=r"only partly loaded .*1 missing from it \(hidden\.weight\); 1 unexpected \(gone\)"
+    ):
         loaded = Sized.load_from_checkpoint(tmp_path / "y.ckpt", strict=False)
     assert torch.equal(loaded.layer.weight, module.layer.weight)
 
@@ -216,7 +218,7 @@ def test_a_file_of_hyperparameters_takes_the_place_of_those_saved(tmp_path: Path
 
 def test_a_file_of_hyperparameters_of_another_kind_is_an_error(tmp_path: Path):
     saved(Sized(width=5), tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match=r"h\.toml' is of a kind that is not known\. Pass a \.yaml, \.yml or \.csv"):
+    with pytest.raises(ValueError, match=r"h\.toml' has an unknown file type\. Pass a \.yaml, \.yml or \.csv"):
         Sized.load_from_checkpoint(tmp_path / "x.ckpt", hparams_file=tmp_path / "h.toml")
 
 
@@ -231,7 +233,7 @@ def test_a_yaml_file_cannot_run_code_either(tmp_path: Path):
 def test_code_in_a_file_is_never_run_and_asking_for_it_is_an_error(tmp_path: Path):
     saved(Sized(width=5), tmp_path / "x.ckpt")
     with pytest.raises(
-        ValueError, match=r"weights_only=False\): checkpoints are data, and code that one names is never run"
+        ValueError, match=r"weights_only=False\): checkpoints are data, and code that a file names is never run"
     ):
         Sized.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False)
     assert isinstance(Sized.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True), Sized)
@@ -292,8 +294,8 @@ def test_names_must_match_unless_the_argument_or_else_the_module_says_otherwise(
 
     single_file.write({"epoch": 0, "global_step": 0, "state_dict": TinyModule().state_dict()}, tmp_path / "x.ckpt")
     if strict is False or (strict is None and own is False):
-        with pytest.warns(UserWarning, match="in part"):
+        with pytest.warns(UserWarning, match="only partly loaded"):
             assert Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict).extra is not None
     else:
-        with pytest.raises(RuntimeError, match="2 missing in it"):
+        with pytest.raises(RuntimeError, match="2 missing from it"):
             Larger.load_from_checkpoint(tmp_path / "x.ckpt", strict=strict)

@@ -126,7 +126,7 @@ def test_last_passes_over_what_is_damaged_or_was_never_finished(root: str) -> No
     Path("torn").write_bytes(newest.read_bytes()[:-200])
     newest.upload(Path("torn"))
     location(f"{root}/half.ckpt/12ab/__0_0.distcp").upload(Path("torn"))
-    with pytest.warns(PacelineWarning, match=r"half.ckpt \(it has no manifest.*takes .*epoch=0.ckpt"):
+    with pytest.warns(PacelineWarning, match=r"half.ckpt \(it has no manifest.*uses .*epoch=0.ckpt"):
         trainer = fit(3, ModelCheckpoint(root, save_top_k=-1, filename="{epoch}"), ckpt_path="last")
     assert str(trainer.ckpt_path) == f"{root}/epoch=0.ckpt"
 
@@ -161,7 +161,7 @@ def test_the_command_line_works_there_too(root: str, capsys: pytest.CaptureFixtu
 
 def test_a_file_that_is_not_there_is_named_with_its_neighbors(root: str) -> None:
     trainer = fit(1, ModelCheckpoint(root, filename="best"))
-    with pytest.raises(FileNotFoundError, match=r"In .* there is best.ckpt. Did you mean 'best.ckpt'"):
+    with pytest.raises(FileNotFoundError, match=r" contains best.ckpt. Did you mean 'best.ckpt'"):
         trainer.validate(dataloaders=tiny_loader(), ckpt_path=f"{root}/bets.ckpt")
 
 

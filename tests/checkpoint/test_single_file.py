@@ -163,7 +163,7 @@ def test_a_file_size_limit_leaves_the_old_file_and_names_path_and_bytes(tmp_path
     assert repr(str(path)) in message
     assert "about 4,000,000 are needed" in message
     assert "bytes are free there" in message
-    assert "The file that was there before is unchanged." in message
+    assert "The existing file is unchanged." in message
     assert value_in(path) == 1.0
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
@@ -402,7 +402,7 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path):
         (lambda path: torch.save({"model": {}}, path), r"it has no 'state_dict', only 'model'"),
         (lambda path: torch.save({}, path), r"it has no 'state_dict', only nothing"),
         (lambda path: torch.save({"w": torch.zeros(1)}, path), r"bare weights: module\.load_state_dict"),
-        (lambda path: zipfile.ZipFile(path, "w").writestr("a.txt", "hi"), "it is a zip file of something else"),
+        (lambda path: zipfile.ZipFile(path, "w").writestr("a.txt", "hi"), "it is a zip file with other contents"),
         (lambda path: torch.jit.save(torch.jit.trace(torch.nn.ReLU(), torch.zeros(1)), path), r"torch\.jit\.load"),
     ],
 )
@@ -419,19 +419,21 @@ def test_a_missing_file_lists_what_is_there_and_the_nearest_name(tmp_path: Path)
     with pytest.raises(FileNotFoundError) as caught:
         single_file.read(tmp_path / "lats.ckpt")
     message = str(caught.value)
-    assert f"In {tmp_path} there is epoch=1-step=10.ckpt, last.ckpt." in message
+    assert f"{tmp_path} contains epoch=1-step=10.ckpt, last.ckpt." in message
     assert "Did you mean 'last.ckpt'?" in message
     assert caught.value.filename == str(tmp_path / "lats.ckpt")
 
 
 def test_a_missing_folder_names_the_nearest_that_exists(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=f"folder does not exist either; the nearest that does is {tmp_path}"):
+    with pytest.raises(
+        FileNotFoundError, match=f"folder does not exist either; the nearest existing one is {tmp_path}"
+    ):
         single_file.read(tmp_path / "no" / "such" / "x.ckpt")
 
 
 def test_a_folder_is_refused_and_its_files_are_listed(tmp_path: Path):
     (tmp_path / "last.ckpt").write_text("")
-    with pytest.raises(IsADirectoryError, match=r"this is a folder\. In .* there is last\.ckpt"):
+    with pytest.raises(IsADirectoryError, match=r"this is a folder\. .* contains last\.ckpt"):
         single_file.read(tmp_path)
 
 

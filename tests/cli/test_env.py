@@ -38,7 +38,7 @@ def test_c16_it_shows_versions_devices_and_the_file_in_force(file: Path, capsys:
     assert f"paceline {paceline.__version__}" in lines
     assert f"torch {torch.__version__}" in lines
     assert any(line.startswith("gpus ") for line in lines)
-    assert f"Settings in force (file: {file})" in lines
+    assert f"Current settings (file: {file})" in lines
     assert "mixed_precision bf16 file mixed_precision" in lines
 
 

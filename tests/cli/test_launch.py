@@ -288,8 +288,8 @@ def test_c11_a_given_port_is_used_and_a_taken_one_is_named(capfd: pytest.Capture
     assert status == 0
     assert told_first.splitlines() == [
         f"paceline launch: Port {port} (--main_process_port) is in use by another program on this machine, so the "
-        "processes cannot meet there. Set --main_process_port to a free port, or leave --main_process_port out and a "
-        "free one is chosen"
+        "processes cannot meet there. Set --main_process_port to a free port, or omit --main_process_port to use a "
+        "free one"
     ]
     assert [one["MASTER_PORT"] for one in told(out)] == [str(port)] * 2
     assert f"port {port} (--main_process_port)" in err
@@ -309,7 +309,7 @@ def test_c12_c13_flags_win_over_the_file_which_counts_otherwise(capfd: pytest.Ca
         assert one["OMP_NUM_THREADS"] == "1"
         assert one["PACELINE_MIXED_PRECISION"] == "no"
     assert "1 CPU thread each (--num_cpu_threads_per_process)" in err
-    assert "mixed_precision is 'no', from --mixed_precision; that counts, not 'bf16' from mine.json" in err
+    assert "mixed_precision is 'no', from --mixed_precision; this overrides 'bf16' from mine.json" in err
 
 
 def test_e11_processes_keep_to_the_cores_of_their_nodes(

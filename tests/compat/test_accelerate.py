@@ -186,7 +186,7 @@ def test_what_paceline_leaves_out_can_be_imported_and_says_so_when_it_is_called(
 def test_install_refuses_to_mix_with_the_real_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, compat.Finder)])
     monkeypatch.setitem(sys.modules, "accelerate", json)
-    with pytest.raises(RuntimeError, match=re.escape(f"imported already, from {json.__file__}. Call it first")):
+    with pytest.raises(RuntimeError, match=re.escape(f"already been imported, from {json.__file__}. Call it first")):
         compat.install()
 
 

@@ -239,7 +239,7 @@ def test_states_of_loaders_go_round():
     other = CombinedLoader([Stateful(), Unsized([1])])
     other.load_state_dict(state)
     assert other.flattened[0].position == 7
-    with pytest.raises(ValueError, match="of 2 loaders, this CombinedLoader has 1"):
+    with pytest.raises(ValueError, match="of 2 loaders, but this CombinedLoader has 1"):
         CombinedLoader([Stateful()]).load_state_dict(state)
 
 
@@ -250,5 +250,5 @@ def test_an_unknown_mode_is_refused_with_the_nearest_one():
 
 @pytest.mark.parametrize("wrong", [5, None, "text", {"x": 1}])
 def test_what_is_no_loader_is_refused_with_its_place(wrong):
-    with pytest.raises(TypeError, match=r"iterables\['a'\]\[1\].* is no loader"):
+    with pytest.raises(TypeError, match=r"iterables\['a'\]\[1\].* is not a loader"):
         CombinedLoader({"a": [Unsized([1]), wrong]})

@@ -222,7 +222,12 @@ def test_a_fraction_that_means_whole_batches_gives_exactly_these(length, batches
         (DataLoader(Stream(5)), 0.5, ValueError, r"fraction of val_dataloader.*DataLoader without __len__"),
         ([], None, ValueError, r"val_dataloader is empty.*list is 0.*limit_val_batches=0"),
         (loader(0, shuffle=False), 5, ValueError, r"val_dataloader is empty.*DataLoader"),
-        (loader(1, drop_last=True), None, ValueError, r"1 samples do not fill one of batch_size=2.*drop_last=False"),
+        (
+            loader(1, drop_last=True),
+            None,
+            ValueError,
+            r"1 samples do not fill one batch of batch_size=2.*drop_last=False",
+        ),
         (CombinedLoader([[], [X]]), None, ValueError, r"mode 'min_size'.*\[list: 0, list: 1\]"),
     ],
 )

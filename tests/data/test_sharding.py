@@ -590,7 +590,7 @@ def test_what_was_split_for_training_is_split_anew_for_evaluation():
 
 def test_too_few_samples_to_fill_a_batch_of_every_process_are_said_so():
     loader = shard_training(DataLoader(range(5), 3, drop_last=True), 0, 2)
-    with pytest.raises(ValueError, match="5 samples do not fill one of batch_size=3 on each of 2 processes"):
+    with pytest.raises(ValueError, match="5 samples do not fill one batch of batch_size=3 on each of 2 processes"):
         count_batches(loader, None, "train_dataloader")
 
 
@@ -820,8 +820,8 @@ def test_an_iterable_of_ones_own_is_left_alone_since_it_may_know_its_rank(caplog
         for shard in (shard_training, shard_evaluation):
             assert shard(loader, 1, 2) is loader
     said = caplog.text
-    assert said.count("every one of the 2 processes gets all its batches") == 2
-    assert "Reread is no DataLoader" in said
+    assert said.count("each of the 2 processes gets all its batches") == 2
+    assert "Reread is not a DataLoader" in said
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])

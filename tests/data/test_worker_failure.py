@@ -44,7 +44,7 @@ CASES = [
         r"killed by signal 7 \(SIGBUS\){}, .*/dev/shm has .*B left of .*shm-size.*prefetch_factor \(now 2\)",
     ),
     (signal.SIGSEGV, r"killed by signal 11 \(SIGSEGV\){}, a crash in compiled code.*PYTHONFAULTHANDLER=1"),
-    (signal.SIGALRM, r"killed by signal 14 \(SIGALRM\){}\. Another program or a person"),
+    (signal.SIGALRM, r"killed by signal 14 \(SIGALRM\){}\. Another program or a user sent"),
     (3, r"ended with exit status 3{}, without an exception.*os\._exit.*num_workers=0"),
 ]
 

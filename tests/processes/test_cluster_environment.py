@@ -145,7 +145,7 @@ def test_torchrun_in_a_pod_is_torchrun() -> None:
 
 def test_a_pod_with_a_wrong_rank_is_told_which_variables_to_look_at() -> None:
     environ = {"KUBERNETES_PORT": "x", "MASTER_ADDR": "a", "MASTER_PORT": "1", "RANK": "3", "WORLD_SIZE": "3"}
-    with pytest.raises(RuntimeError, match=r"Kubeflow says rank 3 of world size 3.*Set RANK and WORLD_SIZE"):
+    with pytest.raises(RuntimeError, match=r"Kubeflow says rank 3 of world size 3.*Make RANK and WORLD_SIZE agree"):
         find_cluster(environ)
 
 
@@ -223,7 +223,7 @@ def test_torchrun_under_srun_is_torchrun() -> None:
     [
         (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID is not"),
         (without(SRUN, SLURM_PROCID="5"), "rank 5 of world size 5.*SLURM_PROCID"),
-        (without(SRUN, SLURM_TASKS_PER_NODE="2x2"), "SLURM_TASKS_PER_NODE='2x2' is not of the form"),
+        (without(SRUN, SLURM_TASKS_PER_NODE="2x2"), "SLURM_TASKS_PER_NODE='2x2' does not have the form"),
         (without(SRUN, "SLURM_STEP_NODELIST"), "MASTER_ADDR=<host of rank 0>"),
         (without(SRUN, SLURM_PROCID="?"), "SLURM_PROCID='\\?' is not a whole number"),
     ],

@@ -117,7 +117,7 @@ def test_the_host_of_a_program(programs: Path, command: list[str], stdin: str, h
 
 # ---- described hosts -----------------------------------------------------------------------------------------------
 
-COPIED = "CUDA was already used in this process, and a forked copy of it cannot use CUDA again"
+COPIED = "CUDA was already used in this process, and a forked copy of it cannot use CUDA"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_how_ranks_start_in_each_host(facts: dict[str, Any], name: str, method: 
     if host.is_script:
         assert start_method_in(host, "popen", None, 2) == "popen"
         return
-    with pytest.raises(RuntimeError, match=rf"but this is {name}.*Leave start_method out.*`python file.py`"):
+    with pytest.raises(RuntimeError, match=rf"but this is {name}.*Omit start_method.*`python file.py`"):
         start_method_in(host, "popen", None)
     with pytest.raises(RuntimeError, match=rf"on 2 machines.*but this is {name}.*`python file.py` on each machine"):
         start_method_in(host, "auto", None, num_nodes=2)
@@ -173,12 +173,12 @@ def test_how_ranks_start_in_each_host(facts: dict[str, Any], name: str, method: 
         (Host("a notebook", restart="Restart the kernel"), COPIED, ["Restart the kernel", "put the code into a file"]),
         (Host("pytest", can_spawn=True), COPIED, ["Start again", "'ddp_spawn'", "put the code into a file"]),
         (Host("a script", True, True), COPIED, ["Start again", "'ddp_spawn'"]),
-        (Host("a notebook"), "win32 cannot copy a process", ["Put the code into a file"]),
+        (Host("a notebook"), "win32 cannot fork a process", ["Put the code into a file"]),
     ],
 )
 def test_a_fork_that_cannot_be_is_refused_with_what_works_there(host: Host, obstacle: str, fixes: list[str]) -> None:
     text = refusal_to_fork(host, obstacle)
-    assert text.startswith(f"Several processes start as copies of this one, but {obstacle}. {fixes[0]}")
+    assert text.startswith(f"The run starts its processes by forking this one, but {obstacle}. {fixes[0]}")
     everything = ["Start again", "Restart the kernel", "'ddp_spawn'", "put the code into a file"]
     assert [fix for fix in everything if fix.lower() in text.lower()] == [
         fix for fix in everything if fix.lower() in [one.lower() for one in fixes]

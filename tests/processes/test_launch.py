@@ -233,7 +233,7 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is in use.*or leave MASTER_PORT out"):
+        with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is in use.*or omit MASTER_PORT"):
             launch.rerun(2)
         with pytest.raises(OSError, match=rf"Port {port} \(MASTER_PORT\) is in use.*to a free port$"):
             launch.rerun(1, num_nodes=2, node_rank=0, address="127.0.0.1")

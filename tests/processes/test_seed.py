@@ -63,7 +63,7 @@ def test_without_a_seed_the_environment_decides_ours_first(monkeypatch: pytest.M
 
 
 def test_without_any_seed_0_is_used_with_a_warning():
-    with pytest.warns(UserWarning, match=r"found no seed .*so 0 is used"):
+    with pytest.warns(UserWarning, match=r"found no seed .*so it uses 0"):
         assert seed_everything(verbose=False) == 0
 
 
@@ -77,14 +77,14 @@ def test_the_seed_is_said_only_when_verbose(caplog: pytest.LogCaptureFixture):
 @pytest.mark.parametrize("seed", [-1, 2**32, "abc", 1.5, np.float64(2)])
 def test_a_seed_that_is_none_is_an_error_with_the_value(seed: Any):
     with pytest.raises(
-        ValueError, match=rf"seed_everything\(seed={re.escape(repr(seed))}\) is not a seed: .* from 0 to 4294967295"
+        ValueError, match=rf"seed_everything\(seed={re.escape(repr(seed))}\) is not a valid seed.* from 0 to 4294967295"
     ):
         seed_everything(seed)
 
 
 def test_a_bad_seed_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "x")
-    with pytest.raises(ValueError, match=r"environment variable PL_GLOBAL_SEED='x' is not a seed"):
+    with pytest.raises(ValueError, match=r"environment variable PL_GLOBAL_SEED='x' is not a valid seed"):
         seed_everything()
 
 

@@ -47,11 +47,11 @@ def test_c17_phases_are_told_at_the_end_where_debugging_asks_for_it(variables: d
         assert done.stderr == ""
         return
     assert done.stderr.splitlines() == [
-        "Seconds of this process by phase, 7.00 in all:",
-        "  outer        5.00",
-        "    inner      4.00  (2 times)",
-        "  fails        0.00",
-        "  all else     2.00",
+        "Seconds that this process spent in each phase, 7.00 in total:",
+        "  outer               5.00",
+        "    inner             4.00  (2 times)",
+        "  fails               0.00",
+        "  everything else     2.00",
     ]
 
 

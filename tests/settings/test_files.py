@@ -136,11 +136,11 @@ def test_keys_that_paceline_does_not_use_are_listed_once(tmp_path: Path, caplog:
         ("mixd_precision: bf16", ("unknown key 'mixd_precision'", "Did you mean 'mixed_precision'?")),
         ("fsdp_config: {fsdp_sharding_stratgy: 1}", ("Did you mean 'fsdp_config.fsdp_sharding_strategy'?",)),
         ("mixed_precision: bf17", ("key mixed_precision", "'bf17'", "Did you mean 'bf16'?")),
-        ("cpu: true\nuse_cpu: false", ("gives cpu twice", "True as cpu", "False as use_cpu")),
+        ("cpu: true\nuse_cpu: false", ("sets cpu twice", "True as cpu", "False as use_cpu")),
         ("distributed_type: XLA", ("distributed_type: XLA", "CUDA", "'MULTI_GPU'", "PACELINE_CONFIG_FILE=none")),
         ("compute_environment: AMAZON_SAGEMAKER", ("AMAZON_SAGEMAKER", "LOCAL_MACHINE")),
-        ("- a\n- b", ("holds a list",)),
-        ("a: [", ("is not YAML",)),
+        ("- a\n- b", ("contains a list",)),
+        ("a: [", ("is not valid YAML",)),
     ],
 )
 def test_c5_a_file_that_cannot_be_followed_is_refused(text: str, parts: tuple[str, ...], tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_u22_a_file_comes_back_as_it_was_written_in_the_format_of_its_suffix(suf
 
 
 def test_a_suffix_without_a_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no suffix that says its format"):
+    with pytest.raises(ValueError, match="is not that of a known format"):
         write_file(tmp_path / "c.ini", {})
 
 

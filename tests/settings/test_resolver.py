@@ -72,14 +72,14 @@ def test_d1_of_any_two_places_the_higher_one_counts_for_every_setting(
         settings = resolved(name, tmp_path, {higher: first} | ({} if lower == "default" else {lower: second}))
         assert (settings[name], settings.origin(name).place) == (first, higher)
         assert type(settings[name]) is type(first)
-        shown = "Settings in force"  # what `debug` asks for
+        shown = "Current settings"  # what `debug` asks for
         said = [record.message for record in caplog.records if not record.message.startswith(shown)]
         if lower == "default" or first == second:
             assert not said
         else:
             (line,) = said
             assert line.startswith(f"{name} is {first!r}, from ")
-            assert f"not {second!r} from " in line
+            assert f"this overrides {second!r} from " in line
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -121,7 +121,7 @@ def test_d3_a_conflict_is_said_once_with_both_values_their_places_and_the_winner
     for _ in range(2):
         resolved("mixed_precision", tmp_path, {"code": "no", "file": "bf16"})
     assert [record.message for record in caplog.records] == [
-        "mixed_precision is 'no', from Accelerator(mixed_precision='no'); that counts, not 'bf16' from "
+        "mixed_precision is 'no', from Accelerator(mixed_precision='no'); this overrides 'bf16' from "
         f"{tmp_path / 'settings.json'}: mixed_precision."
     ]
 

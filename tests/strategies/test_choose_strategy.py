@@ -97,7 +97,7 @@ def test_where_a_launcher_started_the_ranks_any_strategy_has_several_machines(
         ({"num_nodes": 0}, ValueError, r"num_nodes=0\) is not a number of machines"),
         ({"strategy": 3}, TypeError, r"strategy=3\) is an int"),
         ({"accelerator": "gpu"}, RuntimeError, "asks for a GPU, but this process sees none.*accelerator='auto'"),
-        ({"accelerator": "tpu"}, ValueError, "not on XLA or Gaudi devices"),
+        ({"accelerator": "tpu"}, ValueError, "not XLA or Gaudi devices"),
         ({"accelerator": "gpuu"}, ValueError, r"Unknown accelerator 'gpuu'\. Did you mean 'gpu'"),
         ({"accelerator": 3}, TypeError, r"accelerator=3\) is an int"),
         ({"devices": 0}, ValueError, r"devices=0\) asks for no device"),

@@ -53,7 +53,7 @@ SWITCH = "Pass True or False"
 
 VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("accelerator", "cup", ValueError, ("Unknown accelerator 'cup'", "Did you mean 'cpu'?", "Choose 'auto', 'cpu'")),
-    ("accelerator", "tpu", ValueError, ("'tpu'", "not on XLA", "Choose 'auto'")),
+    ("accelerator", "tpu", ValueError, ("'tpu'", "not XLA", "Choose 'auto'")),
     ("accelerator", 3, TypeError, ("accelerator=3", "an int", "Pass one of 'auto'")),
     ("strategy", "dpp", ValueError, ("Unknown strategy 'dpp'", "Did you mean 'ddp'?", "or pass a Strategy")),
     ("strategy", "dp", ValueError, ("strategy='dp'", "slower", "Write strategy='ddp'")),
@@ -68,7 +68,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("devices", 1.5, ValueError, ("devices=1.5", "is not a number of devices", "Pass 2")),
     ("devices", True, ValueError, ("devices=True", "is not a number of devices", "Pass 2")),
     ("devices", None, ValueError, ("devices=None", "is not a number of devices", "Pass 2")),
-    ("devices", [3], ValueError, ("devices=[3]", "CPU", "has no index", "devices=1")),
+    ("devices", [3], ValueError, ("devices=[3]", "CPU", "without an index", "devices=1")),
     ("num_nodes", 0, ValueError, ("num_nodes=0", "not a number of machines", "Pass 1 or more")),
     ("num_nodes", "1", ValueError, ("num_nodes='1'", "not a number of machines", "Pass 1 or more")),
     ("num_nodes", True, ValueError, ("num_nodes=True", "not a number of machines", "Pass 1 or more")),
@@ -169,7 +169,7 @@ VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
         "default_root_dir",
         "s4://bucket/runs",
         ValueError,
-        ("'s4://bucket/runs'", "Unknown protocol 's4'", "pass a path"),
+        ("'s4://bucket/runs'", "Unknown protocol 's4'", "pass a local path"),
     ),
     ("default_root_dir", __file__, ValueError, (repr(__file__), "is a file", "Pass the path of a folder")),
     ("compile", 3, TypeError, ("compile=3", "an int", "Pass True, 'step'", "or a dict")),
@@ -1277,7 +1277,7 @@ def test_an_empty_loader_of_an_evaluation_is_refused(entry: str, trainer: Traine
         hook,
         "is empty",
         "is 0",
-        "Check the data set",
+        "Check its data set",
     )
 
 
@@ -1355,13 +1355,13 @@ def make_something_else(path: Path) -> None:
             make_other,
             (
                 "does not fit TinyModule",
-                "1 missing in it (layer.bias)",
+                "1 missing from it (layer.bias)",
                 "1 unexpected (head.weight)",
                 "layer.weight (3, 3) in the file, (1, 4) in the module",
             ),
         ),
         (make_something_else, ("good.ckpt", "state_dict", "'weights'")),
-        (Path.unlink, ("good.ckpt", "no such file", "there is nothing")),
+        (Path.unlink, ("good.ckpt", "no such file", "contains no files")),
     ],
     ids=["truncated", "newer", "of another model", "no checkpoint", "missing"],
 )

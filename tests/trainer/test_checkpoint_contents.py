@@ -228,15 +228,15 @@ def test_the_file_of_another_model_lists_what_is_missing_unexpected_and_of_anoth
     with pytest.raises(RuntimeError) as caught:
         fit(Other(), ckpt_path=tmp_path / "tiny.ckpt")
     message = str(caught.value)
-    assert message.startswith("The checkpoint does not fit Other: 16 missing in it (head.0.weight, head.0.bias, ")
+    assert message.startswith("The checkpoint does not fit Other: 16 missing from it (head.0.weight, head.0.bias, ")
     assert ", and 6 more)" in message
-    assert "2 of another shape (layer.weight (1, 4) in the file, (2, 4) in the module, layer.bias (1,) in" in message
+    assert "2 with another shape (layer.weight (1, 4) in the file, (2, 4) in the module, layer.bias (1,) in" in message
     assert "Build the module with the arguments it had" in message
     trainer = Trainer(**QUIET)
     trainer.predict(Other(), tiny_loader())
     trainer.save_checkpoint(tmp_path / "other.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"does not fit TinyModule: 16 unexpected \(head\.0\.weight, .*2 of another shape"
+        RuntimeError, match=r"does not fit TinyModule: 16 unexpected \(head\.0\.weight, .*2 with another shape"
     ):
         Trainer(**QUIET).test(TinyModule(), tiny_loader(), ckpt_path=tmp_path / "other.ckpt")
 
@@ -247,7 +247,7 @@ def test_weights_under_a_prefix_get_a_hint(tmp_path: Path):
     content["state_dict"] = {f"model.net.{key}": value for key, value in content["state_dict"].items()}
     single_file.write(content, tmp_path / "x.ckpt")
     with pytest.raises(
-        RuntimeError, match=r"names would match without the prefix 'model\.net\.': take it off in on_load"
+        RuntimeError, match=r"names would match without the prefix 'model\.net\.': remove it in on_load"
     ):
         fit(ckpt_path=tmp_path / "x.ckpt")
 
@@ -258,7 +258,7 @@ def test_strict_loading_off_loads_what_matches_and_says_what_did_not(tmp_path: P
     module.extra = nn.Linear(1, 1)
     module.strict_loading = False
     with pytest.warns(
-        UserWarning, match=r"loaded into TinyModule in part .*2 missing in it \(extra\.weight, extra\.bias\)"
+        UserWarning, match=r"only partly loaded into TinyModule .*2 missing from it \(extra\.weight, extra\.bias\)"
     ):
         Trainer(**QUIET).test(module, tiny_loader(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
     assert torch.equal(module.layer.weight, single_file.read(tmp_path / "x.ckpt")["state_dict"]["layer.weight"])
@@ -284,7 +284,7 @@ def test_strict_loading_that_is_not_set_is_strict(make: Any, tmp_path: Path):
     module = make()
     assert module.strict_loading in ((None,) if make is NotSet else (True,))
     module.extra = nn.Linear(1, 1)
-    with pytest.raises(RuntimeError, match="2 missing in it"):
+    with pytest.raises(RuntimeError, match="2 missing from it"):
         Trainer(**QUIET).test(module, tiny_loader(), ckpt_path=tmp_path / "x.ckpt")
 
 
@@ -292,7 +292,7 @@ def test_strict_loading_may_be_switched_off_in_the_class(tmp_path: Path):
     fit(path=tmp_path / "x.ckpt")
     module = Off()
     module.extra = nn.Linear(1, 1)
-    with pytest.warns(UserWarning, match="in part"):
+    with pytest.warns(UserWarning, match="only partly loaded"):
         Trainer(**QUIET).test(module, tiny_loader(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
 
 
@@ -336,8 +336,8 @@ class Scheduled(TinyModule):
     ("module", "said"),
     [
         (Adam, "does not fit optimizer 0 (Adam): it was saved by SGD, which has no 'betas', 'eps', "),
-        (Groups, "does not fit optimizer 0 (SGD): 1 parameter groups were saved, it has 2"),
-        (Frozen, "does not fit optimizer 0 (SGD): parameter group 0 had 2 parameters, it has 1"),
+        (Groups, "does not fit optimizer 0 (SGD): 1 parameter groups were saved, but it has 2"),
+        (Frozen, "does not fit optimizer 0 (SGD): parameter group 0 had 2 parameters, but now has 1"),
         (Scheduled, "holds 0 learning rate schedulers, but configure_optimizers returned 1"),
     ],
 )

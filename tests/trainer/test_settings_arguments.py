@@ -155,7 +155,7 @@ def test_a_strategy_in_code_counts_against_a_switch_and_says_so(
     caplog.set_level("INFO", logger="paceline")
     elsewhere("use_fsdp: true")
     assert fill_in(OPEN | {"strategy": "ddp"})["strategy"] == "ddp"
-    assert "strategy is 'ddp', from Trainer(strategy=); that counts, not use_fsdp from " in caplog.text
+    assert "strategy is 'ddp', from Trainer(strategy=); this overrides use_fsdp from " in caplog.text
     caplog.clear()
     fill_in(OPEN | {"strategy": "fsdp_cpu_offload"})
     assert not caplog.messages
@@ -235,7 +235,7 @@ def test_lightnings_variables_count_after_pacelines_and_before_the_file(
     code |= {"plugins": MixedPrecision("16-mixed")} if "plugins" in places else {}
     assert Trainer(accelerator="cpu", logger=False, **code).precision == value
     if places == ("paceline", "lightning", "file"):
-        assert "not 'bf16-true' from PL_TRAINER_PRECISION" in caplog.text
+        assert "this overrides 'bf16-true' from PL_TRAINER_PRECISION" in caplog.text
     if places == ("flag", "lightning"):
         assert "PL_TRAINER_PRECISION" not in caplog.text  # the launcher has spoken
 

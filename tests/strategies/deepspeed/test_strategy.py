@@ -618,7 +618,7 @@ def test_a_checkpoint_that_does_not_fit_a_split_module_says_why(tmp_path: Path) 
     assert kind == "ValueError"
     assert "does not fit Wider" in text
     assert "head.weight" in text
-    assert "2 missing in it (extra.weight, extra.bias)" in text
+    assert "2 missing from it (extra.weight, extra.bias)" in text
 
 
 def test_deepspeed_joins_the_group_that_is_there_and_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
