@@ -1,4 +1,4 @@
-"""``accelerator.doctor()``: the doctor in a loop of one's own."""
+"""``accelerator.doctor()``: the doctor for a user's own loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .subject import has_compiled
 if TYPE_CHECKING:
     from ..accelerator.accelerator import Accelerator
 
-#: Methods of the Accelerator and the part that each belongs to.
+#: Methods of the Accelerator and the part of a step that each belongs to.
 _METHODS = {
     "backward": "backward",
     "clip_grad_norm_": "optimizer",
@@ -38,13 +38,13 @@ _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 
 @contextmanager
 def doctor(accelerator: Accelerator, examiner: Doctor) -> Iterator[Doctor]:
-    """Context around a loop; at its end the report is made on all ranks together, said and written.
+    """Measure the loop inside this context; at its end all ranks make the report, which is printed and written.
 
-    A loop that an error ends is judged by the steps that rank 0 has done.
+    If an error ends the loop, the report covers the steps that rank 0 has finished.
 
     Args:
-        accelerator: whose loop it is. What is prepared inside of the context is measured too.
-        examiner: what measures.
+        accelerator: the loop's Accelerator. Objects prepared inside the context are measured too.
+        examiner: the doctor that measures.
     """
     examiner.setup("fit", accelerator.local_process_index, accelerator.project_configuration.project_dir)
     wiring = Wiring(accelerator, examiner)
@@ -57,7 +57,7 @@ def doctor(accelerator: Accelerator, examiner: Doctor) -> Iterator[Doctor]:
             wiring.unwrap()
             _judge_what_is_done(examiner)
             raise
-        wiring.unwrap()  # what is said and exchanged below is no part of the loop
+        wiring.unwrap()  # the report below is not part of the loop
         examiner.end()
         examiner.describe()
     finally:
@@ -66,16 +66,16 @@ def doctor(accelerator: Accelerator, examiner: Doctor) -> Iterator[Doctor]:
 
 
 def _judge_what_is_done(examiner: Doctor) -> None:
-    """The loop was ended by an error, which nothing that goes wrong here hides."""
+    """Report after an error, without hiding the error if the report fails."""
     try:
         examiner.interrupted()
         examiner.describe()
     except Exception as error:
-        messages.warn(f"The doctor cannot judge a loop that an error ended: {type(error).__name__}: {error}")
+        messages.warn(f"The doctor cannot report on a loop that an error ended: {type(error).__name__}: {error}")
 
 
 class Wiring:
-    """Wraps what was prepared, and answers what the doctor asks of the loop."""
+    """Wraps prepared objects and provides the doctor with facts about the loop."""
 
     own_loop = True
 
@@ -86,7 +86,7 @@ class Wiring:
         self._seen: set[int] = set()
         self._trained: Any = None
 
-    # ---- what the doctor asks ---------------------------------------------------------------------------------------
+    # ---- facts for the doctor ---------------------------------------------------------------------------------------
 
     @property
     def strategy(self) -> Strategy:
@@ -95,11 +95,11 @@ class Wiring:
 
     @property
     def communication(self) -> dict[str, float]:
-        """Seconds of communication so far, of the first model that is trained."""
+        """Seconds of communication so far, of the first trained model."""
         return next((told for one in self._replicas() if (told := one.communication_seconds())), None) or {}
 
     def measure_communication(self) -> None:
-        """Let the models' strategies measure."""
+        """Let the models' strategies measure communication."""
         for strategy in self._replicas():
             strategy.measure_communication()
 
@@ -108,7 +108,7 @@ class Wiring:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches an update."""
+        """Micro-batches per update."""
         return self.accelerator.gradient_state.num_steps
 
     @property
@@ -118,7 +118,7 @@ class Wiring:
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The models that were prepared."""
+        """The prepared models."""
         return list(self.accelerator._models)
 
     @property
@@ -130,7 +130,7 @@ class Wiring:
     # ---- wrapping ---------------------------------------------------------------------------------------------------
 
     def wrap(self) -> None:
-        """Everything that is prepared so far."""
+        """Wrap everything that is prepared so far."""
         accelerator, clock = self.accelerator, self.examiner.clock
         for name, part in _METHODS.items():
             self._set(accelerator, name, clock.around(part, getattr(accelerator, name)))
@@ -170,14 +170,14 @@ class Wiring:
         return counted
 
     def _pass(self, loader: Any, hand_out: Callable[..., Iterator[Any]], one: Any, iterator: Iterator[Any]) -> Any:
-        """A pass over a loader: of training, or of evaluation where every model is in eval mode."""
+        """Measure a pass over a loader, as evaluation if every model is in eval mode."""
         if self.modules and not any(module.training for module in self.modules):
             return self._evaluation(hand_out(one, iterator))
         self._trained = loader
         return hand_out(one, self.examiner.iterate(_FETCH, iterator))
 
     def _evaluation(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; the time until the last one is done with counts as evaluation, whatever is called in it."""
+        """Yield the batches; all time until the last one is processed counts as evaluation."""
         clock = self.examiner.clock
         before, clock.held = clock.enter(INDEX["evaluation"]), True
         try:
@@ -192,7 +192,7 @@ class Wiring:
         own[name] = value
 
     def unwrap(self) -> None:
-        """Put everything back as it was."""
+        """Undo all wrapping."""
         while self._wrapped:
             owner, name, had, value = self._wrapped.pop()
             if had:

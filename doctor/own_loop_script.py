@@ -1,4 +1,4 @@
-"""A loop of one's own in a script that ``paceline doctor`` runs."""
+"""A user's own loop in a script that ``paceline doctor`` runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def examine_if_planned(accelerator: Accelerator) -> None:
-    """Examine the loop of this Accelerator, if the environment says so."""
+    """Examine this Accelerator's loop if the environment contains a plan."""
     plan = Plan.found()
     if plan is not None:
         _examine(accelerator, plan)
 
 
 def _examine(accelerator: Accelerator, plan: Plan) -> None:
-    """Measure until so many batches are done or the training ends; then write the report, and leave the program."""
+    """Measure until the plan's batches are done or training ends; then write the report and exit."""
     from torch.utils.data import DataLoader
 
     from .own_loop import Wiring
@@ -69,6 +69,6 @@ def _examine(accelerator: Accelerator, plan: Plan) -> None:
 
 
 def finish_if_it_went_well(finish: Callable[[], None]) -> None:
-    """At the end of a program: the report takes all processes, and one that failed is alone."""
+    """Make the report at exit, unless the program failed: the report needs all processes."""
     if getattr(sys, "last_value", None) is None:
         finish()
