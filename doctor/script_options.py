@@ -13,8 +13,6 @@ from typing import Any
 
 #: The environment variable that holds the plan, as JSON.
 VARIABLE = "PACELINE_DOCTOR"
-#: Trainer arguments that a plan may change.
-ARGUMENTS = ("devices", "strategy", "compile", "accumulate_grad_batches", "precision")
 
 
 @dataclass
@@ -46,20 +44,3 @@ class Plan:
 def loader_change(change: Mapping[str, Any]) -> dict[str, Any]:
     """Return the changes to the training loader."""
     return {name: change[name] for name in ("num_workers", "pin_memory", "batch_factor") if name in change}
-
-
-def overruled(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a Trainer's arguments with the plan's changes; unchanged without a plan."""
-    plan = Plan.found()
-    if plan is None:
-        return given
-    from .script_run import PlannedDoctor
-
-    return {
-        **given,
-        **{name: plan.change[name] for name in ARGUMENTS if name in plan.change},
-        "profiler": PlannedDoctor(plan),
-        "min_steps": None,
-        "min_epochs": None,
-        "barebones": False,
-    }

@@ -15,7 +15,7 @@ from ..callbacks.base import Callback
 from ..callbacks.loss_guard import Rollback
 from ..checkpoint.restore_parts import PARTS, Part, check_parts
 from ..data.worker_processes import explain_lost_worker, torchs_own
-from ..doctor.script_options import overruled
+from ..doctor.script_arguments import overruled
 from ..loggers.base import Logger
 from ..memory.out_of_memory_error import out_of_memory
 from ..processes import timings
