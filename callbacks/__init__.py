@@ -1,4 +1,4 @@
-"""What may act during a run. Each class is loaded when first asked for."""
+"""Callbacks. Each class is imported when it is first used."""
 
 from __future__ import annotations
 

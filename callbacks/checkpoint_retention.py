@@ -1,4 +1,4 @@
-"""Which checkpoints of a fit are kept, under which names."""
+"""Choice of the checkpoints that a fit keeps, and of their names."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-#: Values that a name and a ranking may always ask for.
+#: Values that file names and rankings can always use.
 COUNTERS = ("epoch", "step")
 
 
 class Checkpoint(Callback):
-    """Base of the callbacks that write checkpoints. They run after all others, so that they save what those did."""
+    """Base class of callbacks that write checkpoints. They run last, so that they save what other callbacks changed."""
 
     runs_last = True
 
 
 class CheckpointKeeper(Checkpoint):
-    """Writes checkpoints when a subclass says so, and keeps the best, the newest, or all of them.
+    """Write checkpoints when a subclass asks for it, and keep the best, the newest, or all of them.
 
-    The arguments and attributes are described in :class:`ModelCheckpoint`. A subclass calls :meth:`save`, on every
-    rank, whenever it wants a step saved; a step that has been saved is not saved again.
+    :class:`ModelCheckpoint` describes the arguments and attributes. A subclass calls :meth:`save` on every rank to save
+    a step; a step that is already saved is not saved again.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -93,7 +93,7 @@ class CheckpointKeeper(Checkpoint):
 
     @property
     def dirpath(self) -> str | None:
-        """The folder of the files, absolute; None until it is known, which a fit settles when it begins."""
+        """The absolute folder of the files; None until a fit has chosen it."""
         return self._files.folder or None
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -110,7 +110,7 @@ class CheckpointKeeper(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         self._loading = None
-        if self._inherited is not None:  # loaded by somebody else than the trainer
+        if self._inherited is not None:  # state that user code loaded, not the trainer
             self._adopt(trainer, self._inherited)
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -136,17 +136,17 @@ class CheckpointKeeper(Checkpoint):
         return current is not None and self._giving_way(current) is not None
 
     def may_save(self, trainer: Trainer) -> bool:
-        """Whether there is anything to save: not in trials, and not before the first step."""
+        """Whether there is anything to save. There is not in trial runs and before the first step."""
         return not trainer.fast_dev_run and not trainer.sanity_checking and trainer.global_step > 0
 
     def save(self, trainer: Trainer, ranked: bool = True, scored: bool = True, background: bool = True) -> None:
-        """Write the file of this step if it ranks, then ``last``, and tell the loggers.
+        """Write a file for this step if it ranks, then ``last``, and tell the loggers.
 
         Args:
             trainer: the one that calls.
-            ranked: False writes only ``last``.
-            scored: False if the monitored metric does not belong to these weights.
-            background: False returns when the files are on the disk; else ``async_save`` decides.
+            ranked: whether to write a ranked file; False writes only ``last``.
+            scored: whether the monitored metric belongs to these weights.
+            background: False waits until the files are on disk; True follows ``async_save``.
         """
         ranked = ranked and self.save_top_k != 0
         if not (ranked or self.save_last) or not self.may_save(trainer):
@@ -161,7 +161,7 @@ class CheckpointKeeper(Checkpoint):
         gone = self._pushed_out(step, score) if ranked and self._saved_step != step else None
         last = self.save_last and (late or gone is not None or self._last_step != step)
         if gone is not None or last:
-            trainer.saver.wait()  # what became of the save before decides what is there to be replaced
+            trainer.saver.wait()  # whether the previous save succeeded decides which files can be replaced
             path = None if gone is None else self._unused(trainer, values, self.filename, replaces=gone)
             self._write(trainer, values, path, gone, last, self.async_save if background else False)
         elif late:
@@ -169,9 +169,9 @@ class CheckpointKeeper(Checkpoint):
             self._tell(trainer, "")
 
     def save_after(self, trainer: Trainer, exception: BaseException) -> None:
-        """Save the step at which an exception ended the fit: a file outside the ranking, and ``last``.
+        """Save the step at which an exception ended the fit, in an unranked file and in ``last``.
 
-        A failure to do so is told, not raised: the exception itself is what matters.
+        A failed save only warns, so that it does not hide the exception.
         """
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
             return
@@ -184,19 +184,19 @@ class CheckpointKeeper(Checkpoint):
             if path is not None or last:
                 self._write(trainer, values, path, None, last)
             if path is not None:
-                messages.info(f"{what} ended the fit; its state is saved in {path!r}.")
+                messages.info(f"{what} ended the fit. The state is saved in {path!r}.")
         except Exception as error:
             messages.warn(f"The state could not be saved after the {what}: {error}")
 
     def has_saved(self, step: int, weights: bool = False) -> bool:
-        """Whether there is a file of this step to resume from, or (``weights``) at least one of its weights."""
+        """Whether a file of this step can be resumed from, or with ``weights`` whether any file holds its weights."""
         return step in (self._saved_step, self._last_step) and (weights or not self.save_weights_only)
 
     def save_on_signal(self, trainer: Trainer, name: str) -> None:
         """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.
 
-        Without a monitor the newest file gives way as always, and ``last`` is rewritten if it is kept. Otherwise the
-        file stays outside the ranking, until the run goes on and saves again.
+        Without a monitor the new file replaces the previous newest one as usual, and ``last`` is rewritten if it is
+        kept. With a monitor the file is not ranked; it is deleted after the resumed run has saved again.
 
         Args:
             trainer: the one that calls.
@@ -207,29 +207,29 @@ class CheckpointKeeper(Checkpoint):
             return
         try:
             trainer.saver.wait()
-        except Exception as error:  # what became of the save before is no reason not to save now
-            messages.error(f"The save before {name} had failed: {type(error).__name__}: {error}")
+        except Exception as error:  # a failed earlier save is no reason not to save now
+            messages.error(f"The last save before {name} failed: {type(error).__name__}: {error}")
         try:
             if self.save_last or (self.monitor is None and self.save_top_k):
                 self.save(trainer, ranked=self.monitor is None, background=False)
             elif self._saved_step != step:
                 values = self._values(trainer)
                 self._write(trainer, values, self._unused(trainer, values, self.filename), None, False)
-        except Exception as error:  # the run ends by the signal all the same
+        except Exception as error:  # the signal ends the run in any case
             messages.error(f"The state could not be saved after {name}: {type(error).__name__}: {error}")
         else:
             path = self._saved_path if self._saved_step == step else self.last_model_path
-            messages.info(f"{name} ends the fit after step {step}; its state is saved in {path!r}.")
+            messages.info(f"{name} ends the fit after step {step}. The state is saved in {path!r}.")
 
     def _pushed_out(self, step: int, score: Tensor | None) -> list[str] | None:
-        """The files that one of this step pushes out of the ranking; None if it does not get into it."""
+        """Return the files that this step's file would push out of the ranking; None if it would not be ranked."""
         gone = self._giving_way(torch.tensor(math.nan) if score is None else score)
         if gone is None and self.verbose and score is not None:
             messages.info(f"Step {step}: {self.monitor!r} is {score:.6g}, not among the best {self.save_top_k}.")
         return gone
 
     def _take_in(self, path: str, score: Tensor | None, gone: Collection[str]) -> None:
-        """Put a file into the ranking, in the place of others."""
+        """Add a file to the ranking and remove the files that it replaces."""
         if self.monitor is None:
             self.best_model_path = path
             return
@@ -239,7 +239,7 @@ class CheckpointKeeper(Checkpoint):
         self._rank()
 
     def _score_late(self, score: Tensor | None) -> bool:
-        """Give the file written at this step, before the validation, the score that is known now."""
+        """Set the score of a file that was written earlier at this step, before the validation."""
         if score is None or not torch.isnan(self.best_k_models.get(self._saved_path, self._worst)):
             return False
         self.best_k_models[self._saved_path] = score
@@ -247,12 +247,12 @@ class CheckpointKeeper(Checkpoint):
         return True
 
     def _giving_way(self, score: Tensor) -> list[str] | None:
-        """The files that a new one with this score would push out; None if it would not be kept itself."""
+        """Return the files that a new file with this score would push out; None if it would not be kept itself."""
         if self.save_top_k == -1:
             return []
         if self.monitor is None:
             return [self.best_model_path] if self.best_model_path else []
-        # The sort is stable and the new one comes last: among equals the older files stay.
+        # The sort is stable and the new file comes last, so older files win ties.
         kept = sorted({**self.best_k_models, "": score}.items(), key=lambda item: self._badness(item[1]))
         out = [path for path, _ in kept[self.save_top_k :]]
         return None if "" in out else out
@@ -264,7 +264,7 @@ class CheckpointKeeper(Checkpoint):
         return False, number if self.mode == "min" else -number
 
     def _rank(self) -> None:
-        """Find the best and the worst of the files kept."""
+        """Update the best and the worst of the kept files."""
         order = sorted(self.best_k_models, key=lambda path: self._badness(self.best_k_models[path]))
         best = order[0] if order and not torch.isnan(self.best_k_models[order[0]]) else ""
         worst = order[-1] if order and len(order) >= self.save_top_k else ""
@@ -280,15 +280,15 @@ class CheckpointKeeper(Checkpoint):
         last: bool,
         background: bool | None = False,
     ) -> None:
-        """Write one checkpoint under the names it gets, and delete those whose place it takes.
+        """Write one checkpoint under all its names, and delete the files that it replaces.
 
-        The ranking is changed first, because the file holds it; a file that was not written changes nothing.
+        The ranking changes first, because the checkpoint contains it. A failed write undoes the change.
 
         Args:
             trainer: the one that saves.
-            values: what names and ranking need.
-            path: of the file; None if there is only ``last``.
-            gone: the files whose place in the ranking it takes; None if it gets none.
+            values: values for file names and ranking.
+            path: path of the file; None to write only ``last``.
+            gone: the files that it replaces in the ranking; None if it is not ranked.
             last: whether to write ``last``.
             background: as for ``Saver.save``.
         """
@@ -310,7 +310,7 @@ class CheckpointKeeper(Checkpoint):
         gives_way = [path] if path is not None and gone is None else []
         self._leftovers = [old for old in dict.fromkeys(replaced) if old and old not in paths]
         after = partial(self._saved, trainer, paths, self._leftovers)
-        self._leftovers = self._leftovers + gives_way  # what the file knows, should the run end before they are deleted
+        self._leftovers = self._leftovers + gives_way  # saved, in case the run ends before they are deleted
 
         def settled(error: BaseException | None) -> None:
             if error is not None:
@@ -331,18 +331,18 @@ class CheckpointKeeper(Checkpoint):
             self._facts = {}
 
     def _meant(self, path: str, replaced: Collection[str]) -> str:
-        """The path for the saver: a new name, unless a file of it is to be replaced."""
+        """Return the path for the saver, which must not exist yet unless it is one of the replaced files."""
         return storage.NewPath(path) if self.enable_version_counter and path not in replaced else path
 
     def _saved(self, trainer: Trainer, paths: Collection[str], replaced: Iterable[str]) -> None:
-        """The files are on the disk, so those before them may go. Called on rank 0, perhaps in a thread."""
+        """Delete the replaced files, because the new ones are on disk. Called on rank 0, perhaps in a thread."""
         for old in replaced:
             if old not in paths and old != self._protected(trainer):
                 self._files.delete(old)
 
     @staticmethod
     def _protected(trainer: Trainer) -> str | None:
-        """The file that the fit goes on from, if somebody named it; what was found for a word is one of many."""
+        """Return the file that the fit resumed from if the user gave its path, not a word such as ``"last"``."""
         path = trainer.ckpt_path
         return None if not path or path == trainer.current_run.newest else storage.absolute(path)
 
@@ -382,11 +382,11 @@ class CheckpointKeeper(Checkpoint):
         return storage.join(self.dirpath or "", name + self.FILE_EXTENSION)
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
-        """Write score by path of the files kept, by default to ``best_k_models.yaml`` in ``dirpath``."""
+        """Write the score of each kept file by path, by default to ``best_k_models.yaml`` in ``dirpath``."""
         if filepath is None and self.dirpath is None:
             raise RuntimeError(
-                "ModelCheckpoint.to_yaml() does not know where to write: no filepath was given, no dirpath either, and "
-                "no fit has chosen one. Pass filepath."
+                "ModelCheckpoint.to_yaml() does not know where to write: neither filepath nor dirpath was given, and "
+                "no fit has chosen a dirpath yet. Pass filepath."
             )
         path = filepath or storage.join(self.dirpath or "", "best_k_models.yaml")
         with storage.location(path).open("w", encoding="utf-8") as file:
@@ -396,12 +396,12 @@ class CheckpointKeeper(Checkpoint):
 
     def _folder(self, trainer: Trainer) -> str:
         root = trainer.default_root_dir
-        if not storage.is_remote(root):  # else logs are local, and checkpoints are not
+        if not storage.is_remote(root):  # else the logs are local and the checkpoints are not
             root = trainer.log_dir or root
         return self._given_dirpath or storage.absolute(storage.join(root, "checkpoints"))
 
     def _values(self, trainer: Trainer) -> dict[str, Tensor]:
-        """What ranking and names need, on the CPU (the host waits for it here); rank 0's on every process."""
+        """Return rank 0's values for ranking and names, on the CPU. The host waits for the device here."""
         logged = trainer.callback_metrics
         wanted = {"epoch", "step", self.monitor or "epoch", *file_names.fields(self.filename or "")}
         wanted.update(file_names.fields(self.CHECKPOINT_NAME_LAST))
@@ -411,15 +411,15 @@ class CheckpointKeeper(Checkpoint):
         missing = sorted(wanted - values.keys() - {self.monitor})
         if missing:
             messages.warn_once(
-                f"ModelCheckpoint(filename={self.filename!r}) asks for {messages.names(missing, last='and')}, which is "
-                f"not logged yet: the name says nan. Log it, or choose {messages.names(sorted(logged))}."
+                f"ModelCheckpoint(filename={self.filename!r}) uses {messages.names(missing, last='and')}, which is not "
+                f"logged yet, so the file name contains nan. Log it, or choose {messages.names(sorted(logged))}."
             )
         return self._agreed(trainer, values)
 
     def _unused(
         self, trainer: Trainer, values: Mapping[str, Tensor], template: str | None, replaces: Collection[str] = ()
     ) -> str:
-        """Return a path for a new file, which does not exist yet unless that file is to be replaced."""
+        """Return a path for a new file. It does not exist yet, unless it is one of the replaced files."""
         path = self.format_checkpoint_name(values, template)
         if self.enable_version_counter:
             versions = (self.format_checkpoint_name(values, template, ver) for ver in count(self.STARTING_VERSION))
@@ -458,7 +458,7 @@ class CheckpointKeeper(Checkpoint):
             self._adopt(self._loading, state_dict)
 
     def _adopt(self, trainer: Trainer, state: dict[str, Any]) -> None:
-        """Take over the files of the run that is resumed, from where they are now."""
+        """Take over the resumed run's files at their present location."""
         self._inherited = self._loading = None
         self._files.mark = self._files.mark or trainer.strategy.broadcast(uuid.uuid4().hex)
         scores = state["best_k_models"]
@@ -482,17 +482,17 @@ class CheckpointKeeper(Checkpoint):
         if goes_on:
             self._take_up(trainer, state, {path for name in state.get("leftovers", ()) if (path := found[name])} - kept)
         if lost := sorted(name for name in named if found[name] is None):
-            messages.info(f"Checkpoints of this run that are no longer there: {messages.names(lost, last='and')}.")
+            messages.info(f"These checkpoints of this run no longer exist: {messages.names(lost, last='and')}.")
 
     def _find(self, trainer: Trainer, names: Iterable[str], state: dict[str, Any]) -> dict[str, str | None]:
         beside = str(storage.location(storage.absolute(trainer.ckpt_path)).parent) if trainer.ckpt_path else ""
         return {name: self._files.find(name, beside, state.get("dirpath")) for name in names}
 
     def _take_up(self, trainer: Trainer, state: dict[str, Any], leftovers: Collection[str]) -> None:
-        """Go on as the same run after its end.
+        """Continue as the same run after it ended.
 
-        What that kept it from deleting goes now, and with the next save what it wrote after the checkpoint that is
-        gone on from, or that itself if it is outside the ranking.
+        Files that the run could no longer delete are deleted now. Files that it wrote after the checkpoint resumed from
+        are deleted with the next save, and so is that checkpoint if it is not ranked.
         """
         start, files = storage.absolute(trainer.ckpt_path), self._files
         files.line = state.get("line") or files.line
@@ -519,7 +519,7 @@ def _check_top_k(save_top_k: int, monitor: str | None) -> None:
         )
     if monitor is None and save_top_k > 1:
         raise ValueError(
-            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) has no metric to tell the best {save_top_k} by. "
+            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) has no metric to rank the best {save_top_k} by. "
             "Pass monitor, or save_top_k=1 for the newest file, -1 for all, 0 for none."
         )
 

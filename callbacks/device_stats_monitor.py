@@ -1,4 +1,4 @@
-"""Log what the device's memory and the machine are doing."""
+"""Callback that logs device memory and machine load."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Sends device statistics to the loggers after a training step, whenever the trainer logs step values.
+    """Log device statistics after a training step, whenever the trainer logs step values.
 
-    On CUDA these are the counters of PyTorch's allocator (``torch.cuda.memory_stats``: bytes allocated, reserved, their
-    peaks, retries, out-of-memory errors), on MPS its memory, on the CPU load and memory of the machine and memory of
-    this process. Reading them does not wait for the device. Names are
-    ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.peak`` and so on.
+    On CUDA these are the counters of PyTorch's allocator (``torch.cuda.memory_stats``: bytes allocated and reserved,
+    their peaks, retries, out-of-memory errors), on MPS its memory, and on a CPU the machine's load and memory and this
+    process's memory. Reading them does not wait for the device. Names look like
+    ``DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.peak``.
 
     Args:
-        cpu_stats: also log the CPU's statistics, which needs the package psutil. None: only if the CPU is the device
-            and psutil is there.
-        filter_keys: log only these statistics (without the part up to the slash); None logs all.
+        cpu_stats: also log CPU statistics, which needs the package psutil. None does so only if the run uses the CPU
+            and psutil is installed.
+        filter_keys: log only these statistics (the part of the name after the slash); None logs all.
 
     Raises:
         RuntimeError: when training starts and the trainer has no logger.
@@ -71,11 +71,11 @@ class DeviceStatsMonitor(Callback):
         return {**stats, **cpu_stats()} if cpu and _psutil() is not None else stats
 
     def _check_keys(self, stats: dict[str, float], device: torch.device) -> None:
-        """Say at the start what could never be logged."""
+        """Report statistics that can never be logged when the fit starts."""
         if not stats:
             messages.warn(
-                f"DeviceStatsMonitor has nothing to report on device '{device}'. "
-                "Run `pip install psutil` to log the CPU's statistics, or remove the callback."
+                f"DeviceStatsMonitor has nothing to report on device '{device}'. Run `pip install psutil` to log CPU "
+                "statistics, or remove the callback."
             )
         for key in sorted(self._filter_keys or ()):
             if stats and key not in stats:
@@ -83,7 +83,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def device_stats(device: torch.device) -> dict[str, float]:
-    """Memory statistics of a CUDA or MPS device, in bytes and counts; empty for other devices."""
+    """Return memory statistics of a CUDA or MPS device, in bytes and counts; empty for other devices."""
     if device.type == "cuda":
         return torch.cuda.memory_stats(device)
     if device.type == "mps":
@@ -95,7 +95,7 @@ def device_stats(device: torch.device) -> dict[str, float]:
 
 
 def cpu_stats() -> dict[str, float]:
-    """Load and memory of the machine in percent, memory of this process in bytes. Needs psutil."""
+    """Return the machine's load and memory in percent and this process's memory in bytes. Needs psutil."""
     psutil = _psutil()
     return {
         "cpu_percent": psutil.cpu_percent(),

@@ -1,4 +1,4 @@
-"""Ends a training whose metric no longer gets better, has become good enough, or has gone astray."""
+"""Callback that stops training when a metric stops improving, is good enough, or diverges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import messages
-from ..loggers.words import words_in
+from ..loggers.values import words_in
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -30,29 +30,30 @@ class EarlyStoppingReason(Enum):
 
 
 class EarlyStopping(Callback):
-    """Watches a logged metric and stops the training when it has not improved for ``patience`` checks.
+    """Monitor a logged metric and stop training when it has not improved for ``patience`` checks.
 
-    On several processes all stop as soon as one wants to.
+    With several processes, all stop as soon as one asks to.
 
     Args:
         monitor: name of the metric, as given to ``self.log``.
-        min_delta: a change counts as an improvement when it is larger than this.
-        patience: number of checks in a row without an improvement that ends the training. A check is one epoch or one
-            validation, see ``check_on_train_epoch_end``. Counts on over a resume, where the value given here applies.
-        verbose: also say when the metric improves; why the training stops is always said.
+        min_delta: smallest change that counts as an improvement (it must be larger than this).
+        patience: number of checks in a row without an improvement after which training stops. A check is one epoch or
+            one validation, see ``check_on_train_epoch_end``. The count continues after a resume, with the patience
+            given here.
+        verbose: also report improvements; the reason for a stop is always reported.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
-        strict: a metric that was not logged is an error; otherwise it is warned about once and the check is skipped.
+        strict: whether a metric that was not logged is an error. False warns once and skips the check.
         check_finite: stop as soon as the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
         check_on_train_epoch_end: check after each training epoch (True) or after each validation (False). None: after
             each validation if there are several in an epoch or not one in every epoch, else after each epoch.
-        log_rank_zero_only: only rank 0 tells what ``verbose`` asks for; otherwise each process does.
+        log_rank_zero_only: whether only rank 0 writes these messages; False lets each process write them.
 
     Attributes:
         wait_count: checks since the last improvement.
         best_score: the best value so far, scalar, shape ().
-        stopped_epoch: epoch (0-based) in which the stop was asked for; 0 if it was not.
+        stopped_epoch: epoch (0-based) in which training was stopped; 0 if it was not.
         stopping_reason: an :class:`EarlyStoppingReason`.
         stopping_reason_message: the reason in words, or None.
     """
@@ -82,13 +83,13 @@ class EarlyStopping(Callback):
         check_direction("EarlyStopping", monitor, mode)
         if not min_delta >= 0:
             raise ValueError(
-                f"EarlyStopping(min_delta={min_delta!r}) would take a metric that gets worse for an improvement. "
-                "Give the size of the smallest improvement, 0 or more, for both modes."
+                f"EarlyStopping(min_delta={min_delta!r}) would count a worse metric as an improvement. Give the size "
+                "of the smallest improvement, 0 or more, for both modes."
             )
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(
-                f"EarlyStopping(patience={patience!r}) is not a number of checks. "
-                "Pass a whole number: how many checks without an improvement to wait for."
+                f"EarlyStopping(patience={patience!r}) is not a number of checks. Pass a whole number: how many checks "
+                "without improvement to allow."
             )
         self.monitor = monitor
         self.min_delta = min_delta
@@ -118,7 +119,7 @@ class EarlyStopping(Callback):
             self._stopped_before = False
             trainer.should_stop = True
             messages.info(
-                f"Early stopping ended the resumed run, so there is nothing to train ({self.stopping_reason_message}) "
+                f"Early stopping already ended this run, so there is nothing to train ({self.stopping_reason_message}) "
                 "To continue, raise the patience of EarlyStopping, or leave 'callbacks' out of fit(restore=)."
             )
 
@@ -150,7 +151,7 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
         exhausted = self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
-        if exhausted and self.wait_count < self.patience:  # it has more now
+        if exhausted and self.wait_count < self.patience:  # patience was raised
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
         self._stopped_before = self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
 
@@ -174,7 +175,7 @@ class EarlyStopping(Callback):
             self._say(trainer, text)
 
     def _value(self, trainer: Trainer) -> Tensor | None:
-        """The metric, scalar, on the CPU (the host waits for it here); None if this check has to be left out."""
+        """Return the metric as a scalar on the CPU; None skips this check. The host waits for the device here."""
         metrics = trainer.callback_metrics
         if self.monitor in metrics:
             return metrics[self.monitor].detach().squeeze().cpu()
@@ -189,7 +190,7 @@ class EarlyStopping(Callback):
         return bool(value < than if self.mode == "min" else value > than)
 
     def _judge(self, value: Tensor) -> tuple[EarlyStoppingReason, str | None]:
-        """Take a new value into account; return whether and why to stop, and what there is to say."""
+        """Judge a new value; return the reason to stop, if any, and the message."""
         name, sign = self.monitor, 1 if self.mode == "min" else -1
         if self.check_finite and not torch.isfinite(value):
             return EarlyStoppingReason.NON_FINITE_METRIC, (
@@ -224,7 +225,7 @@ class EarlyStopping(Callback):
 
 
 def check_mode(who: str, mode: str) -> None:
-    """Raise unless ``mode`` says which direction of a metric is the better one."""
+    """Raise unless ``mode`` is ``"min"`` or ``"max"``."""
     if mode not in ("min", "max"):
         raise ValueError(
             f"{messages.unknown(f'mode of {who}', mode, ('min', 'max'))} "
@@ -233,18 +234,18 @@ def check_mode(who: str, mode: str) -> None:
 
 
 def check_direction(who: str, monitor: str | None, mode: str) -> None:
-    """Point out ``mode="min"``, the default, where the metric's name says that a higher value is better."""
+    """Warn about ``mode="min"``, the default, if the metric's name suggests that higher is better."""
     if mode != "min" or monitor is None:
         return
     words = words_in(monitor)
     if not words.isdisjoint(_HIGHER.split()) and words.isdisjoint(_LOWER.split()):
         messages.warn_once(
-            f"{who}(monitor={monitor!r}, mode='min') takes the lowest {monitor!r} for the best, but by its name a "
-            "higher one is better. Pass mode='max', or give the metric another name."
+            f"{who}(monitor={monitor!r}, mode='min') treats the lowest {monitor!r} as the best, but its name suggests "
+            "that higher is better. Pass mode='max', or give the metric another name."
         )
 
 
-#: Words in the names of metrics of which a higher value is better, and words that say otherwise (``dice_loss``).
+#: Words in names of metrics where higher is better, and words that mean the opposite (``dice_loss``).
 _HIGHER = (
     "acc accuracy ap auc aupr auprc auroc bertscore bleu chrf cider correlation dice f1 fbeta fscore iou jaccard kappa "
     "map mcc meteor miou mrr ndcg pearson pesq precision psnr r2 recall reward roc rouge sensitivity spearman "
@@ -258,7 +259,7 @@ _LOWER = (
 
 
 def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
-    """Whether every epoch ends with the one validation it has (or has none), so that its end is the time to look."""
+    """Whether all metrics are known when an epoch ends: it has no validation, or exactly one, at its end."""
     if not trainer.enable_validation:
         return True
     if trainer.check_val_every_n_epoch != 1 or trainer.val_check_seconds is not None:

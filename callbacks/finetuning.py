@@ -1,4 +1,4 @@
-"""Training in stages: layers that are frozen at first and join the optimizer later."""
+"""Callbacks that freeze layers at first and train them later."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class BaseFinetuning(Callback):
-    """Freezes layers before the optimizers are made and lets them join an optimizer at the epoch you choose.
+    """Freeze layers before the optimizers are made and add them to an optimizer at the epoch you choose.
 
-    Subclass it and write :meth:`freeze_before_training` and :meth:`finetune_function`. In ``configure_optimizers`` pass
-    only the parameters that train: ``[p for p in self.parameters() if p.requires_grad]``.
+    Subclass it and define :meth:`freeze_before_training` and :meth:`finetune_function`. In ``configure_optimizers``
+    pass only the parameters that train: ``[p for p in self.parameters() if p.requires_grad]``.
 
-    A checkpoint keeps which parameters were added, by name, and which are frozen; a resumed run has the same parameter
-    groups, and ``finetune_function`` runs once for each epoch. Schedulers follow: a new group takes the course of the
-    first group's learning rate, starting from its own.
+    A checkpoint records by name which parameters were added and which are frozen. A resumed run has the same parameter
+    groups, and ``finetune_function`` still runs once per epoch. Schedulers include new groups: a new group's learning
+    rate follows the first group's in proportion.
 
     Example:
         >>> class UnfreezeEncoder(BaseFinetuning):
@@ -54,24 +54,24 @@ class BaseFinetuning(Callback):
         self._latest_epoch = -1
 
     def freeze_before_training(self, pl_module: TrainingModule) -> None:
-        """Freeze what is not to train at first. Runs in ``setup`` of a fit, before the optimizers are made."""
+        """Freeze the layers that do not train at first. Called in ``setup``, before the optimizers are made."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not define freeze_before_training(pl_module), which says what is frozen at "
-            "first. Define it, for example with self.freeze(pl_module.backbone)."
+            f"{type(self).__name__} does not define freeze_before_training(pl_module), which freezes layers before "
+            "training. Define it, for example with self.freeze(pl_module.backbone)."
         )
 
     def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze what is due. Runs at the start of every epoch (0-based), once for each optimizer."""
+        """Unfreeze the layers that start training in this epoch (0-based). Called once per epoch and optimizer."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not define finetune_function(pl_module, epoch, optimizer), which says what "
-            "joins the training when. Define it, for example with self.unfreeze_and_add_param_group(...)."
+            f"{type(self).__name__} does not define finetune_function(pl_module, epoch, optimizer), which unfreezes "
+            "layers at an epoch. Define it, for example with self.unfreeze_and_add_param_group(...)."
         )
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """The layers in ``modules`` (a module or a nested iterable of them) that are leaves or own parameters, once."""
+        """Return the layers in ``modules`` that are leaves or have parameters of their own, each once."""
         if isinstance(modules, nn.Module):
             found = list(modules.modules())
         elif isinstance(modules, Iterable) and not isinstance(modules, (str, Tensor)):
@@ -86,12 +86,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Parameter]:
-        """The parameters in ``modules`` whose ``requires_grad`` is as asked, each once.
+        """Return the trainable or the frozen parameters in ``modules``, each once.
 
         Args:
             modules: a module or a nested iterable of modules.
-            train_bn: also those of BatchNorm layers.
-            requires_grad: the trainable ones, or (False) the frozen ones.
+            train_bn: include parameters of BatchNorm layers.
+            requires_grad: True returns trainable parameters, False frozen ones.
         """
         seen: set[int] = set()
         for module in BaseFinetuning.flatten_modules(modules):
@@ -104,13 +104,13 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Let all parameters in ``modules`` train and BatchNorm layers follow the data's statistics."""
+        """Make all parameters in ``modules`` trainable and let BatchNorm layers update their running statistics."""
         for module in BaseFinetuning.flatten_modules(modules):
             _make_layer_trainable(module)
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters that one layer owns itself; a BatchNorm layer's running statistics stand still."""
+        """Freeze a layer's own parameters, and its running statistics if it is a BatchNorm layer."""
         if isinstance(module, BatchNorm):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):
@@ -132,15 +132,15 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Parameter]) -> list[Parameter]:
-        """Those of ``params`` that ``optimizer`` does not hold yet; warns about the others."""
+        """Return the parameters that ``optimizer`` does not hold yet; warn about the others."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         params = list(params)
         new = [p for p in params if id(p) not in held]
         if len(new) < len(params):
             messages.warn(
-                f"{len(params) - len(new)} of {len(params)} parameters to unfreeze are in the optimizer already "
-                "and stay in their groups. Give the optimizer only parameters that train at first: "
-                "[p for p in self.parameters() if p.requires_grad]."
+                f"{len(params) - len(new)} of {len(params)} parameters to unfreeze are already in the optimizer and "
+                "stay in their groups. Give the optimizer only the parameters that train at first: [p for p in "
+                "self.parameters() if p.requires_grad]."
             )
         return new
 
@@ -156,8 +156,9 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: a module or a nested iterable of modules.
-            optimizer: receives the parameters that it does not hold yet; warns if it holds some that were frozen.
-            lr: the new group's learning rate; None: that of the first group divided by ``initial_denom_lr``.
+            optimizer: gets the parameters that it does not hold yet; a warning reports frozen parameters that it
+                already holds.
+            lr: the new group's learning rate; None means the first group's divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
             train_bn: unfreeze BatchNorm layers too; otherwise they stay as they are.
         """
@@ -171,7 +172,7 @@ class BaseFinetuning(Callback):
         if params:
             rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
             for parameter in params:
-                parameter.grad = None  # what gathered while no optimizer cleared it is of old weights
+                parameter.grad = None  # accumulated from earlier weights, because no optimizer cleared it
             optimizer.add_param_group({"params": params, "lr": rate})
 
     # ---- the run -----------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class BaseFinetuning(Callback):
             self._restored = {}
 
     def _restore(self, trainer: Trainer, pl_module: TrainingModule, state: dict[str, Any]) -> None:
-        """Freeze and add as it was when the state was saved. The optimizers' own state is loaded after this."""
+        """Restore frozen layers and parameter groups. The optimizers' own state is loaded afterwards."""
         parameters = dict(pl_module.named_parameters())
         added = state["added"]
         self._check_restored(type(pl_module).__name__, len(trainer.optimizers), parameters, added)
@@ -241,8 +242,9 @@ class BaseFinetuning(Callback):
         unknown = [tuple(p.shape) for group in groups for p in group["params"] if id(p) not in names]
         if unknown:
             raise ValueError(
-                f"{type(self).__name__}.finetune_function added a parameter of shape {unknown[0]} that is none of "
-                f"{type(pl_module).__name__}'s, so a resumed run could not find it. Make it an attribute of the module."
+                f"{type(self).__name__}.finetune_function added a parameter of shape {unknown[0]} that does not belong "
+                f"to {type(pl_module).__name__}, so a resumed run could not find it. Make it an attribute of the "
+                "module."
             )
         return [[names[id(p)] for p in group["params"]] for group in groups]
 
@@ -266,20 +268,20 @@ def _make_layer_trainable(layer: nn.Module) -> None:
 
 
 def _extend_schedulers(trainer: Trainer, optimizer: Optimizer, before: int) -> None:
-    """Give each group from index ``before`` on its place in the schedulers of ``optimizer``."""
+    """Add the groups from index ``before`` on to the schedulers of ``optimizer``."""
     for config in trainer.lr_scheduler_configs:
         if getattr(config.scheduler, "optimizer", None) is optimizer:
             for index in range(before, len(optimizer.param_groups)):
                 _extend_scheduler(config.scheduler, index)
 
 
-#: What a scheduler keeps for each group: as attributes, and in the group itself.
+#: Values that a scheduler keeps per group: in its attributes, and in the group itself.
 _LISTS = ("base_lrs", LAST_RATES, "max_lrs", "min_lrs", "lr_lambdas", "base_momentums", "max_momentums")
 _GROUP_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 
 def _extend_scheduler(scheduler: Any, index: int) -> None:
-    """Let a scheduler treat group ``index`` as it treats the first group, learning rates in proportion."""
+    """Let a scheduler treat group ``index`` like the first group, with learning rates in proportion."""
     for child in getattr(scheduler, INNER_SCHEDULERS, ()):
         _extend_scheduler(child, index)
     first, group = scheduler.optimizer.param_groups[0], scheduler.optimizer.param_groups[index]
@@ -294,28 +296,28 @@ def _extend_scheduler(scheduler: Any, index: int) -> None:
 
 
 def double(epoch: int) -> float:
-    """The default of ``lambda_func``: twice the learning rate, each epoch."""
+    """Double the learning rate each epoch: the default of ``lambda_func``."""
     return 2.0
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains a module's ``backbone`` from a given epoch on, at a learning rate that grows until it meets the others'.
+    """Train a module's ``backbone`` from a given epoch on, with a learning rate that grows to that of the other layers.
 
-    The module needs an attribute ``backbone`` that is an ``nn.Module`` made in ``__init__``, and one optimizer, of the
+    The module needs an attribute ``backbone``, an ``nn.Module`` made in ``__init__``, and one optimizer with the
     parameters that train at first.
 
     Args:
         unfreeze_backbone_at_epoch: index (0-based) of the first epoch in which the backbone trains.
-        lambda_func: ``lambda_func(epoch)`` is what the backbone's learning rate is multiplied by at the start of each
-            epoch after that; it receives the epoch counted from 1.
-        backbone_initial_ratio_lr: the backbone's first learning rate as a share of the first group's.
-        backbone_initial_lr: the backbone's first learning rate itself.
-        should_align: hold the backbone's learning rate at the first group's once it reaches that.
+        lambda_func: ``lambda_func(epoch)`` returns the factor for the backbone's learning rate at the start of each
+            later epoch. It receives the epoch counted from 1.
+        backbone_initial_ratio_lr: the backbone's first learning rate as a fraction of the first group's.
+        backbone_initial_lr: the backbone's first learning rate.
+        should_align: keep the backbone's learning rate equal to the first group's once it reaches it.
         initial_denom_lr: the same as ``backbone_initial_ratio_lr=1 / initial_denom_lr``. Give one of the three.
-        train_bn: train BatchNorm layers of the backbone: from the start, as the others stand still. If False they stay
-            frozen throughout.
-        verbose: say the learning rates at the start of each epoch.
-        rounding: decimals of the learning rates that are said.
+        train_bn: train the backbone's BatchNorm layers from the start, while its other layers are frozen. False keeps
+            them frozen throughout.
+        verbose: report the learning rates at the start of each epoch.
+        rounding: decimals of the reported learning rates.
 
     Raises:
         TypeError: for an argument of the wrong kind, or a module without ``backbone``.
@@ -340,8 +342,8 @@ class BackboneFinetuning(BaseFinetuning):
         checked_count(name, "rounding", rounding, 0)
         if not callable(lambda_func):
             raise TypeError(
-                f"{name}(lambda_func={lambda_func!r}) cannot be called. Give a function of the epoch that returns what "
-                "the backbone's learning rate is multiplied by, such as lambda epoch: 1.5."
+                f"{name}(lambda_func={lambda_func!r}) cannot be called. Give a function of the epoch that returns the "
+                "factor for the backbone's learning rate, such as lambda epoch: 1.5."
             )
         _check_rates(name, backbone_initial_ratio_lr, backbone_initial_lr, initial_denom_lr)
         self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
@@ -429,6 +431,6 @@ def _check_rates(owner: str, ratio: float, rate: float | None, denominator: floa
     given = [name for name, value in values.items() if value != defaults[name]]
     if len(given) > 1:
         raise ValueError(
-            f"{owner} got {messages.names(given, 'and')}, which each say the backbone's first learning rate, so all "
-            "but one would be ignored. Give one of them."
+            f"{owner} got {messages.names(given, 'and')}, which all set the backbone's first learning rate, so only "
+            "one can take effect. Give one of them."
         )

@@ -1,4 +1,4 @@
-"""Lets Python's garbage collector run between steps that all ranks agree on, instead of in the middle of any."""
+"""Callback that runs Python's garbage collector on all ranks before the same step, not at arbitrary moments."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-#: Python collects by itself, all the same, where so many more containers were made than freed since a collection.
+#: Python still collects by itself after this many more containers were allocated than freed since a collection.
 MOST_UNSEEN = 100_000
-#: One collection in so many may go over everything that is not frozen.
+#: One in this many collections may scan all objects that are not frozen.
 FULL_EVERY = 10
-#: It does if more than this share of what the last one left has arisen since, which is Python's own rule.
+#: It does so if new objects exceed this fraction of those left by the last full collection: Python's own rule.
 GROWTH = 0.25
 
 
 class GarbageCollection(Callback):
-    """Collects Python's garbage every n steps, on all ranks in front of the same step, and not in between.
+    """Run Python's garbage collector every n steps, on all ranks before the same step, and not in between.
 
-    Python walks over its objects when many have been made, wherever the program is. With many objects (a data set that
-    is a list, say) a walk over all of them takes a good part of a second; on several processes the others wait at the
-    next gradient, each rank has its pauses at other steps, and they add up. Here the ranks have them at the same time,
-    and after the first step all objects that are there by then are frozen: no collection looks at them any more.
+    Python scans its objects at arbitrary moments, when many have been allocated. With many objects (for example a data
+    set that is a list) a full scan takes a good part of a second. With several processes, the others wait for that rank
+    at the next gradient reduction. Each rank pauses at different steps, so the pauses add up. With this callback all
+    ranks pause at the same time. After the first step all existing objects are frozen, so no collection scans them
+    again.
 
-    While a validation runs, between fits, and in the workers of loaders Python collects as always. When the fit ends,
-    also by an exception or a signal, the collector is as it was before, and what was frozen is not.
+    During validation, between fits and in data loader workers, Python collects as usual. When the fit ends, also by an
+    exception or a signal, the collector's settings are restored and the objects are unfrozen.
 
-    Objects in reference cycles, and the tensors they hold, live longer: those that one step makes and leaves up to
-    ``every_n_steps`` steps, those that outlive a collection until a full one.
-    What is frozen is freed as always when its last reference goes, but if it is in a cycle, only after the fit.
+    Objects in reference cycles, and the tensors they hold, live longer: up to ``every_n_steps`` steps, or until a full
+    collection if they survive one. A frozen object is freed as usual when its last reference is gone; if it is in a
+    cycle, it is freed only after the fit.
 
     Args:
-        every_n_steps: optimizer steps between two collections of what has arisen since; one in ten goes over all that
-            is not frozen, if that has grown by a quarter. None: Python collects when it likes, objects are frozen.
-        freeze: freeze the objects that are there after the first step, which is preceded by a full collection. If
-            somebody else has frozen objects before the fit, these stay frozen, and no more are. So it is in forked
-            ranks (``"ddp_notebook"``), where all that was there when they were forked is frozen.
+        every_n_steps: optimizer steps between two collections of new objects. One in ten scans all objects that are not
+            frozen, if their number has grown by a quarter. None lets Python decide when to collect and only freezes.
+        freeze: freeze the objects that exist after the first step, after a full collection. If objects were frozen
+            before the fit, they stay frozen and no others are frozen. This applies to forked ranks
+            (``"ddp_notebook"``), where all objects that existed at the fork are frozen.
 
     Example:
         >>> trainer = Trainer(callbacks=[GarbageCollection()])  # doctest: +SKIP
@@ -52,13 +53,13 @@ class GarbageCollection(Callback):
         whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
         if every_n_steps is not None and not (whole and every_n_steps > 0):
             raise ValueError(
-                f"GarbageCollection(every_n_steps={every_n_steps!r}) is no number of steps. Pass a whole number from 1 "
-                "on, or None to leave it to Python when it collects."
+                f"GarbageCollection(every_n_steps={every_n_steps!r}) is not a number of steps. Pass a whole number of "
+                "at least 1, or None to let Python decide when to collect."
             )
         if every_n_steps is None and not freeze:
             raise ValueError(
-                "GarbageCollection(every_n_steps=None, freeze=False) would do nothing. Pass one of them, or leave the "
-                "callback out."
+                "GarbageCollection(every_n_steps=None, freeze=False) would do nothing. Pass one of them, or remove the "
+                "callback."
             )
         self.every_n_steps = every_n_steps
         self.freeze = freeze
@@ -97,7 +98,7 @@ class GarbageCollection(Callback):
         self._clear()
 
     def _due(self, updates: int) -> None:
-        """A collection, or the beginning: in front of the batch that follows the first step."""
+        """Collect; the first call, before the batch that follows the first step, freezes and starts counting."""
         every = self.every_n_steps
         self._next = float("inf") if every is None else (updates // every + 1) * every
         if not self._begun:
@@ -136,12 +137,12 @@ class GarbageCollection(Callback):
 
 
 def _long_lived() -> int:
-    """Objects that a full collection would go over, right after one."""
+    """Return the number of objects that a full collection would scan, right after one."""
     return len(gc.get_objects(generation=2))
 
 
 class _Process:
-    """The collector is the process's: several fits may want something of it at a time."""
+    """The process's garbage collector, which several fits may use at the same time."""
 
     def __init__(self) -> None:
         self.holders = 0
@@ -153,7 +154,7 @@ class _Process:
             os.register_at_fork(after_in_child=self.forked)
 
     def hold(self, on: bool) -> None:
-        """Have Python collect by itself as a last resort only, or as it did before, if no other fit goes on."""
+        """Let Python collect only as a last resort, or restore its thresholds if no other fit is running."""
         with self.lock:
             if on and not self.holders:
                 self.thresholds = gc.get_threshold()
@@ -164,13 +165,14 @@ class _Process:
                 gc.set_threshold(*self.thresholds)
 
     def freeze(self) -> bool:
-        """Freeze all objects, unless some are: Python can only unfreeze them all. Whether it was done."""
+        """Freeze all objects unless some are frozen already (Python can only unfreeze all). Return whether it did."""
         with self.lock:
             frozen = gc.get_freeze_count()
             if frozen and not (self.froze or self.copied):
                 messages.info_once(
-                    f"GarbageCollection freezes nothing: {frozen} objects were frozen before the fit, and Python can "
-                    "only unfreeze all at once. Call gc.unfreeze() before the fit, or pass freeze=False."
+                    f"GarbageCollection freezes nothing: {frozen} objects were already frozen before the fit, and "
+                    "Python can only unfreeze all of them at once. Call gc.unfreeze() before the fit, or pass "
+                    "freeze=False."
                 )
             if frozen:
                 return False
@@ -179,13 +181,13 @@ class _Process:
             return True
 
     def unfreeze(self) -> None:
-        """Undo it."""
+        """Unfreeze all objects."""
         with self.lock:
             self.froze = False
             gc.unfreeze()
 
     def forked(self) -> None:
-        """In a child process, such as a loader's worker, nobody collects by hand. What is frozen stays so."""
+        """Restore the thresholds in a child process, such as a data loader worker. Frozen objects stay frozen."""
         self.lock = threading.Lock()
         self.copied = True
         if self.holders:

@@ -1,4 +1,4 @@
-"""Changes how many batches make one optimizer step while the training goes on."""
+"""Callback that changes gradient accumulation during training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets ``trainer.accumulate_grad_batches`` at the start of each epoch.
+    """Set ``trainer.accumulate_grad_batches`` at the start of each epoch.
 
     Args:
-        scheduling: from which epoch (0-based) on how many batches make one step. Before the first epoch named: 1.
+        scheduling: batches per optimizer step, by the epoch (0-based) from which on they apply. Before the first epoch
+            given it is 1.
 
     Raises:
-        ValueError: when the run starts, if ``Trainer(accumulate_grad_batches=)`` asks for something else.
-        RuntimeError: when the run starts, if the module optimizes by hand.
+        ValueError: when the run starts, if ``Trainer(accumulate_grad_batches=)`` is set too.
+        RuntimeError: when the run starts, if the module uses manual optimization.
 
     Example:
         >>> GradientAccumulationScheduler({4: 2, 8: 4}).get_accumulate_grad_batches(epoch=5)
@@ -30,30 +31,30 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not isinstance(scheduling, Mapping) or not scheduling:
             raise TypeError(
-                f"GradientAccumulationScheduler(scheduling={scheduling!r}) names no epoch. "
-                "Pass a dict such as {0: 1, 4: 2}: from which epoch on how many batches make one step."
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}) contains no epoch. "
+                "Pass a dict from epoch to batches per step, such as {0: 1, 4: 2}."
             )
         for epoch, batches in scheduling.items():
             if not _whole(epoch, at_least=0):
                 raise ValueError(
-                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) has the key {epoch!r}, "
-                    "which is no epoch. Epochs are whole numbers from 0 on."
+                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) has the key {epoch!r}, which is "
+                    "not an epoch. Epochs are whole numbers from 0."
                 )
             if not _whole(batches, at_least=1):
                 raise ValueError(
-                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) asks for {batches!r} batches a "
-                    f"step from epoch {epoch} on, which cannot be done. Use a whole number of at least 1."
+                    f"GradientAccumulationScheduler(scheduling={dict(scheduling)!r}) asks for {batches!r} batches per "
+                    f"step from epoch {epoch} on. Use a whole number of at least 1."
                 )
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
         self._in_charge = False
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Whether any epoch makes a step of more than one batch."""
+        """Whether any epoch accumulates more than one batch per step."""
         return any(batches > 1 for batches in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """How many batches make one step in an epoch (0-based)."""
+        """Return the number of batches per step in an epoch (0-based)."""
         return self.scheduling[max(start for start in self.epochs if start <= epoch)]
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -62,14 +63,14 @@ class GradientAccumulationScheduler(Callback):
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
-                f"GradientAccumulationScheduler({self.scheduling}) both say how many batches make one step. "
-                "Leave one of them out."
+                f"GradientAccumulationScheduler({self.scheduling}) both set the number of batches per step. Leave one "
+                "of them out."
             )
         if not pl_module.automatic_optimization:
             raise RuntimeError(
                 f"{type(pl_module).__name__}.automatic_optimization is False, so its training_step decides when to "
-                f"step, and GradientAccumulationScheduler({self.scheduling}) would have no effect. "
-                "Remove the callback, or let the trainer optimize."
+                f"step and GradientAccumulationScheduler({self.scheduling}) would have no effect. Remove the callback, "
+                "or use automatic optimization."
             )
         self._in_charge = True
         self._set(trainer)

@@ -1,4 +1,4 @@
-"""A callback made of functions."""
+"""Callback made of functions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .base import HOOKS, Callback
 
 
 class LambdaCallback(Callback):
-    """Takes functions as hooks, for a callback too short to deserve a class.
+    """Build a callback from functions, when a class would be too much.
 
-    Only the hooks that are given exist on it, so the others cost nothing.
+    Hooks that are not given cost nothing.
 
     Args:
         **hooks: a function by the name of a :class:`Callback` hook, with that hook's arguments (without ``self``);
@@ -25,7 +25,7 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
-                raise ValueError(f"LambdaCallback has nothing to call it for. {messages.unknown('hook', name, HOOKS)}")
+                raise ValueError(f"LambdaCallback takes hooks by name. {messages.unknown('hook', name, HOOKS)}")
             if function is None:
                 continue
             if not callable(function):

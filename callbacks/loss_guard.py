@@ -1,4 +1,4 @@
-"""Keeps batches whose loss is not finite, or far off, from spoiling the weights."""
+"""Callback that keeps batches with a non-finite or outlying loss from damaging the weights."""
 
 from __future__ import annotations
 
@@ -27,51 +27,55 @@ Step = Callable[[Any, int], Any]
 
 
 class LossGuard(Callback):
-    """Looks at the loss of each training batch before its backward, and leaves out batches whose loss is bad.
+    """Check the loss of each training batch before its backward pass and skip batches with a bad loss.
 
-    A loss is bad if it is NaN or infinite, or if it is worse than the mean of the last ``window`` good ones by at least
-    ``rtol`` times that mean and by ``atol``. With several processes the mean loss of all of them is judged, so that
-    they decide alike, and as one process would that has all their data.
+    A loss is bad if it is NaN or infinite, or if it is worse than the mean of the last ``window`` good losses by at
+    least ``rtol`` times that mean and by at least ``atol``. With several processes their mean loss is judged, so they
+    all make the same decision, the one that a single process with all the data would make.
 
-    *What happens.* ``"skip"``: the batch is left out as if it were not in the data: no gradients, no place in the
-    accumulation window, no optimizer or scheduler step; buffers (of a batch norm, say), torch's random state and what
-    ``self.log`` was given are as before the batch. Only ``torchmetrics`` objects that the step updated have seen it.
-    ``"rollback"``: the run goes back to its newest checkpoint whose weights had a good loss, with all that a resume
-    restores, and the batch is left out when it comes again; if the weights are not finite, the one trained on before,
-    whose gradient must have spoiled them. If the loss is bad there once more, with another batch, the
-    run goes one checkpoint further back before it blames that one too: the weights may have been spoiled before. Until
-    this run has saved, it begins again as it did, from its ``ckpt_path``. ``"raise"``: an error ends the run.
+    *Actions.* ``"skip"`` skips the batch as if it were not in the data: no gradients, not counted in the accumulation
+    window, no optimizer or scheduler step. Buffers (such as batch norm statistics), torch's random state and the values
+    given to ``self.log`` are restored. Only ``torchmetrics`` objects that the step updated keep the batch.
 
-    *What it costs.* The loss is read before the backward is launched: on an accelerator the host waits there for the
-    forward pass (not for the backward or the step, which still run while the next batch is prepared). Buffers that
-    change in training are copied each step. With several processes one number is summed over the hosts each batch.
+    ``"rollback"`` returns to the newest checkpoint whose weights had a good loss, restores everything that a resume
+    restores, and skips the batch when it comes again. If the weights are not finite, it skips the batch before instead,
+    whose gradient must have damaged them. If another batch then has a bad loss, the run first goes back one more
+    checkpoint, because the weights may have been damaged earlier; only after that is the batch blamed too. If this run
+    has not saved yet, it restarts from its ``ckpt_path``.
 
-    Not for manual optimization, ``training_step(dataloader_iter)``, and strategies that run a step in micro-batches.
+    ``"raise"`` ends the run with an error.
+
+    *Cost.* The loss is read before the backward pass starts. On an accelerator the host waits there for the forward
+    pass, but not for the backward pass or the step, which still run while the next batch is prepared. Buffers that
+    change in training are copied each step. With several processes, each batch sums one number over the hosts.
+
+    Does not support manual optimization, ``training_step(dataloader_iter)``, or strategies that run a step in
+    micro-batches.
 
     Args:
         mode: ``"min"`` if larger losses are worse, ``"max"`` if smaller ones are.
-        window: how many good losses the running mean is over.
-        warmup: good losses before which only those that are not finite are bad.
-        atol: least distance from the running mean of a bad loss; None for any.
-        rtol: least distance as a multiple of the running mean; None for any. If both are None, only losses that are not
-            finite are bad.
-        exclude_batches_path: JSON file of the batches that were bad. It is read when a fit starts: they are left out
-            then without being run. It belongs to one order of the data (seed and batch size).
-        finite_only: a loss that is not finite is bad.
+        window: number of good losses in the running mean.
+        warmup: number of good losses before outliers count as bad; until then only non-finite losses do.
+        atol: smallest distance of a bad loss from the running mean; None means any distance.
+        rtol: smallest distance as a multiple of the running mean; None means any. If both are None, only non-finite
+            losses are bad.
+        exclude_batches_path: JSON file of bad batches. It is read when a fit starts, and these batches are skipped
+            without running them. It is valid for one order of the data (seed and batch size).
+        finite_only: whether a non-finite loss is bad.
         action: ``"skip"``, ``"rollback"`` or ``"raise"``.
-        max_events: an error ends the run when more batches than that are bad; None for any number.
+        max_events: an error ends the run after more bad batches than this; None means no limit.
 
     Attributes:
-        batches: what was bad, by epoch and index of the batch: step, loss, and the running mean then (None before the
-            first).
-        left_out: how often a batch was left out; logged as ``loss_guard/left_out`` each time.
+        batches: step, loss and running mean (None before the first good loss) of each bad batch, by epoch and batch
+            index.
+        left_out: how many times a batch was skipped; logged as ``loss_guard/left_out`` each time.
 
     Raises:
         RuntimeError: ``action="raise"``, more than ``max_events`` bad batches, or no checkpoint (left) to go back to.
         ValueError: ``action="rollback"``, and the run saves no checkpoints, or weights only.
     """
 
-    #: A step may return None on all processes at once to skip a batch: they have agreed to.
+    #: A step may return None to skip a batch, because all processes agree to do so.
     skips_together = True
 
     def __init__(
@@ -119,16 +123,17 @@ class LossGuard(Callback):
             return
         why = _why_not(trainer, pl_module)
         if why:
-            raise ValueError(f"LossGuard cannot be used with {why}. Look at the loss in training_step instead.")
+            raise ValueError(f"LossGuard cannot be used with {why}. Check the loss in training_step instead.")
         if self.action == "rollback" and not trainer.checkpoint_callbacks:
             raise ValueError(
                 "LossGuard(action='rollback') needs checkpoints to go back to, but the Trainer has no ModelCheckpoint. "
-                "Leave enable_checkpointing=False out, or use action='skip'."
+                "Remove enable_checkpointing=False, or use action='skip'."
             )
         if self.action == "rollback" and all(callback.save_weights_only for callback in trainer.checkpoint_callbacks):
             raise ValueError(
-                "LossGuard(action='rollback') needs checkpoints to go back to, but ModelCheckpoint(save_weights_only="
-                "True) writes none that a fit can continue from. Leave that out, or use action='skip'."
+                "LossGuard(action='rollback') needs checkpoints to go back to, but "
+                "ModelCheckpoint(save_weights_only=True) writes none that a fit can resume from. Remove "
+                "save_weights_only, or use action='skip'."
             )
         known = _read(self.exclude_batches_path) if trainer.is_global_zero and self.exclude_batches_path else {}
         self.batches = trainer.strategy.broadcast(known) | self.batches
@@ -145,7 +150,7 @@ class LossGuard(Callback):
         self._going_back = None
 
     def around_training_step(self, trainer: Trainer, pl_module: TrainingModule, step: Step) -> Step:
-        """What runs in place of the training step: None, which skips the batch, if it is to be left out."""
+        """Wrap the training step so that it returns None, which skips the batch, if the batch is bad."""
         state, batches, way_back = trainer.state, self.batches, self._way_back
         before = _Before(trainer)
 
@@ -181,9 +186,9 @@ class LossGuard(Callback):
         return off > 0 and off >= (self.atol or 0.0) and off >= (self.rtol or 0.0) * abs(mean)
 
     def _note(self, trainer: Trainer, loss: float) -> None:
-        """Keep, tell and act: returns if the batch is to be left out at once."""
+        """Record and report a bad loss and act on it; return only if the batch is to be skipped."""
         state, mean = trainer.state, self.running_mean
-        against = "no mean yet" if mean is None else f"running mean {mean:.6g} of {len(self._good)}"
+        against = "no running mean yet" if mean is None else f"running mean {mean:.6g} of {len(self._good)}"
         what = (
             f"LossGuard: the loss is {loss:.6g} ({against}) at step {state.global_step}, epoch {state.epoch}, batch "
             f"{state.batch_idx}"
@@ -195,14 +200,14 @@ class LossGuard(Callback):
             self._blame(trainer, back.blamed, loss, what)
         if self.action == "raise":
             raise RuntimeError(
-                f"{what}. The weights are as they were before that batch. Look at the batch and the learning rate; "
-                "action='skip' leaves such batches out."
+                f"{what}. The weights are unchanged by that batch. Check the batch and the learning rate, or use "
+                "action='skip' to skip such batches."
             )
         if back is not None:
             messages.warn(f"{what}: {back}")
             self._going_back = back
             raise back
-        messages.warn(f"{what}: the batch is left out.")
+        messages.warn(f"{what}: the batch is skipped.")
 
     def _blame(self, trainer: Trainer, batch: tuple[int, int], loss: float, what: str) -> None:
         self.batches[batch] = {"step": trainer.global_step, "loss": loss, "mean": self.running_mean}
@@ -210,9 +215,9 @@ class LossGuard(Callback):
             _write(self.exclude_batches_path, self.batches)
         if self.max_events is not None and len(self.batches) > self.max_events and self.action != "raise":
             raise RuntimeError(
-                f"{what}. It is bad batch number {len(self.batches)}, more than max_events={self.max_events}, "
-                "so the data or the learning rate is at fault, not single batches. Look at the batches in its "
-                "`batches` (epoch, index), lower the learning rate or clip gradients, or raise max_events."
+                f"{what}. It is bad batch number {len(self.batches)}, more than max_events={self.max_events}, so the "
+                "cause is the data or the learning rate, not single batches. Check the batches in its `batches` "
+                "(epoch, index), lower the learning rate or clip gradients, or raise max_events."
             )
 
     def _leave_out(self, trainer: Trainer) -> None:
@@ -230,32 +235,32 @@ class LossGuard(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # What was bad after the checkpoint stays known.
+        # Batches found bad after the checkpoint are kept.
         self.batches.update(_by_place(state_dict["batches"]))
         self.left_out, self._seen = state_dict["left_out"], state_dict["seen"]
         self._good = deque(state_dict["good"], maxlen=self.window)
         self._way_back.last_good = tuple(state_dict["last_good"])
 
 
-class Rollback(Exception):  # noqa: N818 - it is a request, no error
-    """Ends a fit that is to go on from a checkpoint, in the same process.
+class Rollback(Exception):  # noqa: N818 - a request, not an error
+    """Raised to end a fit that then continues from a checkpoint in the same process.
 
     Attributes:
         path: the checkpoint.
-        own: this run wrote it, so that all of it is to be restored; else the fit began with it, and is to again.
-        blamed: epoch and index of the batch that is to be left out when it comes again, or None.
+        own: whether this run wrote it, so that everything in it is restored; else the fit started with it and restarts.
+        blamed: epoch and index of the batch to skip when it comes again, or None.
     """
 
     def __init__(self, path: Any, own: bool, blamed: tuple[int, int] | None) -> None:
-        why = "an earlier checkpoint, because the weights may be at fault"
+        why = "an earlier checkpoint, because the weights may already be damaged"
         if blamed is not None:
-            why = f"to leave out batch {blamed[1]} of epoch {blamed[0]} when it comes again"
+            why = f"to skip batch {blamed[1]} of epoch {blamed[0]} when it comes again"
         super().__init__(f"going back to {str(path)!r}, {why}.")
         self.path, self.own, self.blamed = path, own, blamed
 
 
 class _Saved(NamedTuple):
-    """A checkpoint of this run: its number among the saves, the optimizer steps before it, and where it is."""
+    """A checkpoint of this run: its number in the sequence of saves, its optimizer steps, and its path."""
 
     sequence: int
     step: int
@@ -263,13 +268,13 @@ class _Saved(NamedTuple):
 
 
 class _WayBack:
-    """Which checkpoint to go back to.
+    """Chooses the checkpoint to go back to.
 
-    Weights have proved good when a loss computed with them was. The newest file of such weights is taken, else the
-    newest of weights that no loss was computed with yet, else the one that the fit began with.
+    Weights are known to be good once a loss computed with them was good. The newest file with such weights is chosen,
+    else the newest file whose weights have no loss yet, else the file that the fit started from.
 
     Attributes:
-        last_good: optimizer steps before the last good loss, and epoch and index of its batch; -1 each before it.
+        last_good: optimizer steps before the last good loss, and its batch's epoch and index; -1 each if there is none.
     """
 
     def __init__(self) -> None:
@@ -285,9 +290,9 @@ class _WayBack:
         self._passed: set[int] = set()
 
     def begin(self, trainer: Trainer) -> None:
-        """A fit begins, from ``trainer.ckpt_path``.
+        """Note where a fit starts: ``trainer.ckpt_path``.
 
-        Of the files that are there, those are its own that led to where it begins: none, if it counts from step 0.
+        Existing files count as its own only if they led to its start: none do if it starts at step 0.
         """
         path, newest, before = trainer.ckpt_path, trainer.current_run.saves, 0
         if trainer.global_step and trainer.is_global_zero:
@@ -298,10 +303,10 @@ class _WayBack:
         self._forget()
 
     def find(self, trainer: Trainer, what: str) -> Rollback:
-        """Where to go back to from a bad loss; on several processes, the same on all of them.
+        """Return the checkpoint to go back to after a bad loss. It is the same on all processes.
 
         Raises:
-            RuntimeError: there is nothing to go back to.
+            RuntimeError: no checkpoint to go back to.
         """
         state, origin = trainer.state, self._began[0]
         good_step, *before = self.last_good
@@ -328,9 +333,9 @@ class _WayBack:
     def _nothing(self) -> str:
         if self._went_to.path:
             return (
-                f"again after going back to {self._went_to.path!r}. No loss was good with its weights, so they were "
-                "spoiled before it was saved, and this run has no earlier checkpoint. Keep more files (save_top_k=-1), "
-                "and look at the learning rate and the gradients."
+                f"again after going back to {self._went_to.path!r}. Its weights never had a good loss, so they were "
+                "damaged before it was saved, and this run has no earlier checkpoint. Keep more files (save_top_k=-1), "
+                "and check the learning rate and the gradients."
             )
         return (
             "and this run has no checkpoint yet to go back to. Save earlier (every_n_train_steps) and more than "
@@ -338,7 +343,7 @@ class _WayBack:
         )
 
     def _own(self, trainer: Trainer) -> list[_Saved]:
-        """The checkpoints of this run that a fit can go on from, oldest first, as rank 0 sees them."""
+        """Return this run's resumable checkpoints, oldest first, as rank 0 sees them."""
         trainer.saver.wait()
         found: set[_Saved] = set()
         _, before, newest = self._began
@@ -353,9 +358,9 @@ class _WayBack:
 
 
 def _spoiled(trainer: Trainer) -> bool:
-    """Whether a weight on any process is not finite. Every rank must call."""
+    """Whether any weight on any process is not finite. Must be called on every rank."""
     parameters: Any = trainer.training_module.parameters()
-    local = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)  # a part, of what is sharded
+    local = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)  # the local part of a sharded parameter
     mine = not all(torch.isfinite(p).all() for p in local)
     strategy = trainer.strategy
     if strategy.world_size == 1:
@@ -366,12 +371,12 @@ def _spoiled(trainer: Trainer) -> bool:
 def _manifest(path: Any) -> manifest.Manifest | None:
     try:
         return manifest.read(path)
-    except (OSError, ValueError):  # damaged, or gone meanwhile
+    except (OSError, ValueError):  # damaged, or deleted in the meantime
         return None
 
 
 class _Before:
-    """What a training step changes besides gradients, to be put back: buffers, random states, what was logged."""
+    """Snapshot of the state besides gradients that a training step changes: buffers, random states, logged values."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.module, self.metrics = trainer.training_module, trainer.current_run.metrics
@@ -381,13 +386,13 @@ class _Before:
         self.first: list[tuple[Tensor, Tensor]] = []
 
     def learn(self) -> None:
-        """Find out which buffers a step changes, after the first that was good (compares them on the device, once)."""
+        """Find which buffers a step changes, after the first good one. Compares them on the device, once."""
         if self.moving is None:
             self.moving = [buffer for buffer, copy in self.first if not torch.equal(buffer, copy)]
             self.first = []
 
     def remember(self) -> Callable[[], None]:
-        """Returns what puts everything back."""
+        """Take a snapshot; return a function that restores it."""
         buffers = list(self.module.buffers()) if self.moving is None else self.moving
         copies = [buffer.detach().clone() for buffer in buffers]
         if self.moving is None:
@@ -409,20 +414,20 @@ class _Before:
 
 
 def _why_not(trainer: Trainer, module: TrainingModule) -> str:
-    """What it is that leaves no place between a batch's forward and its backward; empty if there is one."""
+    """Return why nothing can run between a batch's forward and backward passes; empty if something can."""
     if not module.automatic_optimization:
-        return f"manual optimization, which {type(module).__name__} asks for"
+        return f"manual optimization, which {type(module).__name__} uses"
     if next(iter(inspect.signature(module.training_step).parameters), "") == "dataloader_iter":
         return "training_step(dataloader_iter)"
     if trainer.strategy.splits_batches:
-        return f"{type(trainer.strategy).__name__}, which runs forward and backward of a step in micro-batches"
+        return f"{type(trainer.strategy).__name__}, which runs each step in micro-batches"
     return ""
 
 
 def _shared(trainer: Trainer, output: Any) -> tuple[float, bool]:
-    """The mean loss of all processes, and whether the step of one of them gave the batch up by returning None.
+    """Return the mean loss of all processes, and whether any process skipped the batch by returning None.
 
-    Waits for the device, and for the other hosts.
+    Waits for the device and for the other hosts.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     mine = float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
@@ -449,13 +454,13 @@ def _read(path: str) -> dict[tuple[int, int], dict[str, Any]]:
             return _by_place(json.load(file)["batches"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"LossGuard(exclude_batches_path={path!r}) does not hold what LossGuard writes ({type(error).__name__}: "
+            f"LossGuard(exclude_batches_path={path!r}) is not a file that LossGuard wrote ({type(error).__name__}: "
             f"{error}). Remove the file to start without excluded batches."
         ) from None
 
 
 def _write(path: str, batches: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
-    """Replace the file in one piece. JSON has no number for a loss that is not finite: it is written as text."""
+    """Replace the file atomically. JSON has no non-finite numbers, so such a loss is written as text."""
     listed = [
         {"epoch": epoch, "batch": batch, **about, "loss": loss if math.isfinite(loss := about["loss"]) else str(loss)}
         for (epoch, batch), about in sorted(batches.items())

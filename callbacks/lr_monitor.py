@@ -1,4 +1,4 @@
-"""Log the learning rates in force."""
+"""Callback that logs learning rates."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Sends the learning rate of every optimizer, with or without scheduler, to the loggers.
+    """Log the learning rate of every optimizer, with or without a scheduler.
 
-    Values are named ``lr-SGD``, a second optimizer of the class ``lr-SGD-1``, parameter groups ``lr-SGD/pg1``,
-    ``lr-SGD/pg2`` (or after the group's ``"name"``); the ``name`` in a scheduler's configuration replaces ``lr-SGD``.
+    Values are named ``lr-SGD``, for a second optimizer of the same class ``lr-SGD-1``, and for parameter groups
+    ``lr-SGD/pg1``, ``lr-SGD/pg2`` (or by the group's ``"name"``). A ``name`` in a scheduler's configuration replaces
+    ``lr-SGD``.
 
     Args:
         logging_interval: ``"step"`` logs before an optimizer step, when the trainer logs step values
-            (``log_every_n_steps``): what is logged is what that step uses. ``"epoch"`` logs when an epoch starts.
-            None takes each scheduler's own interval, and ``"step"`` for optimizers without one.
+            (``log_every_n_steps``); the logged rate is the one that this step uses. ``"epoch"`` logs when an epoch
+            starts. None uses each scheduler's own interval, and ``"step"`` for optimizers without one.
         log_momentum: also log momentum (``lr-SGD-momentum``; for Adam its first beta).
         log_weight_decay: also log weight decay (``lr-SGD-weight_decay``).
-        log_key_prefix: put before every name, such as ``"optim/"``.
+        log_key_prefix: prefix of every name, such as ``"optim/"``.
 
     Attributes:
-        lrs: by name, the learning rates logged so far.
-        last_momentum_values: by name, the momentum logged last.
-        last_weight_decay_values: by name, the weight decay logged last.
+        lrs: the learning rates logged so far, by name.
+        last_momentum_values: the last logged momentum, by name.
+        last_weight_decay_values: the last logged weight decay, by name.
 
     Raises:
         RuntimeError: when training starts and the trainer has no logger.
@@ -47,7 +48,7 @@ class LearningRateMonitor(Callback):
         log_key_prefix: str = "",
     ) -> None:
         if logging_interval not in (None, "step", "epoch"):
-            more = ", or pass None to take each scheduler's own interval"
+            more = ", or pass None to use each scheduler's own interval"
             raise ValueError(messages.unknown("logging_interval", logging_interval, ("step", "epoch"), more))
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
@@ -84,7 +85,7 @@ class LearningRateMonitor(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.next_batch > 0:
-            return  # logged when the epoch began, before the fit went on inside it
+            return  # logged when the epoch began, before the fit resumed inside it
         due = [optimizer for optimizer in trainer.optimizers if self._interval(trainer, optimizer) == "epoch"]
         self._log(trainer, due, trainer.state.updates)
 
@@ -103,7 +104,7 @@ class LearningRateMonitor(Callback):
             trainer.log_metrics(values, update)
 
     def _values(self, name: str, group: dict[str, Any]) -> Iterator[tuple[str, float]]:
-        """One group's values by their full names. A learning rate kept as a GPU tensor makes the host wait here."""
+        """Yield one group's values by full name. The host waits here if a learning rate is a GPU tensor."""
         lr = float(group["lr"])
         self.lrs.setdefault(name, []).append(lr)
         yield self.log_key_prefix + name, lr
@@ -117,12 +118,12 @@ class LearningRateMonitor(Callback):
 
 
 def _schedulers(trainer: Trainer, optimizer: Optimizer) -> list[Any]:
-    """The configurations of the schedulers that drive ``optimizer``."""
+    """Return the configurations of the schedulers of ``optimizer``."""
     return [c for c in trainer.lr_scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
 
 
 def _name(trainer: Trainer, optimizer: Optimizer) -> str:
-    """``lr-SGD``, or the scheduler's name; from the second of a name on with ``-1``, ``-2`` ..."""
+    """Return ``lr-SGD`` or the scheduler's name, with ``-1``, ``-2`` ... for the second and later uses of a name."""
     seen: Counter[str] = Counter()
     for other in trainer.optimizers:
         given = [config.name for config in _schedulers(trainer, other) if config.name]
@@ -134,7 +135,7 @@ def _name(trainer: Trainer, optimizer: Optimizer) -> str:
 
 
 def _groups(trainer: Trainer, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
-    """Every parameter group with the name its values are logged under; groups may join during the run."""
+    """Return every parameter group with its logged name; groups may be added during the run."""
     base = _name(trainer, optimizer)
     groups = optimizer.param_groups
     if len(groups) == 1 and "name" not in groups[0]:
@@ -142,7 +143,7 @@ def _groups(trainer: Trainer, optimizer: Optimizer) -> list[tuple[str, dict[str,
     names = [str(group.get("name", f"pg{number}")) for number, group in enumerate(groups, 1)]
     if len(set(names)) < len(names):
         raise ValueError(
-            f"Two parameter groups of {type(optimizer).__name__} have one name ({', '.join(names)}), "
-            'so LearningRateMonitor cannot tell them apart. Give each group another "name".'
+            f"Two parameter groups of {type(optimizer).__name__} have the same name ({', '.join(names)}), "
+            'so LearningRateMonitor cannot tell them apart. Give each group a different "name".'
         )
     return [(f"{base}/{name}", group) for name, group in zip(names, groups, strict=True)]

@@ -1,7 +1,7 @@
-"""When a fit saves a checkpoint.
+"""Callback that decides when a fit saves a checkpoint.
 
-Which checkpoints are kept, and under which names, is :mod:`.checkpoint_keeper`'s business; what one holds and how it
-gets onto the disk is ``trainer.save_checkpoint``'s.
+:mod:`.checkpoint_retention` decides which checkpoints are kept, and their names. ``trainer.save_checkpoint`` decides
+what a checkpoint contains and writes it.
 """
 
 from __future__ import annotations
@@ -26,65 +26,66 @@ if TYPE_CHECKING:
 
 
 class ModelCheckpoint(CheckpointKeeper):
-    """Saves checkpoints during a fit and keeps the best, the newest, or all of them.
+    """Save checkpoints during a fit and keep the best, the newest, or all of them.
 
     *When.* Every ``every_n_epochs`` epochs, or every ``every_n_train_steps`` optimizer steps, or every
-    ``train_time_interval``; with none of the three after every epoch. Several rhythms take several instances. A step
-    is saved once, and nothing is saved before the first step, in a sanity check, or under ``fast_dev_run``.
+    ``train_time_interval``; with none of the three after every epoch. Use several instances to save at several
+    intervals. A step is saved only once, and nothing is saved before the first step, in a sanity check, or with
+    ``fast_dev_run``.
 
-    *Which.* Without ``monitor`` the newest (``save_top_k=1``) or all (``-1``); with it the ``save_top_k`` best. A NaN
-    ranks below everything and is never ``best_model_path``. ``last`` is a file of its own, as whole as the others.
+    *Which.* Without ``monitor`` the newest (``save_top_k=1``) or all (``-1``) are kept, with it the ``save_top_k``
+    best. NaN ranks last and is never ``best_model_path``. ``last`` is a separate, complete file.
 
-    *A metric of the validation and an interval of steps or time.* Between two validations the metric belongs to older
-    weights. So the ranked file is written when the next validation has ended, with the metric of just these weights;
-    only ``last``, and under ``save_top_k=-1`` a file without a score, are written at once.
+    *A validation metric with an interval of steps or time.* Between two validations the metric belongs to older
+    weights. So the ranked file is written when the next validation has ended, with the metric of exactly these weights.
+    Only ``last`` and, with ``save_top_k=-1``, a file without a score are written immediately.
 
-    *What is deleted.* Only a file that this run wrote (also before it was resumed: each file carries the run's mark),
-    that lies in ``dirpath``, that the run was not resumed from, and only when its successor is safely on the disk.
+    *Deletion.* A file is deleted only if this run wrote it (also before a resume: each file carries the run's mark), if
+    it is in ``dirpath``, if the run was not resumed from it, and only after its successor is safely on disk.
 
-    *In the background.* One write is in flight, and the next save waits for it. If one fails, its error is raised by
-    the next save, at the latest when the fit ends; with one process and steps or a time as rhythm (or
-    ``async_save=True``) after the next batch. A fit that an exception ends finishes the write. What a file pushes out
-    is deleted when the file is on the disk.
+    *Background saves.* At most one write is in flight, and the next save waits for it. If a write fails, the next save
+    raises its error, at the latest when the fit ends. With one process and an interval of steps or time (or
+    ``async_save=True``) the error is raised after the next batch. A fit that an exception ends finishes the write.
+    Files that the new one replaces are deleted when it is on disk.
 
-    *Resume.* The ranking goes on. Paths are saved relative to ``dirpath``, so the folder may be moved; files found
-    neither there nor beside the checkpoint resumed from leave the ranking.
+    *Resume.* The ranking continues. Paths are saved relative to ``dirpath``, so the folder may be moved. Files that are
+    neither there nor next to the checkpoint resumed from leave the ranking.
 
     Args:
         dirpath: a folder, or an address such as ``s3://bucket/run``; default ``checkpoints`` in ``trainer.log_dir``, or
             in ``default_root_dir`` if that is an address or there is no logger.
-        filename: template without suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``; any logged name, ``epoch`` and
-            ``step``. A name that was not logged appears as ``nan``. Default ``"{epoch}-{step}"``.
+        filename: template without suffix, such as ``"{epoch:02d}-{val_loss:.2f}"``. It may use any logged name,
+            ``epoch`` and ``step``. A name that was not logged appears as ``nan``. Default ``"{epoch}-{step}"``.
         monitor: name of the logged metric to rank by, or ``"step"`` or ``"epoch"`` (with ``mode="max"`` the newest are
-            kept); only the newest if None.
-        verbose: say what is saved and why.
+            kept). None keeps only the newest.
+        verbose: report what is saved and why.
         save_last: also keep ``last.ckpt``, rewritten at every save, after every epoch and when the training ends.
-            ``"link"`` is taken as True: a link breaks as soon as its target is deleted.
+            ``"link"`` means True, because a link breaks as soon as its target is deleted.
         save_top_k: how many to keep; -1 all, 0 none.
         save_on_exception: save when an exception ends the fit. A signal that ends it is always followed by a save.
-        save_weights_only: leave optimizers and all else that a resume needs out of the files.
+        save_weights_only: save only weights, without optimizers and everything else that a resume needs.
         mode: ``"min"`` if a smaller metric is better, ``"max"`` if a larger one is.
-        auto_insert_metric_name: ``{epoch}`` in the template gives ``epoch=3``, else ``3``. A ``/`` in an inserted name
-            becomes ``_``; one written in the template makes a folder.
+        auto_insert_metric_name: whether ``{epoch}`` in the template becomes ``epoch=3``; False gives ``3``. A ``/`` in
+            an inserted name becomes ``_``; a ``/`` in the template makes a folder.
         every_n_train_steps: optimizer steps (``trainer.global_step``) between two saves.
-        train_time_interval: time between two saves, a ``timedelta`` or what ``Timer`` takes.
-        every_n_epochs: epochs between two saves; 0 saves none (but ``last``).
-        save_on_train_epoch_end: save after the training epoch (True) or after validation (False). None: after
-            validation if there are several in an epoch or not one in every epoch, else after the epoch.
+        train_time_interval: time between two saves, as a ``timedelta`` or in any form that ``Timer`` takes.
+        every_n_epochs: epochs between two saves; 0 saves only ``last``.
+        save_on_train_epoch_end: save after the training epoch (True) or after validation (False). None saves after
+            validation if an epoch has several validations or not every epoch has one, else after the epoch.
         enable_version_counter: append ``-v1``, ``-v2``, ... to a name that exists; otherwise the file is overwritten.
-        async_save: True writes in the background: training goes on as soon as the state is copied in memory, into
-            buffers that are kept for the next save. False waits for the disk. None: in the background if the state has
-            1 MiB or more.
+        async_save: True writes in the background: training continues as soon as the state is copied to memory buffers,
+            which are kept for the next save. False waits for the disk. None writes in the background if the state has 1
+            MiB or more.
 
     Attributes:
-        best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none. It may still be in
-            the writing, in the background; after the fit it is there.
+        best_model_path: the best file, or the newest without ``monitor``; ``""`` if there is none. During the fit it
+            may still be being written in the background.
         best_model_score: its score, scalar, shape (), or None.
-        best_k_models: score by path, of all files kept for their score; NaN for those without one.
-        kth_best_model_path: the file that gives way next, ``""`` while there are fewer than k.
+        best_k_models: score of each ranked file by path; NaN for files without a score.
+        kth_best_model_path: the file that is replaced next, ``""`` while there are fewer than k.
         kth_value: its score; plus or minus infinity while there are fewer than k.
         last_model_path: the newest ``last`` file, or ``""``.
-        current_score: the score seen last, or None.
+        current_score: the latest score, or None.
 
     Raises:
         ValueError: during the fit, as soon as it is certain that ``monitor`` is not being logged.
@@ -145,7 +146,7 @@ class ModelCheckpoint(CheckpointKeeper):
 
     @property
     def every_n_epochs(self) -> int:
-        """Epochs between two saves; 0 if the rhythm is another."""
+        """Epochs between two saves; 0 if the interval is in steps or time."""
         return self._every_n_epochs
 
     def _set_rhythm(
@@ -168,8 +169,8 @@ class ModelCheckpoint(CheckpointKeeper):
         self._begin(trainer.global_step)
         if self.save_on_train_epoch_end is False and self._by_epoch and not trainer.enable_validation:
             messages.warn_once(
-                "ModelCheckpoint(save_on_train_epoch_end=False) saves after validation, but this fit has none, so no "
-                "epoch will be saved. Leave the argument out, or give validation data."
+                "ModelCheckpoint(save_on_train_epoch_end=False) saves after validation, but this fit has none, so it "
+                "will save no epoch. Remove the argument, or pass validation data."
             )
 
     def on_train_batch_end(
@@ -181,7 +182,7 @@ class ModelCheckpoint(CheckpointKeeper):
         if not state.stepped or state.global_step < self._next_step:
             return
         if self._train_time_interval is None or self._time_is_up(trainer):
-            self._set_next(state.global_step)  # first, because the file holds it
+            self._set_next(state.global_step)  # first, because the file contains it
             self._save_between_validations(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -232,7 +233,7 @@ class ModelCheckpoint(CheckpointKeeper):
         self._resumed = {name: state_dict[name] for name in _COUNTED if name in state_dict}
 
     def _begin(self, global_step: int) -> None:
-        """Start counting for a fit that begins at ``global_step``: afresh, or from where its checkpoint was."""
+        """Start counting for a fit that begins at ``global_step``, anew or from the checkpoint's counts."""
         state, self._resumed = self._resumed, {}
         self._start_step = state.get("start_step", global_step)
         self._epochs_ended = self._validations_ended = 0
@@ -276,7 +277,7 @@ class ModelCheckpoint(CheckpointKeeper):
             self.save(trainer)
 
     def _monitor_has_value(self, trainer: Trainer) -> bool:
-        """Whether the ranking can be done; False while the monitor may still come, an error when it will not."""
+        """Whether the monitored metric is known; False while it may still be logged, an error if it cannot be."""
         metrics = trainer.callback_metrics
         if self.monitor in (None, *COUNTERS) or self.monitor in metrics:
             return True
@@ -290,7 +291,7 @@ class ModelCheckpoint(CheckpointKeeper):
         raise ValueError(text)
 
 
-#: What goes on counting when the training starts.
+#: State that continues when a resumed training starts.
 _COUNTED = ("waiting", "start_step", "seconds_left")
 
 
@@ -299,14 +300,14 @@ def _check_rhythm(**arguments: Any) -> None:
         value = arguments[name]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ValueError(
-                f"ModelCheckpoint({name}={value!r}) is not a number to count by. "
-                "Pass a whole number of at least 1, or 0 for never."
+                f"ModelCheckpoint({name}={value!r}) is not an interval. Pass a whole number of at least 1, or 0 for "
+                "never."
             )
-    # A time of zero is an interval, a count of zero is none.
+    # A time of zero is an interval; a count of zero is not.
     given = [name for name, value in arguments.items() if value or isinstance(value, timedelta)]
     if len(given) > 1:
         texts = ", ".join(f"{name}={arguments[name]!r}" for name in given)
         raise ValueError(
-            f"ModelCheckpoint({texts}) names more than one rhythm to save in. "
-            "Keep one of them, or give the Trainer one ModelCheckpoint for each."
+            f"ModelCheckpoint({texts}) sets more than one saving interval. Keep one of them, or give the Trainer one "
+            "ModelCheckpoint for each."
         )

@@ -1,4 +1,4 @@
-"""The table of a module's layers, printed when training starts."""
+"""Callback that prints a table of a module's layers when training starts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ UNKNOWN = "?"
 
 
 class ModelSummary(Callback):
-    """Prints a table of the module's layers when training starts, on rank 0.
+    """Print a table of the module's layers when training starts, on rank 0.
 
-    With ``module.example_input_array`` set, its forward is run once to learn the sizes of what goes in and out of each
-    layer and its floating-point operations; random states, modes and running statistics are restored.
+    If ``module.example_input_array`` is set, its forward pass runs once to find each layer's input and output sizes and
+    floating-point operations. Random states, modes and running statistics are restored.
 
     Args:
         max_depth: levels of nesting to show; -1 shows all, 0 prints nothing.
@@ -41,7 +41,7 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if self._max_depth == 0:
             return
-        # All ranks take part: a sharded module's forward, with the example input, communicates.
+        # On all ranks, because the forward pass of a sharded module communicates.
         summary = _summarize(pl_module, self._max_depth, _as_trained(trainer))
         self.summarize(trainer, pl_module, summary)
 
@@ -52,7 +52,7 @@ class ModelSummary(Callback):
 
 
 class RichModelSummary(ModelSummary):
-    """:class:`ModelSummary` under the name that Lightning has for its colored one; there is one look here."""
+    """:class:`ModelSummary` under the name of Lightning's colored summary; it looks the same here."""
 
 
 @dataclass
@@ -62,12 +62,12 @@ class Layer:
     Attributes:
         name: the layer's path in the module.
         type: its class.
-        parameters: number of its parameters, each counted once; 0 for those not initialized yet.
-        lazy: some of its parameters have no shape yet.
-        training: whether it is in train mode; None for loose parameters.
-        in_size: shapes of what goes in, or "?".
-        out_size: shapes of what comes out, or "?".
-        flops: floating-point operations of a forward, or None.
+        parameters: number of its parameters, each counted once; uninitialized ones count 0.
+        lazy: whether some of its parameters have no shape yet.
+        training: whether it is in train mode; None for the module's own parameters.
+        in_size: shapes of the inputs, or "?".
+        out_size: shapes of the outputs, or "?".
+        flops: floating-point operations of a forward pass, or None.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Layer:
 
 @dataclass
 class Summary:
-    """What :func:`summarize` found; ``str()`` gives the table.
+    """Result of :func:`summarize`; ``str()`` gives the table.
 
     Attributes:
         layers: the rows.
@@ -90,10 +90,10 @@ class Summary:
         trainable_parameters: those with ``requires_grad``.
         parameter_bytes: memory of all parameters in their dtypes.
         modules_in_train_mode: number of modules, at any depth, in train mode.
-        modules_in_eval_mode: number of those in eval mode.
-        has_lazy_parameters: some parameters have no shape yet, so the totals are too small.
-        shares_parameters: some rows hold the same parameters, so they add up to more than the total.
-        total_flops: floating-point operations of a forward with the example input, or None.
+        modules_in_eval_mode: number of modules, at any depth, in eval mode.
+        has_lazy_parameters: whether some parameters have no shape yet, so that the totals are too small.
+        shares_parameters: whether rows share parameters, so that they add up to more than the total.
+        total_flops: floating-point operations of a forward pass with the example input, or None.
         has_sizes: whether the example input was run.
     """
 
@@ -122,9 +122,9 @@ class Summary:
         return self.text(messages.columns())
 
     def text(self, width: int | None = None) -> str:
-        """The table, in at most ``width`` columns (None: as many as it takes; 60 or more).
+        """Return the table, in at most ``width`` columns (60 or more; None for no limit).
 
-        What is too long is folded between two words; if that is not enough, columns are left out, which a line says.
+        Long cells are wrapped between words. If that is not enough, columns are omitted, and a line names them.
         """
         rows, left_out = fitted(self._columns(), width)
         rule = "-" * max(len(line) for row in rows for line in row.splitlines())
@@ -158,18 +158,18 @@ class Summary:
         yield f"{self.modules_in_train_mode:<10}Modules in train mode"
         yield f"{self.modules_in_eval_mode:<10}Modules in eval mode"
         if self.total_flops is not None:
-            yield f"{human_readable(self.total_flops):<10}FLOPs of a forward with example_input_array"
+            yield f"{human_readable(self.total_flops):<10}FLOPs of a forward pass with example_input_array"
         if self.shares_parameters:
-            yield "Some layers share parameters; the totals count each once."
+            yield "Some layers share parameters; the totals count each parameter once."
         if self.has_lazy_parameters:
-            yield "Some parameters get their shape in the first forward; the totals leave them out."
+            yield "Some parameters get their shape in the first forward pass; the totals do not include them."
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
     """Describe a module's layers.
 
     Args:
-        module: any module; if it has an ``example_input_array`` that is not None, its forward is run with it once.
+        module: any module; if its ``example_input_array`` is not None, its forward pass runs once with it.
         max_depth: levels of nesting to describe; -1 describes all, 0 only counts.
     """
     _check_depth(max_depth, "summarize")
@@ -206,7 +206,7 @@ def _as_it_is(module: nn.Module, inputs: Any) -> None:
 
 
 def _as_trained(trainer: Trainer) -> Callable[[nn.Module, Any], None]:
-    """Run forward as the trainer runs its steps: inputs moved and converted, under its precision."""
+    """Return a function that runs the forward pass like the trainer: inputs moved and converted, with its precision."""
 
     def run(module: nn.Module, inputs: Any) -> None:
         move = trainer.strategy.batch_mover()
@@ -270,7 +270,7 @@ def _measure(
     rows: Mapping[str, Layer],
     summary: Summary,
 ) -> None:
-    """Run forward with the example input and note sizes and operations; say why if it fails."""
+    """Run the forward pass with the example input and record sizes and operations; warn if it fails."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
@@ -285,9 +285,9 @@ def _measure(
             run(module, inputs)
     except Exception as error:
         messages.warn(
-            f"ModelSummary could not run {type(module).__name__}.forward with its example_input_array, so it shows no "
-            f"sizes: {type(error).__name__}: {error}. Correct example_input_array (a tuple is passed as positional "
-            "arguments, a dict as keyword arguments), or set it to None."
+            f"ModelSummary could not run {type(module).__name__}.forward with its example_input_array, so the table "
+            f"has no sizes: {type(error).__name__}: {error}. Correct example_input_array (a tuple is passed as "
+            "positional arguments, a dict as keyword arguments), or set it to None."
         )
         return
     finally:
@@ -299,7 +299,7 @@ def _measure(
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Keep attention out of its fused inference form, whose operations are not counted."""
+    """Turn off the fused inference path of attention, whose operations are not counted."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -309,7 +309,7 @@ def _plain_attention() -> Iterator[None]:
 
 
 def _watch(layer: nn.Module, row: Layer, flops: Callable[[], int]) -> tuple[Any, Any]:
-    """Note in ``row`` the sizes of the layer's first call and the operations of all its calls."""
+    """Record in ``row`` the sizes of the layer's first call and the operations of all its calls."""
     row.flops = 0
     started: list[int] = []
 
@@ -337,10 +337,10 @@ def _shape(value: Any) -> Any:
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Run in eval mode; afterwards modes and random numbers are as if nothing had been run."""
+    """Run in eval mode; restore modes and random states afterwards."""
     modes = {child: child.training for child in module.modules()}
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
-    # A compiled module is not compiled for the example's shapes.
+    # A compiled module must not be compiled for the example's shapes.
     eager = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
     with eager, torch.random.fork_rng(devices=[index for index in devices if index is not None]):
         module.eval()

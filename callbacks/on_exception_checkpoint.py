@@ -1,4 +1,4 @@
-"""Saves the state of a fit that an exception ends."""
+"""Callback that saves a checkpoint when an exception ends a fit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class OnExceptionCheckpoint(Checkpoint):
-    """Saves a checkpoint when an exception or Ctrl-C ends a fit; ``fit(ckpt_path="last")`` finds it.
+    """Save a checkpoint when an exception or Ctrl-C ends a fit; ``fit(ckpt_path="last")`` finds it.
 
-    A file of that name is overwritten. Nothing is written before the first optimizer step, under ``fast_dev_run``, or
-    when a signal ended the fit and a ``ModelCheckpoint`` has saved that step.
+    An existing file is overwritten. Nothing is written before the first optimizer step, with ``fast_dev_run``, or when
+    a signal ended the fit and a ``ModelCheckpoint`` has saved that step.
 
     Args:
         dirpath: a folder, or an address such as ``s3://bucket/run``.
@@ -30,8 +30,8 @@ class OnExceptionCheckpoint(Checkpoint):
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename:
             raise ValueError(
-                f"OnExceptionCheckpoint(filename={filename!r}) leaves the file without a name. "
-                "Pass one without suffix, or leave the argument out for 'on_exception'."
+                f"OnExceptionCheckpoint(filename={filename!r}) is empty, so the file would have no name. Pass a name "
+                "without suffix, or leave the argument out for 'on_exception'."
             )
         self.dirpath = storage.absolute(dirpath)
         self.filename = filename.removesuffix(self.FILE_EXTENSION)
@@ -52,6 +52,6 @@ class OnExceptionCheckpoint(Checkpoint):
         what = type(exception).__name__
         try:
             trainer.save_checkpoint(self.ckpt_path)
-            messages.info(f"{what} ended the fit; its state is saved in {self.ckpt_path!r}.")
-        except Exception as error:  # the exception that ended the fit is the one to be raised
+            messages.info(f"{what} ended the fit. The state is saved in {self.ckpt_path!r}.")
+        except Exception as error:  # so that the original exception is raised
             messages.warn(f"The state could not be saved after the {what}: {error}")

@@ -1,4 +1,4 @@
-"""Write predictions away, batch by batch or all at the end."""
+"""Callback that writes predictions, batch by batch or all at the end."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 
 
 class BasePredictionWriter(Callback):
-    """Subclass it to store what ``trainer.predict`` computes. Every rank writes its own share.
+    """Base class for storing the results of ``trainer.predict``. Every rank writes its own share.
 
     Args:
         write_interval: ``"batch"`` calls :meth:`write_on_batch_end`, ``"epoch"`` :meth:`write_on_epoch_end`,
-            ``"batch_and_epoch"`` both. Writing by batch needs no memory for the whole:
-            pass ``return_predictions=False`` to ``trainer.predict``.
+            ``"batch_and_epoch"`` both. To write by batch without keeping all predictions in memory, pass
+            ``return_predictions=False`` to ``trainer.predict``.
 
     Example::
 
@@ -57,7 +57,7 @@ class BasePredictionWriter(Callback):
             trainer: the trainer that predicts.
             pl_module: the module that predicts.
             prediction: what ``predict_step`` returned.
-            batch_indices: places of the batch's samples in the data set, or None if the loader has no batch sampler.
+            batch_indices: indices of the batch's samples in the data set, or None if the loader has no batch sampler.
             batch: the batch, on its device.
             batch_idx: index of the batch in its loader.
             dataloader_idx: index of the loader.
@@ -76,9 +76,9 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: the trainer that predicted.
             pl_module: the module that predicted.
-            predictions: as ``trainer.predict`` returns them, one item a batch, or a list of those for each of several
-                loaders; they are kept for this also with ``return_predictions=False``.
-            batch_indices: for each loader the list of each batch's places in the data set.
+            predictions: as ``trainer.predict`` returns them: one item per batch, or one list of them per loader if
+                there are several. They are kept even with ``return_predictions=False``.
+            batch_indices: for each loader a list with each batch's indices in the data set.
         """
         raise NotImplementedError(self._unwritten("write_on_epoch_end"))
 
@@ -91,7 +91,7 @@ class BasePredictionWriter(Callback):
     def _unwritten(self, method: str) -> str:
         name = type(self).__name__
         return (
-            f"{name} writes with write_interval={self.interval!r} but has no method {method}, which that calls. "
+            f"{name} has write_interval={self.interval!r}, which calls {method}, but does not define that method. "
             f"Define {name}.{method}, or choose another write_interval ({messages.names(_INTERVALS)})."
         )
 

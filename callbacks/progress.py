@@ -1,8 +1,8 @@
-"""What every progress bar knows, and when it draws. How it looks: ``rich_progress.py`` and ``tqdm_progress.py``.
+"""Base of all progress bars: their contents and when they are drawn.
 
-A training step must not pay for being watched. A bar draws when a clock says so, at most ten times a second on a
-terminal, and takes at most a tenth of the time for it; a batch for which nothing is due costs one call, one look at the
-clock and two comparisons. There is no thread.
+``rich_progress.py`` and ``tqdm_progress.py`` define how bars look. A bar must not slow training down. It is drawn by
+the clock, at most ten times a second on a terminal, and drawing takes at most a tenth of the time. A batch that draws
+nothing costs one call, one reading of the clock and two comparisons. There is no thread.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
 
-#: The speed shown is an average in which a batch's weight falls to 37 % after so many seconds.
+#: The displayed speed is an average in which a batch's weight falls to 37 % after this many seconds.
 SPEED_SECONDS = 10.0
-#: Seconds below which a time is too short to say how fast something is.
+#: Shortest time in seconds from which a speed is computed.
 LEAST_SECONDS = 0.1
-#: The largest fraction of the time that drawing may take; beyond it bars are drawn less often.
+#: Largest fraction of the time that drawing may take; above it bars are drawn less often.
 DRAW_FRACTION = 0.1
 
 
 class ProgressBar(Callback):
-    """Base of all progress bars. Subclass it to write your own: define hooks, read the totals, ask :meth:`get_metrics`.
+    """Base class of all progress bars. In a subclass, define hooks, read the totals and call :meth:`get_metrics`.
 
-    A subclass that only wants other metrics or descriptions is better derived from ``RichProgressBar``.
+    To change only metrics or descriptions, subclass ``RichProgressBar`` instead.
     """
 
     monitors_metrics = True
@@ -46,8 +46,8 @@ class ProgressBar(Callback):
         """The trainer whose run is shown."""
         if self._trainer is None:
             raise RuntimeError(
-                f"{type(self).__name__}.trainer was read before a run began, so there is none yet. "
-                "Read it in setup() or a later hook."
+                f"{type(self).__name__}.trainer was read before a run began, so it is not set yet. Read it in setup() "
+                "or a later hook."
             )
         return self._trainer
 
@@ -62,7 +62,7 @@ class ProgressBar(Callback):
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Show the bars, from the next one on."""
+        """Show the bars, starting with the next one."""
         self._enabled = True
 
     def disable(self) -> None:
@@ -101,23 +101,23 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Batches of the validation loader under way (of the sanity check, in it), ``inf`` without a length."""
+        """Batches of the current validation loader (or sanity check), ``inf`` if it has no length."""
         trainer = self.trainer
         return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
-        """Batches of the test loader under way, ``inf`` without a length."""
+        """Batches of the current test loader, ``inf`` if it has no length."""
         return self._of_loader(self.trainer.num_test_batches)
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
-        """Batches of the prediction loader under way, ``inf`` without a length."""
+        """Batches of the current prediction loader, ``inf`` if it has no length."""
         return self._of_loader(self.trainer.num_predict_batches)
 
     @property
     def total_val_batches(self) -> int | float:
-        """Batches of all validation loaders together; 0 while validation is off."""
+        """Batches of all validation loaders together; 0 if validation is off."""
         return sum(self.trainer.num_val_batches) if self.trainer.enable_validation else 0
 
     def _of_loader(self, totals: Sequence[int | float]) -> int | float:
@@ -125,13 +125,13 @@ class ProgressBar(Callback):
         return totals[idx] if idx < len(totals) else inf
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Note the loader a batch came from; True if the one before came from another."""
+        """Record the loader of a batch; return whether the previous batch came from another."""
         changed = dataloader_idx != self._dataloader_idx
         self._dataloader_idx = dataloader_idx
         return changed
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Forget the loader :meth:`has_dataloader_changed` saw last."""
+        """Forget the loader that :meth:`has_dataloader_changed` recorded."""
         self._dataloader_idx = None
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -140,10 +140,10 @@ class ProgressBar(Callback):
             self.disable()
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, int | str | float]:
-        """Return what is shown: values logged with ``prog_bar=True``, and at the end ``v_num``, the logger's version.
+        """Return the displayed metrics: values logged with ``prog_bar=True``, then ``v_num``, the logger's version.
 
-        Override it to add, drop or reformat; the dict is yours to change. Numbers are formatted, strings shown as they
-        are. It is called only when the bar is drawn.
+        Override it to add, remove or reformat metrics; you may change the dict. Numbers are formatted, strings are
+        shown unchanged. It is called only when the bar is drawn.
         """
         version = _version(trainer)
         standard: dict[str, int | str | float] = {} if version is None else {"v_num": version}
@@ -152,7 +152,7 @@ class ProgressBar(Callback):
     def print(
         self, *args: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
     ) -> None:
-        """Like the built-in ``print``, above the bar and without tearing it. ``file`` prints there instead."""
+        """Print like the built-in ``print``, above the bar; ``file`` prints there instead."""
         stream = sys.stdout if file is None else file
         if stream is not None:
             stream.write(_joined(args, sep, end))
@@ -173,7 +173,7 @@ def _version(trainer: Trainer) -> int | str | None:
 
 
 class Bar:
-    """One row: how far a loop over batches has come, and how fast. Times are readings of ``perf_counter``."""
+    """One row: progress and speed of a loop over batches. Times are readings of ``perf_counter``."""
 
     def __init__(self, stage: str, description: str, total: float, n: int, now: float) -> None:
         self.stage = stage
@@ -186,19 +186,19 @@ class Bar:
         self._seconds = 0.0
 
     def advance(self, n: int, now: float) -> None:
-        """Note that ``n`` batches are done."""
+        """Record that ``n`` batches are done."""
         weight = exp((self._at - now) / SPEED_SECONDS)
         self._batches = self._batches * weight + n - self.n
         self._seconds = self._seconds * weight + now - self._at
         self.n, self._at = n, now
 
     def resume(self, now: float) -> None:
-        """Continue after a pause (a validation), which does not count into the speed."""
+        """Continue after a pause (a validation), which the speed does not include."""
         self._at = now
 
     @property
     def speed(self) -> float | None:
-        """Batches a second; None while the time is too short to measure it."""
+        """Batches per second; None while the time is too short to measure it."""
         return self._batches / self._seconds if self._batches and self._seconds >= LEAST_SECONDS else None
 
     @property
@@ -208,7 +208,7 @@ class Bar:
 
     @property
     def time_text(self) -> str:
-        """Time since the start and, if known, time to go: ``"0:12 < 0:28"``."""
+        """Elapsed and, if known, remaining time: ``"0:12 < 0:28"``."""
         elapsed = clock_text(self._at - self.started)
         speed = self.speed
         if self.total is None or speed is None or self.n >= self.total:
@@ -232,17 +232,17 @@ def clock_text(seconds: float) -> str:
 
 
 def metric_text(value: Any, spec: str = "#.4g") -> str:
-    """A float in a constant width (four significant digits), everything else as it is."""
+    """Format a float with constant width (four significant digits); other values are unchanged."""
     return format(value, spec) if isinstance(value, float) else str(value)
 
 
 def metric_texts(metrics: Mapping[str, Any], spec: str = "#.4g") -> list[str]:
-    """Each metric as ``"name=value"``: the one form on every surface."""
+    """Format each metric as ``"name=value"``, the same on every surface."""
     return [f"{name}={metric_text(value, spec)}" for name, value in metrics.items()]
 
 
 def filled(texts: Sequence[str], delimiter: str, width: int | None, indent: str = "") -> list[str]:
-    """Lines of at most ``width`` columns, broken between two texts and never inside one; all but the first indented."""
+    """Join texts to lines of at most ``width`` columns, never breaking inside a text; later lines are indented."""
     lines: list[str] = []
     for text in texts:
         longer = f"{lines[-1]}{delimiter}{text}" if lines else text
@@ -254,7 +254,7 @@ def filled(texts: Sequence[str], delimiter: str, width: int | None, indent: str 
 
 
 def ending_line(bars: Sequence[Bar], metrics: Mapping[str, Any], width: int | None = None, spec: str = "#.4g") -> str:
-    """What a finished bar leaves behind: a line, folded at ``width`` columns. Empty for a bar inside of another."""
+    """Return the line that a finished bar leaves, wrapped at ``width`` columns; empty for a nested bar."""
     ends_a_line = len(bars) == 1 and bars[0].stage != "sanity_check"
     return _line(bars[-1], metrics, width, spec) if ends_a_line else ""
 
@@ -267,34 +267,35 @@ def _line(bar: Bar, metrics: Mapping[str, Any], width: int | None = None, spec: 
 
 
 class Surface(Protocol):
-    """What a bar is drawn on: a terminal, a notebook, or lines in a file."""
+    """Output of a bar: a terminal, a notebook, or lines in a file."""
 
-    #: Least time between two drawings.
+    #: Shortest time between two drawings.
     seconds: float
-    #: Whether a bar appears when it is opened, and not only after ``seconds``.
+    #: Whether a bar appears as soon as it is opened, not only after ``seconds``.
     immediate: bool
 
     def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
-        """Show the bars as they stand, outer first."""
+        """Show the current state of the bars, outermost first."""
         ...
 
     def finish(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> bool:
-        """The last of ``bars`` has finished and is not drawn again. True if this showed something that stays."""
+        """Finish the last of ``bars``, which is not drawn again. Return whether it left something on the screen."""
         ...
 
     def write(self, text: str) -> None:
-        """Put ``text`` above the bars."""
+        """Print ``text`` above the bars."""
         ...
 
     def close(self) -> None:
-        """Leave the output as other programs expect it. May be called twice."""
+        """Restore the output for other programs. May be called twice."""
         ...
 
 
 class PlainLines(Surface):
-    """A line now and then, for output that is not a terminal: a file, a pipe, a batch system. No control characters.
+    """Occasional plain lines, for output that is not a terminal: a file, a pipe, a batch system.
 
-    A line is written every ``seconds`` and at the end of each training epoch, validation run, test and prediction.
+    A line is written every ``seconds`` and at the end of each training epoch, validation, test and prediction. There
+    are no control characters.
     """
 
     immediate = False
@@ -325,11 +326,12 @@ class PlainLines(Surface):
 
 
 class DrawnProgressBar(ProgressBar):
-    """A progress bar that draws itself; a subclass says on what (:meth:`_make_surface`).
+    """Progress bar that draws itself on the surface that a subclass makes (:meth:`_make_surface`).
 
     Args:
-        refresh_rate: draw at most every so many batches (and never more often than the clock allows); 0 draws nothing.
-        leave: keep the whole bar of every epoch and evaluation, and not a line for each epoch.
+        refresh_rate: draw at most every this many batches (and never more often than the clock allows); 0 draws
+            nothing.
+        leave: keep the full bar of every epoch and evaluation, not just a line per epoch.
     """
 
     #: Seconds between two lines where the output is not a terminal.
@@ -357,7 +359,7 @@ class DrawnProgressBar(ProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Least number of batches between two drawings; 0: no bar."""
+        """Smallest number of batches between two drawings; 0 means no bar."""
         return self._refresh_rate
 
     @property
@@ -382,8 +384,8 @@ class DrawnProgressBar(ProgressBar):
             self._on_surface("write", _joined(args, sep, end))
 
     def _make_surface(self) -> Surface:
-        """Where this run's bars are drawn, decided when its first bar opens."""
-        raise NotImplementedError(f"{type(self).__name__} does not say where it draws. Define _make_surface().")
+        """Return the surface for this run's bars. Called when the first bar opens."""
+        raise NotImplementedError(f"{type(self).__name__} does not define where it draws. Define _make_surface().")
 
     # ---- the hooks of every batch -----------------------------------------------------------------------------------
 
@@ -467,7 +469,7 @@ class DrawnProgressBar(ProgressBar):
         return Bar(stage, description, total, n, now)
 
     def _open_inner(self, dataloader_idx: int, n: int) -> None:
-        """Start the bar of an evaluation loader, below a training bar; ``n`` of its batches are done."""
+        """Start the bar of an evaluation loader, below a training bar, with ``n`` batches done."""
         self._dataloader_idx = dataloader_idx
         if self._train is not None:
             self._train.advance(self._last + 1, perf_counter())
@@ -479,7 +481,7 @@ class DrawnProgressBar(ProgressBar):
         self._draw_if_due()
 
     def _finish_inner(self) -> None:
-        """End the bar of one evaluation loader and go back to the training bar if there is one."""
+        """End the bar of one evaluation loader and return to the training bar if there is one."""
         if self._inner is None:
             return
         if not self._finish() and self._train is None:
@@ -491,7 +493,7 @@ class DrawnProgressBar(ProgressBar):
             self._draw_if_due()
 
     def _finish(self) -> bool:
-        """The loop of the innermost bar has ended. True if it leaves something on the screen and is not drawn again."""
+        """Finish the innermost bar. Return whether it left something on the screen and is not drawn again."""
         start = perf_counter()
         bars = self._bars()
         bars[-1].advance(self._last + 1, start)
@@ -505,7 +507,7 @@ class DrawnProgressBar(ProgressBar):
         self._next = self._multiple_after(n)
 
     def _multiple_after(self, n: int) -> int:
-        """Index of the batch that completes the next multiple of ``refresh_rate`` after ``n`` batches."""
+        """Return the index of the batch that completes the next multiple of ``refresh_rate`` after ``n`` batches."""
         return n + self._refresh_rate - n % self._refresh_rate - 1
 
     # ---- drawing ----------------------------------------------------------------------------------------------------
@@ -517,7 +519,7 @@ class DrawnProgressBar(ProgressBar):
         return self._shown
 
     def _draw(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Show the bars as they are, and set the earliest time of the next drawing."""
+        """Draw the bars and set the earliest time of the next drawing."""
         start = perf_counter()
         bars = self._bars()
         bars[-1].advance(self._last + 1, start)
@@ -526,7 +528,7 @@ class DrawnProgressBar(ProgressBar):
         self._next = self._multiple_after(self._last + 1)
 
     def _draw_if_due(self) -> None:
-        """Draw at a change of bars if the clock allows, or if the earlier bars were shown long enough to pay for it."""
+        """Draw when bars change, if the clock allows it or the previous bars were shown long enough."""
         now = perf_counter()
         surface = self._surface
         if surface is not None and (now >= self._due or (surface.immediate and now - self._changed >= surface.seconds)):
@@ -534,7 +536,7 @@ class DrawnProgressBar(ProgressBar):
         self._changed = now
 
     def _draw_last(self) -> None:
-        """Leave the bars as they ended; plain lines are already written."""
+        """Draw the final state of the bars; plain lines are already written."""
         if self._surface is not None and self._surface.immediate and self._bars():
             self._draw()
 
@@ -544,7 +546,7 @@ class DrawnProgressBar(ProgressBar):
             self._due = end + max(self._surface.seconds, (end - start) / DRAW_FRACTION)
 
     def _on_surface(self, method: str, *args: Any) -> Any:
-        """Draw; if the output is gone (a closed pipe), say so once and train on without a bar."""
+        """Draw. If the output is gone (a closed pipe), warn once and continue without a bar."""
         if self._surface is None:
             return None
         try:
@@ -554,8 +556,8 @@ class DrawnProgressBar(ProgressBar):
             self._due = inf
             self._enabled = False
             messages.warn_once(
-                f"{type(self).__name__} can no longer write its output ({error}), so it shows nothing from now on. "
-                "The run continues, and its metrics still reach the loggers."
+                f"{type(self).__name__} can no longer write its output ({error}) and shows nothing from now on. The "
+                "run continues, and its metrics still reach the loggers."
             )
             return None
 
@@ -567,25 +569,25 @@ class DrawnProgressBar(ProgressBar):
         self._due = inf
 
 
-#: By stage: the bar's attribute with its description, the trainer's with the batches of each loader.
+#: By stage: the bar's attribute with the description, and the trainer's attribute with the batches of each loader.
 _EVALUATIONS = {
     "sanity_check": ("sanity_check_description", "num_sanity_val_batches"),
     "validate": ("validation_description", "num_val_batches"),
     "test": ("test_description", "num_test_batches"),
     "predict": ("predict_description", "num_predict_batches"),
 }
-#: The hooks that only draw, and are taken off a bar that never does.
+#: Hooks that only draw. They are removed from a bar that never draws.
 _DRAWING_HOOKS = tuple(name for name in vars(DrawnProgressBar) if name.startswith("on_"))
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether ``stream`` is a terminal, where the cursor can be moved."""
+    """Whether ``stream`` is a terminal with a movable cursor."""
     isatty = getattr(stream, "isatty", None)
     return isatty is not None and isatty()
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """IPython's ``display`` inside a notebook kernel, else None."""
+    """Return IPython's ``display`` in a notebook kernel, else None."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if ipython is None or getattr(shell, "kernel", None) is None:

@@ -1,4 +1,4 @@
-"""The progress bar drawn with rich: the default."""
+"""Progress bar drawn with rich, the default."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleRenderable
     from rich.table import Table
 
-#: Columns of the terminal that a row needs beside the bar itself.
+#: Terminal columns that a row needs in addition to the bar.
 _BESIDE_THE_BAR = 60
 
 
 @dataclass(frozen=True)
 class RichProgressBarTheme:
-    """How the parts of a :class:`RichProgressBar` look: rich styles (``"green"``, ``"bold #ff8800"``) and formats.
+    """Look of a :class:`RichProgressBar`: rich styles (``"green"``, ``"bold #ff8800"``) and formats.
 
     Args:
         description: style of the text before the bar.
-        progress_bar: style of the part that is done.
+        progress_bar: style of the completed part.
         progress_bar_finished: style of a full bar.
         progress_bar_pulse: style of a bar whose length is unknown.
-        batch_progress: style of the count of batches.
+        batch_progress: style of the batch count.
         time: style of the times.
         processing_speed: style of the speed.
         metrics: style of the metrics.
         metrics_text_delimiter: the text between two metrics.
-        metrics_format: format of floats among the metrics; the default gives four significant digits.
+        metrics_format: format of metrics that are floats; the default gives four significant digits.
     """
 
     description: str = ""
@@ -67,14 +67,14 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(DrawnProgressBar):
-    """Bars in the terminal or notebook, drawn with rich; a plain line now and then where output is neither.
+    """Bars drawn with rich in a terminal or notebook; occasional plain lines in other output.
 
     Nested bars (validation inside an epoch) are drawn below each other, with the metrics below them. A finished epoch
-    leaves one line. What other code prints meanwhile appears above.
+    leaves one line. Other output appears above the bars.
 
     Args:
-        refresh_rate: draw at most every so many batches; the clock allows ten drawings a second. 0 shows nothing.
-        leave: keep the whole bar of every epoch and evaluation on the screen, and not a line for each epoch.
+        refresh_rate: draw at most every this many batches, and at most ten times a second. 0 shows nothing.
+        leave: keep the full bar of every epoch and evaluation on the screen, not just a line per epoch.
         theme: colors and formats.
         console_kwargs: arguments of rich's ``Console``, such as ``{"stderr": True}`` or ``{"force_terminal": True}``.
 
@@ -123,7 +123,7 @@ def _moves_cursor(console: Console, asked: Mapping[str, Any]) -> bool:
 
 
 class _Terminal(Surface):
-    """Rows at the bottom of a terminal, drawn over in place. Rich's own refresh thread is not used."""
+    """Rows at the bottom of a terminal, redrawn in place. Rich's refresh thread is not used."""
 
     seconds = 0.1
     immediate = True
@@ -163,7 +163,7 @@ class _Terminal(Surface):
 
 
 class _Notebook(Surface):
-    """The rows as the output of a notebook's cell, replaced in place; needs no widgets."""
+    """Rows in the output of a notebook cell, replaced in place, without widgets."""
 
     seconds = 0.25
     immediate = True
@@ -210,7 +210,7 @@ class _Notebook(Surface):
 
 
 def _rows(bars: Sequence[Bar], metrics: Mapping[str, Any], theme: RichProgressBarTheme, width: int) -> Table:
-    """The bars below each other and the metrics below them."""
+    """Build the table of bars with the metrics below them."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text

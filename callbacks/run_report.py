@@ -1,4 +1,4 @@
-"""Leaves a page about every run: curves, speed, where the time went, checkpoints, settings, machine, code, its end."""
+"""Callback that writes a page about each run: curves, speed, time split, checkpoints, settings, machine and outcome."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
 
 #: Seconds after which a row is written even if nothing was logged.
 TICK_SECONDS = 10.0
-#: The hooks that rank 0 alone has while a run is recorded.
+#: Hooks that only rank 0 has, while a run is recorded.
 _TIMED = ("on_train_batch_start", "on_train_batch_end")
 _MOST_RATES = 8
 _MOST_TRACEBACK = 20000
 
 
 class RunReport(Callback):
-    """Records a run and writes a page about it when it ends, however it ends.
+    """Record a run and write a page about it when it ends, for whatever reason.
 
-    ``run_report.jsonl`` grows during the run; ``run_report.html``, one file that needs nothing else, is made from it at
-    the end. A process that was killed (``kill -9``, out of memory) leaves the record, and ``paceline report FOLDER``
+    ``run_report.jsonl`` grows during the run. At the end it is turned into ``run_report.html``, a single self-contained
+    file. If the process is killed (``kill -9``, out of memory), the record remains, and ``paceline report FOLDER``
     makes the page. A resumed run continues its record. ``paceline report A B`` compares two runs side by side.
 
-    On the page: everything that goes to the loggers, as curves; learning rates; speed; where the time went, by the
-    host's clock (waiting for data, steps, evaluation, checkpoints, the rest); existing checkpoints; arguments and
-    settings with their origin; hyperparameters; versions, devices, command and git state; how the run ended, with the
-    exception if there was one. It works without another logger, too.
+    The page shows all logged values as curves; learning rates; speed; how the time was spent by the host's clock
+    (waiting for data, steps, evaluation, checkpoints, other); existing checkpoints; arguments and settings with their
+    origin; hyperparameters; versions, devices, command and git state; and how the run ended, with the exception if
+    there was one. No logger is required.
 
-    Rank 0 records and writes. Two hooks that read the clock time a step, and one line is written whenever values go to
-    the loggers. The host never waits for the device: on a GPU, steps are timed as the host sees them.
+    Rank 0 records and writes. Two hooks read the clock to time a step, and one line is written whenever values go to
+    the loggers. The host never waits for the device, so on a GPU step times are those that the host sees.
 
     Args:
-        dirpath: the folder; None: that of the run (``trainer.log_dir``).
+        dirpath: the folder; None means the run's folder (``trainer.log_dir``).
 
     Example:
         >>> trainer = Trainer(callbacks=[RunReport()])  # doctest: +SKIP
@@ -61,8 +61,8 @@ class RunReport(Callback):
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
         if dirpath is not None and storage.is_remote(dirpath):
             raise ValueError(
-                f"RunReport(dirpath={os.fspath(dirpath)!r}) is an address, but a record grows line by line in a local "
-                "file. Give a local or mounted folder."
+                f"RunReport(dirpath={os.fspath(dirpath)!r}) is a remote address, but the record is a local file that "
+                "is extended line by line. Give a local or mounted folder."
             )
         self.dirpath = None if dirpath is None else os.path.abspath(dirpath)
         self._clock = Clock()
@@ -74,20 +74,20 @@ class RunReport(Callback):
 
     @property
     def path(self) -> str | None:
-        """Where the page is, or will be; None on other ranks than 0, and before it is known."""
+        """Path of the page, which may not exist yet; None on ranks other than 0 and before the path is known."""
         record = None if self._record is None else self._record.path
         return None if record is None else str(record.with_suffix(".html"))
 
     def add_split(self, source: str, seconds: Mapping[str, float]) -> None:
-        """Add a further split of the time to the page, such as a profiler's, which looks inside a step.
+        """Add another time split to the page, such as a profiler's times inside a step.
 
         Args:
-            source: what measured it; a later call with the same name replaces the earlier one.
-            seconds: by part.
+            source: name of the measurement; a later call with the same name replaces the earlier one.
+            seconds: seconds by part.
 
         Raises:
-            TypeError: not a mapping, or a value that is not a number.
-            ValueError: a value that is negative or not finite.
+            TypeError: if it is not a mapping, or a value is not a number.
+            ValueError: if a value is negative or not finite.
         """
         _check_split(source, seconds)
         if self._record is not None:
@@ -178,7 +178,7 @@ class RunReport(Callback):
         if record is None:
             return
         trainer.loggers = [logger for logger in trainer.loggers if logger is not record]
-        self._error = None  # its traceback holds the batches
+        self._error = None  # its traceback keeps the batches alive
         if record.folder is None:
             return
         self._settle()
@@ -197,7 +197,7 @@ class RunReport(Callback):
         return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
     def _time_batches(self) -> None:
-        """Put the hooks of a batch back. Where nothing is recorded, they are taken off."""
+        """Restore the batch hooks, which are removed when nothing is recorded."""
         for name in _TIMED:
             if vars(self).get(name, self) is None:
                 delattr(self, name)
@@ -212,7 +212,7 @@ class RunReport(Callback):
 
     @staticmethod
     def _write_page(record: Path) -> None:
-        """Make the page. A page that cannot be made does not fail the run."""
+        """Make the page. A failure to make it does not fail the run."""
         from ..report.history import read
         from ..report.run_page import write
 
@@ -231,13 +231,13 @@ class RunReport(Callback):
         return {k: v for k, v in vars(self).items() if v is not None or k not in _TIMED} | fresh
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+# ---- contents --------------------------------------------------------------------------------------------------------
 
 
 def _check_split(source: str, seconds: Any) -> None:
-    """Raise unless a split can be drawn."""
+    """Raise unless ``seconds`` is a valid time split."""
     call = f"RunReport.add_split({source!r}, {seconds!r})"
-    fix = "Pass seconds by part, as in {'forward': 1.2, 'backward': 2.3}."
+    fix = "Pass seconds by part, such as {'forward': 1.2, 'backward': 2.3}."
     if not isinstance(seconds, Mapping):
         raise TypeError(f"{call}: the split is {messages.a(seconds)}. {fix}")
     for part, value in seconds.items():
@@ -248,7 +248,7 @@ def _check_split(source: str, seconds: Any) -> None:
 
 
 def _now(trainer: Trainer) -> dict[str, Any]:
-    """What each row says about the run. Rates that are tensors on a device are left out, so that no host waits."""
+    """Return the run's state for a row, without learning rates that are device tensors: the host must not wait."""
     state = trainer.state
     return {
         "epoch": state.epoch,
@@ -272,7 +272,7 @@ def _rates(optimizers: list[Any]) -> dict[str, float]:
 
 
 def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
-    """Everything that is known before the run begins."""
+    """Return the facts that are known before the run begins."""
     strategy = trainer.strategy
     return {
         "name": type(module).__name__,
@@ -295,7 +295,7 @@ def _facts(trainer: Trainer, module: TrainingModule) -> dict[str, Any]:
 
 
 def _experiment(trainer: Trainer) -> str:
-    """Name and version of the first logger's log, as ``"paceline_logs / version_0"``; empty without a logger."""
+    """Return the first logger's name and version, such as ``"paceline_logs / version_0"``; empty without a logger."""
     logger = next((logger for logger in trainer.loggers if not isinstance(logger, RunRecord)), None)
     if logger is None:
         return ""
@@ -306,12 +306,12 @@ def _experiment(trainer: Trainer) -> str:
 def _parameters(module: TrainingModule) -> int | None:
     try:
         return sum(parameter.numel() for parameter in module.parameters())
-    except (ValueError, RuntimeError):  # not made yet
+    except (ValueError, RuntimeError):  # not created yet
         return None
 
 
 def _data(trainer: Trainer) -> dict[str, Any]:
-    """The training data: what a batch is; and the folders for checkpoints, which are known by now."""
+    """Return facts about the training batches, and the checkpoint folders, which are known by now."""
     folders = dict.fromkeys(str(f) for callback in trainer.callbacks if (f := getattr(callback, "dirpath", None)))
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -326,7 +326,7 @@ def _data(trainer: Trainer) -> dict[str, Any]:
 
 
 def _end(trainer: Trainer, error: BaseException | None) -> dict[str, Any]:
-    """How it ended."""
+    """Return how the run ended."""
     found: dict[str, Any] = {"asked": trainer.state.should_stop, "peak_bytes": _peaks(trainer)}
     if error is not None:
         text = "".join(traceback.format_exception(error))
@@ -335,7 +335,7 @@ def _end(trainer: Trainer, error: BaseException | None) -> dict[str, Any]:
 
 
 def _peaks(trainer: Trainer) -> dict[str, int]:
-    """The most memory that this process has held."""
+    """Return this process's peak memory."""
     found = {}
     if trainer.strategy.device.type == "cuda":
         found["device"] = torch.cuda.max_memory_allocated(trainer.strategy.device)

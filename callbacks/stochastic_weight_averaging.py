@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: the mean of the weights at the ends of the last epochs, and a learning rate for them."""
+"""Callback for stochastic weight averaging: the mean of the last epochs' weights, with a schedule of its own."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ _CPU = torch.device("cpu")
 
 
 class StochasticWeightAveraging(Callback):
-    """Averages the weights at the end of each of the last epochs and gives the module the mean when the fit ends.
+    """Average the weights at the end of each of the last epochs and load the mean into the module when the fit ends.
 
-    From the start epoch on, a schedule towards ``swa_lrs`` takes the place of the run's scheduler. When the fit ends
-    the mean takes the place of the weights, and BatchNorm statistics are estimated anew for it: one more pass over the
-    training data through ``training_step``, without gradients and without logging. Validation and the checkpoints
-    written during the fit use the weights under training; the average lies in this callback's state. A checkpoint
-    written after the fit holds the mean, and the weights under training beside it.
+    From the start epoch on, a schedule towards ``swa_lrs`` replaces the run's scheduler. When the fit ends, the mean
+    replaces the weights, and BatchNorm statistics are re-estimated for it in one more pass over the training data
+    through ``training_step``, without gradients and logging. Validation and the checkpoints written during the fit use
+    the current weights; the average is part of this callback's state. A checkpoint written after the fit contains both
+    the mean and the weights that were trained.
 
     Args:
         swa_lrs: the learning rate to anneal to: one for all parameter groups, or a list with one for each.
-        swa_epoch_start: first epoch to average, counted from 1; a float is the fraction of ``max_epochs`` at which
-            that epoch is found (0.8 of 10 epochs: the 8th).
-        annealing_epochs: epochs from the present learning rate to ``swa_lrs``; 0 changes it at once.
+        swa_epoch_start: first epoch to average, counted from 1. A float is a fraction of ``max_epochs`` (0.8 of 10
+            epochs is the 8th).
+        annealing_epochs: epochs from the current learning rate to ``swa_lrs``; 0 changes it immediately.
         annealing_strategy: ``"cos"`` or ``"linear"``.
-        avg_fn: ``avg_fn(average, current, n_averaged)`` makes the new average of one tensor; the mean if None.
-        device: where the average lives; next to the weights if None.
+        avg_fn: ``avg_fn(average, current, n_averaged)`` returns the new average of one tensor; None means the mean.
+        device: device of the average; None keeps it with the weights.
 
     Raises:
         TypeError: for an argument of the wrong kind.
-        ValueError: for an argument out of range; when the fit starts, for what cannot be averaged this way.
+        ValueError: for an argument out of range; when the fit starts, for a setup that cannot be averaged this way.
 
     References:
         Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018.
@@ -100,12 +100,12 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_start(self) -> int:
-        """Index (0-based) of the first epoch that is averaged; known once a fit has started."""
+        """Index (0-based) of the first averaged epoch; known once a fit has started."""
         return self._start
 
     @property
     def n_averaged(self) -> int:
-        """How many epochs are in the average."""
+        """Number of epochs in the average."""
         return self._average.n_averaged if self._average else self._restored.get("n_averaged", 0)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -135,13 +135,13 @@ class StochasticWeightAveraging(Callback):
             )
         if len(trainer.lr_scheduler_configs) > 1:
             raise ValueError(
-                f"{me} takes the place of the learning-rate scheduler, but {module}.configure_optimizers returned "
+                f"{me} replaces the learning rate scheduler, but {module}.configure_optimizers returned "
                 f"{len(trainer.lr_scheduler_configs)} of them. Return one (SequentialLR joins several) or none."
             )
         if not pl_module.automatic_optimization:
             raise ValueError(
-                f"{me} advances a schedule of its own and runs training_step without gradients for BatchNorm, but "
-                f"{module} optimizes manually and does both itself. Use WeightAveraging or EMAWeightAveraging."
+                f"{me} advances its own schedule and runs training_step without gradients for BatchNorm, but {module} "
+                "uses manual optimization. Use WeightAveraging or EMAWeightAveraging."
             )
         if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters and _training_layers(pl_module):
             raise ValueError(
@@ -165,12 +165,12 @@ class StochasticWeightAveraging(Callback):
         if self._average is None and epoch >= self._start:
             if epoch > self._start:
                 messages.warn(
-                    f"{type(self).__name__} starts in epoch {epoch}, after its first epoch {self._start}: the run was "
-                    "resumed from a checkpoint without its state. Only the epochs from here on are averaged."
+                    f"{type(self).__name__} starts in epoch {epoch}, later than its first epoch {self._start}, because "
+                    "the run was resumed from a checkpoint without its state. Only epochs from here on are averaged."
                 )
             self._begin(trainer, pl_module)
             self._last_epoch = epoch - 1
-        self._take_in(epoch - 1)  # if the checkpoint was written by a callback that comes before this one
+        self._take_in(epoch - 1)  # in case a callback before this one wrote the checkpoint
 
     def _begin(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         average = partial(one_by_one, self._avg_fn) if self._avg_fn is not None else equal_weights
@@ -184,7 +184,7 @@ class StochasticWeightAveraging(Callback):
             )
         scheduler = SWALR(
             optimizer,
-            rates,  # type: ignore[arg-type]  # torch takes a list as well
+            rates,  # type: ignore[arg-type]  # torch also accepts a list
             anneal_epochs=self._annealing_epochs,
             anneal_strategy=self._annealing_strategy,
         )
@@ -206,8 +206,8 @@ class StochasticWeightAveraging(Callback):
         else:
             messages.warn(
                 f"{type(self).__name__} averaged nothing: the fit ended after {trainer.current_epoch} epochs, before "
-                f"its first epoch {self._start} (0-based) did, so {type(pl_module).__name__} keeps its last weights. "
-                "Train longer, or lower swa_epoch_start."
+                f"the end of its first epoch {self._start} (0-based), so {type(pl_module).__name__} keeps its last "
+                "weights. Train longer, or lower swa_epoch_start."
             )
 
     def _show(self, pl_module: TrainingModule) -> None:
@@ -219,13 +219,14 @@ class StochasticWeightAveraging(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if self._final or not self.n_averaged:
             return
-        if self._finished is not None:  # a run that was saved after its end, and had nothing left to train
+        if self._finished is not None:  # saved after the run's end, so there was nothing left to train
             self._show(pl_module)
             trainer.strategy.load_model_state(pl_module, self._finished, strict=pl_module.strict_loading is not False)
         else:
             messages.warn(
                 f"The resumed run had nothing left to train, so {type(pl_module).__name__} keeps the checkpoint's "
-                f"weights, not the mean of the {self.n_averaged} epochs averaged. Raise max_epochs to train on."
+                f"weights, not the mean of the {self.n_averaged} averaged epochs. Raise max_epochs to continue "
+                "training."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,7 +241,7 @@ class StochasticWeightAveraging(Callback):
         self._restored = state_dict
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        resumable = "callbacks" in checkpoint  # else it is a file of weights only
+        resumable = "callbacks" in checkpoint  # else the file contains only weights
         if resumable and self._final and self._average is not None and self._average.module is pl_module:
             trained = self._average.held_state(trainer.strategy) | self._held_statistics
             checkpoint[CURRENT_KEY] = {n: trained.get(n, value) for n, value in checkpoint["state_dict"].items()}
@@ -255,12 +256,12 @@ def _check_rates(owner: str, rates: Any) -> None:
     values = rates if isinstance(rates, list) else [rates]
     if not values or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
         raise TypeError(
-            f"{owner}(swa_lrs={rates!r}) is no learning rate. "
-            "Give a positive number, or a list with a positive number for each parameter group."
+            f"{owner}(swa_lrs={rates!r}) is not a learning rate. Give a positive number, or a list with a positive "
+            "number for each parameter group."
         )
     if not all(0 < v < math.inf for v in values):
         raise ValueError(
-            f"{owner}(swa_lrs={rates!r}) holds a learning rate that would not train. Give positive, finite numbers."
+            f"{owner}(swa_lrs={rates!r}) contains a learning rate that cannot train. Give positive, finite numbers."
         )
 
 
@@ -278,11 +279,11 @@ def _check_start(owner: str, start: Any) -> None:
 
 
 def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
-    """Let ``scheduler`` run once an epoch in place of the one there is, if any."""
+    """Run ``scheduler`` once per epoch, in place of the existing scheduler if there is one."""
     ours = {"scheduler": scheduler, "interval": "epoch", "frequency": 1, "monitor": None, "strict": True, "name": None}
     ours["reduce_on_plateau"] = False
     if configs:
-        messages.info(f"{type(scheduler).__name__} takes the place of {type(configs[0].scheduler).__name__}.")
+        messages.info(f"{type(scheduler).__name__} replaces {type(configs[0].scheduler).__name__}.")
         for name, value in ours.items():
             setattr(configs[0], name, value)
     else:
@@ -290,12 +291,12 @@ def _replace_scheduler(configs: list[Any], scheduler: SWALR) -> None:
 
 
 def _training_layers(module: nn.Module) -> dict[str, BatchNorm]:
-    """The BatchNorm layers whose statistics a training step changes."""
+    """Return the BatchNorm layers whose statistics a training step changes."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm) and layer.training}
 
 
 def _statistics(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the statistics that a training step changes, under their names in a ``state_dict``."""
+    """Return copies of the statistics that a training step changes, by their ``state_dict`` names."""
     return {
         f"{name}.{key}" if name else key: buffer.clone()
         for name, layer in _training_layers(module).items()
@@ -304,7 +305,7 @@ def _statistics(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _estimate_statistics(trainer: Trainer, module: TrainingModule) -> None:
-    """Replace BatchNorm statistics by the means over one pass of the training data, over all ranks."""
+    """Replace BatchNorm statistics with the means over one pass of the training data on all ranks."""
     layers = list(_training_layers(module).values())
     momenta = [layer.momentum for layer in layers]
     step = trainer.strategy.bind_step(module.training_step, trainer.model or module)
@@ -332,9 +333,9 @@ def _takes_index(step: Callable[..., Any]) -> bool:
 
 
 def _training_batches(trainer: Trainer, module: TrainingModule) -> Iterator[Any]:
-    """One pass over the training data, each batch brought to the device the way the run does it."""
+    """Yield the training batches of one pass, moved to the device as in the run."""
     loader, limit = trainer.train_dataloader, trainer.num_training_batches
-    batches = loader.batches() if hasattr(loader, "flattened") else loader  # a CombinedLoader iterates over triples
+    batches = loader.batches() if hasattr(loader, "flattened") else loader  # a CombinedLoader yields triples
     before, transfer, after = (
         overridden(trainer.datamodule, name) or overridden(module, name)
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -349,7 +350,7 @@ def _training_batches(trainer: Trainer, module: TrainingModule) -> Iterator[Any]
 
 @contextmanager
 def _without_traces(module: nn.Module) -> Iterator[None]:
-    """Let ``self.log`` of a module and of modules in it do nothing, and torchmetrics forget what they see."""
+    """Turn off ``self.log`` in a module and its submodules, and restore their torchmetrics objects afterwards."""
     metrics: list[Any] = [m for m in module.modules() if getattr(m, "update_count", None) == 0]
     loggers = [m for m in module.modules() if hasattr(type(m), "log_dict") and "log" not in vars(m)]
     for m in loggers:
@@ -364,4 +365,4 @@ def _without_traces(module: nn.Module) -> Iterator[None]:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Stands in for ``log``."""
+    """Replacement for ``log``."""

@@ -1,4 +1,4 @@
-"""The table of a model summary, folded so that it fits into a terminal without a word broken in two."""
+"""Layout of the model summary's table: wrapped to fit a terminal without breaking words."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-#: Columns whose cells may take several lines.
+#: Columns whose cells may wrap.
 FOLDED = ("Name", "In sizes", "Out sizes")
-#: Columns that are left out, one after the other, where folding is not enough.
+#: Columns that are omitted, one after the other, if wrapping is not enough.
 LEFT_OUT = ("Mode", "FLOPs", "In sizes", "Out sizes")
-#: Columns whose words are shortened where that is not enough either, and to how many letters.
+#: Columns whose words are shortened if that is still not enough, and the smallest width.
 SHORTENED, SHORTEST = ("Name", "Type"), 8
 _BETWEEN = " | "
-#: What stays together in a cell: everything up to a dot, comma or colon.
+#: Unit of wrapping: text up to a dot, comma or colon.
 _PIECE = re.compile(r".+?(?:[.,:] ?|$)")
 
 
 def fitted(columns: Sequence[Sequence[str]], width: int | None) -> tuple[list[str], list[str]]:
-    """Set columns of cells, each with its name first, side by side.
+    """Lay out columns side by side; the first cell of each is its name.
 
     Args:
-        columns: all of one length.
-        width: letters in a line, at most; None: as many as it takes.
+        columns: columns of equal length.
+        width: longest line in characters; None for no limit.
 
     Returns:
-        the rows, each of one line or more, and the names of the columns that were left out.
+        the rows, of one or more lines each, and the names of the omitted columns.
     """
     count, kept = 0, list(columns)
     widths, too_much = _widths(kept, width)
@@ -42,7 +42,7 @@ def fitted(columns: Sequence[Sequence[str]], width: int | None) -> tuple[list[st
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int | None) -> tuple[list[int], int]:
-    """The columns' widths, and by how much they are too wide together though they are folded."""
+    """Return the columns' widths after wrapping, and by how much they are still too wide together."""
     widths = [max(map(len, cells)) for cells in columns]
     if width is None:
         return widths, 0
@@ -56,7 +56,7 @@ def _widths(columns: Sequence[Sequence[str]], width: int | None) -> tuple[list[i
 
 
 def _shrink(widths: list[int], least: Sequence[int], too_much: int) -> int:
-    """Make columns narrower, the widest first, none below its ``least``; returns what is still too much."""
+    """Narrow columns, the widest first, none below its ``least``; return the excess that remains."""
     while too_much > 0:
         wider = [at for at, width in enumerate(widths) if width > least[at]]
         if not wider:
@@ -67,7 +67,7 @@ def _shrink(widths: list[int], least: Sequence[int], too_much: int) -> int:
 
 
 def _folded(cell: str, width: int) -> list[str]:
-    """A cell in lines of at most ``width`` letters."""
+    """Wrap a cell to lines of at most ``width`` characters."""
     lines = [""]
     for piece in _PIECE.findall(cell):
         if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
@@ -81,6 +81,6 @@ def _shortened(text: str, width: int) -> str:
 
 
 def _lines(row: Sequence[Sequence[str]], widths: Sequence[int]) -> Iterator[str]:
-    """The lines of a row of folded cells."""
+    """Yield the lines of a row of wrapped cells."""
     for cells in zip_longest(*row, fillvalue=""):
         yield _BETWEEN.join(map(str.ljust, cells, widths)).rstrip()

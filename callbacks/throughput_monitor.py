@@ -1,4 +1,4 @@
-"""Log how fast a run goes, and how much of the device that uses."""
+"""Callback that logs a run's speed and its utilization of the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Mark(NamedTuple):
-    """What had been done at one moment, counted from the start of a stage."""
+    """Totals at one moment, counted from the start of a stage."""
 
     seconds: float
     batches: int
@@ -28,25 +28,26 @@ class Mark(NamedTuple):
 
 
 class ThroughputMonitor(Callback):
-    """Sends samples, batches and items a second to the loggers, and the model FLOP/s utilization where it is known.
+    """Log samples, batches and items per second, and the model FLOP/s utilization (MFU) if it is known.
 
     Values are averages over the last ``window_size`` batches. They are named ``train/device/batches_per_sec``,
     ``train/device/samples_per_sec``, ``train/device/items_per_sec``, ``train/device/flops_per_sec``,
     ``train/device/mfu``, and the totals ``train/time`` (seconds), ``train/batches``, ``train/samples``,
-    ``train/items``; on several devices also ``train/global/...``, this device's rates times their number. Training
-    logs when the trainer logs step values, ``validate/...`` and ``test/...`` once at their end.
+    ``train/items``. With several devices there is also ``train/global/...``: this device's rates times the number of
+    devices. Training values are logged when the trainer logs step values, ``validate/...`` and ``test/...`` once at
+    their end.
 
-    The clock is the host's, read when a batch's hook runs: time for data, hooks and logging counts, time spent in a
-    validation does not. A GPU is never waited for. The host runs ahead of it by a bounded queue, so a window of many
-    batches shows the device's speed; the first few batches of a run can look too fast.
+    Times come from the host's clock, read in each batch's hook. They include data loading, hooks and logging, but not
+    validation. The host never waits for a GPU. It runs ahead of the GPU by a bounded queue, so a window of many batches
+    shows the device's speed; the first few batches of a run can look too fast.
 
     Set ``flops_per_batch`` on your module (floating-point operations of one batch on one device, forward and backward)
-    to get ``flops_per_sec``, and ``mfu`` on the devices listed in ``PEAK_FLOPS``: the share of the device's dense
-    peak in the dtype of the run.
+    to get ``flops_per_sec`` and, on the devices listed in ``PEAK_FLOPS``, ``mfu``: the fraction of the device's dense
+    peak in the run's dtype.
 
     Args:
-        batch_size_fn: given a batch, how many samples it has; None takes the first dimension of its first tensor.
-        length_fn: given a batch, how many items (tokens, pixels) it has; None logs no items.
+        batch_size_fn: returns the number of samples in a batch; None uses the first dimension of its first tensor.
+        length_fn: returns the number of items (tokens, pixels) in a batch; None logs no items.
         window_size: batches to average over.
 
     Raises:
@@ -67,8 +68,8 @@ class ThroughputMonitor(Callback):
                 )
         if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 2:
             raise ValueError(
-                f"ThroughputMonitor(window_size={window_size!r}) is no number of batches to average over. "
-                "Pass an integer of at least 2."
+                f"ThroughputMonitor(window_size={window_size!r}) is not a number of batches to average over. Pass an "
+                "integer of at least 2."
             )
         self.batch_size_fn = batch_size_fn or _batch_size
         self.length_fn = length_fn
@@ -131,7 +132,7 @@ class ThroughputMonitor(Callback):
 
 
 class _Window:
-    """Marks of the last batches; from the first and the last of them come the rates."""
+    """Marks of the last batches; the first and the last give the rates."""
 
     def __init__(self, size: int) -> None:
         self._marks: deque[Mark] = deque(maxlen=size + 1)
@@ -139,7 +140,7 @@ class _Window:
         self._marks.append(Mark(0.0, 0, 0, 0))
 
     def add(self, samples: int, items: int) -> None:
-        """A batch is through."""
+        """Record a finished batch."""
         last = self._marks[-1]
         now = perf_counter() - self._started
         self._marks.append(Mark(now, last.batches + 1, last.samples + samples, last.items + items))
@@ -153,7 +154,7 @@ class _Window:
         self._started += perf_counter() - self._paused
 
     def rates(self, flops_per_batch: float | None, peak: float | None, with_items: bool) -> dict[str, float]:
-        """Totals, and averages over the window; empty before the first batch."""
+        """Return totals, and averages over the window; empty before the first batch."""
         first, last = self._marks[0], self._marks[-1]
         seconds = last.seconds - first.seconds
         if seconds <= 0:
@@ -181,7 +182,7 @@ def _batch_size(batch: Any) -> int:
     if size is None:
         raise ValueError(
             f"ThroughputMonitor finds no tensor in a batch of type {type(batch).__name__}, so it cannot tell how many "
-            "samples that has. Pass ThroughputMonitor(batch_size_fn=...), a function of the batch."
+            "samples the batch has. Pass ThroughputMonitor(batch_size_fn=...), a function of the batch."
         )
     return size
 
@@ -203,9 +204,9 @@ def _first_dim(value: Any) -> int | None:
     return next((size for size in map(_first_dim, children) if size is not None), None)
 
 
-# Dense peaks in 10^12 FLOP/s from the makers' data sheets: half of a figure given "with sparsity". ``tf32`` is what
-# float32 matrix products reach when torch.set_float32_matmul_precision is "high" or "medium". The key is a part of
-# torch.cuda.get_device_name(); the first that fits counts, so the narrower names stand first.
+# Dense peaks in 10^12 FLOP/s from the manufacturers' data sheets: half of a figure given "with sparsity". ``tf32`` is
+# the peak of float32 matrix products when torch.set_float32_matmul_precision is "high" or "medium". The key is a part
+# of torch.cuda.get_device_name(). The first match counts, so narrower names come first.
 #   B200, GB200     NVIDIA Blackwell datasheet (HGX B200, GB200 NVL72)
 #   H200, H100      NVIDIA H200 and H100 Tensor Core GPU datasheets (SXM, NVL, PCIe)
 #   A100, A30, A40, A10, A10G   NVIDIA datasheets of these names
@@ -243,19 +244,19 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "MI210": {"float16": 181, "bfloat16": 181, "float32": 45.3, "float64": 45.3},
 }
 
-#: Words in a device's name that tell it from the card of the table.
+#: Words in a device's name that mark a slower variant of a card in the table.
 _SLOWER_VARIANTS = {"D", "Laptop", "Max", "SUPER", "Ti"}
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Dense peak FLOP/s of a device in ``"float16"``, ``"bfloat16"``, ``"tf32"``, ``"float32"`` or ``"float64"``."""
+    """Return the dense peak FLOP/s for ``"float16"``, ``"bfloat16"``, ``"tf32"``, ``"float32"`` or ``"float64"``."""
     if device.type != "cuda":
         return None
     return peak_flops_of(torch.cuda.get_device_name(device), dtype)
 
 
 def peak_flops_of(device_name: str, dtype: str) -> float | None:
-    """Like :func:`peak_flops`, by the name that ``torch.cuda.get_device_name`` gives."""
+    """Like :func:`peak_flops`, for a device name from ``torch.cuda.get_device_name``."""
     words = device_name.replace("-", " ").split()
     if not _SLOWER_VARIANTS.isdisjoint(words):
         return None
@@ -267,7 +268,7 @@ def peak_flops_of(device_name: str, dtype: str) -> float | None:
 
 
 def _compute_dtype(precision: str) -> str:
-    """What matrix products run in under a precision such as ``"bf16-mixed"``."""
+    """Return the dtype of matrix products with a precision such as ``"bf16-mixed"``."""
     kinds = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
     dtype = kinds.get(precision.split("-")[0], "float32")
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":

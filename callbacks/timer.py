@@ -1,4 +1,4 @@
-"""Ends a training after a given time, and measures how long each stage takes."""
+"""Callback that stops training after a given time and measures how long each stage takes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "micro
 
 
 class Timer(Callback):
-    """Stops the training when ``duration`` is used up; also a stopwatch for every stage.
+    """Stop training when ``duration`` is used up, and measure the time of every stage.
 
-    The time of a training is wall time from ``on_train_start`` on, validation included. It is saved in checkpoints: a
-    resumed run has only what is left. A fit that goes back to one of its checkpoints (``LossGuard``) gets no time back.
-    With several processes all stop at the same batch, soon after the first of their clocks says so.
+    Training time is wall time from ``on_train_start`` on, including validation. It is saved in checkpoints: a resumed
+    run has only the remaining time. A fit that rolls back to one of its checkpoints (``LossGuard``) gets no time back.
+    With several processes, all stop at the same batch, soon after the first of their clocks reaches the limit.
 
     Args:
-        duration: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict (``{"hours": 2}``); None: only measure.
-        interval: look at the clock after each ``"step"`` (training batch) or at the end of each ``"epoch"``.
-        verbose: say so when the time is up.
-        grace_seconds: stop so long before the end of ``duration``: what the step under way, a validation and the last
-            checkpoint take.
+        duration: ``"DD:HH:MM:SS"``, a ``timedelta`` or its arguments as a dict (``{"hours": 2}``); None only measures.
+        interval: check the clock after each ``"step"`` (training batch) or at the end of each ``"epoch"``.
+        verbose: report when the time is up.
+        grace_seconds: stop this long before the end of ``duration``, to leave time for the current step, a validation
+            and the last checkpoint.
 
     Example:
         >>> Timer("00:12:00:00").time_remaining()
@@ -49,12 +49,12 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(
-                f"{messages.unknown('interval of Timer', interval, ('step', 'epoch'))} "
-                "It says when the clock is looked at: after each training batch or at the end of each epoch."
+                f"{messages.unknown('interval of Timer', interval, ('step', 'epoch'))} It says when the clock is "
+                "checked: after each training batch or at the end of each epoch."
             )
         if not isinstance(grace_seconds, (int, float)) or not 0 <= grace_seconds < math.inf:
             raise ValueError(
-                f"Timer(grace_seconds={grace_seconds!r}) is no time to stop before the end. Pass the seconds that the "
+                f"Timer(grace_seconds={grace_seconds!r}) is not a valid number of seconds. Pass the seconds that the "
                 "last step and its checkpoint take, or 0."
             )
         self._grace = grace_seconds
@@ -70,7 +70,7 @@ class Timer(Callback):
             self._undefine(Timer, "on_train_batch_end")
 
     def start_time(self, stage: Stage = "train") -> float | None:
-        """When a stage began last, in seconds of ``time.perf_counter``; None if it never did.
+        """Return when a stage last began, in seconds of ``time.perf_counter``; None if it never did.
 
         Args:
             stage: ``"train"``, ``"sanity_check"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -78,11 +78,11 @@ class Timer(Callback):
         return self._start.get(_known(stage))
 
     def end_time(self, stage: Stage = "train") -> float | None:
-        """When a stage ended last, as in :meth:`start_time`; None while it runs or if it never did."""
+        """Return when a stage last ended, as in :meth:`start_time`; None while it runs or if it never ended."""
         return self._end.get(_known(stage))
 
     def time_elapsed(self, stage: Stage = "train") -> float:
-        """Seconds that a stage has taken; for ``"train"`` with the time used before a resume."""
+        """Return the seconds that a stage has taken; ``"train"`` includes the time before a resume."""
         start = self.start_time(stage)
         used_before = self._used_before if stage == "train" else 0.0
         if start is None:
@@ -90,7 +90,7 @@ class Timer(Callback):
         return self._end.get(stage, perf_counter()) - start + used_before
 
     def time_remaining(self, stage: Stage = "train") -> float | None:
-        """Seconds until ``duration`` is used up, negative past it; None without a duration."""
+        """Return the seconds until ``duration`` is used up, negative after that; None without a duration."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -148,7 +148,7 @@ class Timer(Callback):
 
     @property
     def _training(self) -> bool:
-        """A training has begun and not ended; also while a fit goes back to one of its checkpoints."""
+        """Whether training has begun and not ended; True also while a fit rolls back to one of its checkpoints."""
         return "train" in self._start and "train" not in self._end
 
     def _begin(self, stage: str) -> None:
@@ -159,7 +159,7 @@ class Timer(Callback):
         trainer.should_stop = True
         if self._verbose and not self._announced:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
-            messages.info(f"The time limit is reached after {elapsed}: the training stops.")
+            messages.info(f"The time limit is reached after {elapsed}. Training stops.")
         self._announced = True
 
 
@@ -168,11 +168,11 @@ def to_timedelta(value: str | timedelta | Mapping[str, float], what: str) -> tim
 
     Args:
         value: ``"DD:HH:MM:SS"``, a ``timedelta``, or its arguments as a dict.
-        what: the argument it was given as, for the error.
+        what: name of the argument, for the error.
 
     Raises:
-        ValueError: the text, a key, or the sign is wrong.
-        TypeError: another type.
+        ValueError: if the text, a key or the sign is wrong.
+        TypeError: for other types.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value.strip())
@@ -200,5 +200,5 @@ def to_timedelta(value: str | timedelta | Mapping[str, float], what: str) -> tim
 
 def _known(stage: str) -> str:
     if stage not in STAGES:
-        raise ValueError(f"{messages.unknown('stage', stage, STAGES)} Timer measures each of these on its own.")
+        raise ValueError(f"{messages.unknown('stage', stage, STAGES)} Timer measures each of these separately.")
     return stage

@@ -1,4 +1,4 @@
-"""The progress bar drawn with tqdm."""
+"""Progress bar drawn with tqdm."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv
 
 
 class TQDMProgressBar(DrawnProgressBar):
-    """Bars drawn with tqdm, in the terminal or as notebook widgets; a plain line now and then where output is neither.
+    """Bars drawn with tqdm in a terminal or as notebook widgets; occasional plain lines in other output.
 
-    A finished epoch leaves one line. To change a bar, override its ``init_*_tqdm`` method: call ``super()``'s and set
-    what you like.
+    A finished epoch leaves one line. To change a bar, override its ``init_*_tqdm`` method: call ``super()``'s method
+    and change the result.
 
     Args:
-        refresh_rate: draw at most every so many batches; the clock allows ten drawings a second. 0 shows nothing.
-            The environment variable ``TQDM_MINITERS`` raises it.
-        process_position: leave so many lines free above, for runs that share a terminal.
-        leave: keep the whole bar of every epoch and evaluation on the screen, and not a line for each epoch.
+        refresh_rate: draw at most every this many batches, and at most ten times a second. 0 shows nothing. The
+            environment variable ``TQDM_MINITERS`` raises it.
+        process_position: number of lines to leave free above, for runs that share a terminal.
+        leave: keep the full bar of every epoch and evaluation on the screen, not just a line per epoch.
 
     Raises:
         ModuleNotFoundError: tqdm is not installed.
@@ -51,8 +51,8 @@ class TQDMProgressBar(DrawnProgressBar):
             missing = sys.modules.get("tqdm") is None
         if missing:
             raise ModuleNotFoundError(
-                "TQDMProgressBar needs the package tqdm, which is not installed. "
-                "Run `pip install tqdm`, or use RichProgressBar, which needs nothing more."
+                "TQDMProgressBar needs the package tqdm, which is not installed. Run `pip install tqdm`, or use "
+                "RichProgressBar, which needs no further package."
             )
         super().__init__(refresh_rate, leave)
         if isinstance(process_position, bool) or not isinstance(process_position, int) or process_position < 0:
@@ -74,7 +74,7 @@ class TQDMProgressBar(DrawnProgressBar):
         return self._tqdm(self.sanity_check_description, leave=False)
 
     def init_train_tqdm(self) -> tqdm:
-        """Make the bar of training epochs; one serves all epochs unless ``leave`` is set."""
+        """Make the bar of training epochs. All epochs share one bar unless ``leave`` is set."""
         return self._tqdm(self.train_description, leave=True)
 
     def init_validation_tqdm(self) -> tqdm:
@@ -121,7 +121,7 @@ def _miniters() -> int:
 
 
 def _tqdm_class() -> Any:
-    """Tqdm for this output: widgets in a notebook that has them. Without its monitoring thread and too early speeds."""
+    """Return the tqdm class for this output, without its monitoring thread and without speeds measured too early."""
     if notebook_display() is not None and importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm as base
     else:
@@ -157,7 +157,7 @@ class _Tqdm(Surface):
             "test": callback.init_test_tqdm,
             "predict": callback.init_predict_tqdm,
         }
-        #: By stage: the bar that is shown, None once it has left its line, and what shows it.
+        #: By stage: our bar (None once it has left its line) and the tqdm bar that shows it.
         self._drawn: dict[str, tuple[Bar | None, tqdm]] = {}
 
     def draw(self, bars: Sequence[Bar], metrics: Mapping[str, Any]) -> None:
@@ -171,7 +171,7 @@ class _Tqdm(Surface):
                 drawn.refresh()
 
     def _tqdm_of(self, bar: Bar) -> tqdm:
-        """The tqdm bar that shows ``bar``: the one that did before, that of the epoch before, or a new one."""
+        """Return the tqdm bar that shows ``bar``: its own, the previous epoch's, or a new one."""
         shown, drawn = self._drawn.get(bar.stage, (None, None))
         if drawn is None:
             drawn = self._make[bar.stage]()
@@ -213,7 +213,7 @@ class _Tqdm(Surface):
 
 
 def _postfix(metrics: Mapping[str, Any], drawn: tqdm) -> str:
-    """The metrics that fit into the line beside a bar of ten columns: tqdm would cut a value in two."""
+    """Return the metrics that fit beside a bar of ten columns, because tqdm would cut a value in two."""
     texts, known = metric_texts(metrics), drawn.format_dict
     columns = known["ncols"]
     shown = ", ".join(texts)

@@ -1,4 +1,4 @@
-"""Averages of the weights, kept beside the training: the arithmetic, and the callbacks that show and save them."""
+"""Weight averages kept during training: the arithmetic, and the callbacks that use and save them."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 AverageOne = Callable[[Tensor, Tensor, int], Tensor]
-"""``avg_fn(average, current, n_averaged)`` returns the new average of one tensor; all three of that tensor's shape."""
+"""``avg_fn(average, current, n_averaged)`` returns the new average of one tensor, all of the same shape."""
 AverageMany = Callable[[list[Tensor], list[Tensor], int], None]
 """``multi_avg_fn(averages, currents, n_averaged)`` updates a list of averages in place."""
 
-#: Where a checkpoint keeps the weights under training while its ``state_dict`` holds their average.
+#: Key of the current weights in a checkpoint whose ``state_dict`` holds their average.
 CURRENT_KEY = "current_model_state"
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class WeightAverage:
-    """The running average of a module's weights, in tensors of its own; the module itself is never copied.
+    """Running average of a module's weights in separate tensors; the module itself is never copied.
 
-    Weights in half precision are averaged in float32, where small updates are not rounded away. Tensors that an average
-    makes no sense of (integers, such as BatchNorm's batch counter, and buffers that hold infinities or NaN, such as an
-    attention mask) are not averaged: the module's own value counts at any time.
+    Half-precision weights are averaged in float32, so that small updates are not rounded away. Tensors for which an
+    average makes no sense (integers, such as BatchNorm's batch counter, and buffers with infinities or NaN, such as an
+    attention mask) are not averaged: the module's current value is used.
 
     Args:
         module: the module whose weights are averaged.
-        average: how a list of averages takes in the current weights.
-        device: where the averages live; next to each weight if None.
+        average: function that updates a list of averages with the current weights.
+        device: device of the averages; None keeps each with its weight.
         use_buffers: average the buffers too.
 
     Attributes:
-        n_averaged: how many times the weights have been taken in. At 0 there is no average yet.
-        held: the current weights, while the module shows the averages; else None.
+        n_averaged: number of updates. At 0 there is no average yet.
+        held: the current weights while the module holds the averages; else None.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class WeightAverage:
         self._groups = self._group()
 
     def _group(self) -> list[tuple[list[Tensor], list[tuple[dict[str, Tensor], str]], bool]]:
-        """Averages of one kind, device and dtype, where their values are found, and whether these need converting.
+        """Group averages by kind, device and dtype, with their weights' locations and whether these need converting.
 
-        Where parameters are sharded they are DTensors, which no operation takes together with the buffers.
+        Sharded parameters are DTensors, and no operation accepts them together with plain buffers.
         """
         groups: dict[Any, tuple[list[Tensor], list[tuple[dict[str, Tensor], str]], bool]] = {}
         for average, (owner, key) in zip(self._averages, self._places, strict=True):
@@ -89,7 +89,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the module's weights into the average; the first time the average becomes a copy of them."""
+        """Update the average with the module's weights; the first update copies them."""
         for averages, places, convert in self._groups:
             current = [owner[key].detach() for owner, key in places]
             if convert:
@@ -103,7 +103,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Put the averages into the module and hold its own weights aside. Does nothing before the first update."""
+        """Swap the averages into the module and keep its current weights. Does nothing before the first update."""
         if self.held is None and self.n_averaged:
             pairs = list(zip(self._places, self._averages, strict=True))
             with torch.inference_mode(False):
@@ -113,28 +113,28 @@ class WeightAverage:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Put the weights that :meth:`show` held aside back. Can be repeated, also after it was interrupted."""
+        """Restore the weights that :meth:`show` kept. Can be repeated, also after an interruption."""
         if self.held is not None:
             for (owner, key), weight in zip(self._places, self.held, strict=True):
                 owner[key].copy_(weight)
             self.held = None
 
     def averages(self) -> dict[str, Tensor]:
-        """The averages under the names of the weights; tied weights appear under each of their names."""
+        """Return the averages by weight name; tied weights appear under each of their names."""
         return {name: self._averages[index] for name, index in self._index.items()}
 
     def average_state(self, strategy: Strategy) -> dict[str, Any]:
-        """The averages as a whole ``state_dict`` of the averaged tensors only."""
+        """Return the averages as a full ``state_dict`` that contains only averaged tensors."""
         return strategy.model_state(_tree(self.averages()))
 
     def held_state(self, strategy: Strategy) -> dict[str, Any]:
-        """The weights that are held aside, as :meth:`average_state`; empty when none are."""
+        """Return the kept current weights, in the form of :meth:`average_state`; empty if there are none."""
         if self.held is None:
             return {}
         return strategy.model_state(_tree({name: self.held[index] for name, index in self._index.items()}))
 
     def load(self, strategy: Strategy, state: Mapping[str, Any], n_averaged: int) -> None:
-        """Take over averages from a ``state_dict``. Weights it does not name keep the module's present values."""
+        """Load averages from a ``state_dict``. Weights that it does not contain keep the module's current values."""
         averages = self.averages()
         known = {name: value for name, value in state.items() if name in averages}
         strategy.load_model_state(_tree(averages), known, strict=False)
@@ -142,14 +142,14 @@ class WeightAverage:
 
 
 def _averaged_places(module: nn.Module, use_buffers: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Name, owner and key of every tensor to average; tied tensors come once for each name."""
+    """Yield name, owner and key of every tensor to average; tied tensors appear once per name."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = prefix + "." if prefix else ""
         for key, parameter in own_parameters(owner).items():
             if hasattr(parameter, "ds_id"):
                 raise NotImplementedError(
-                    f"Weights cannot be averaged under DeepSpeed's stage 3, which leaves a piece of {dot + key} on "
-                    "a rank. Use strategy='deepspeed_stage_2' or 'fsdp'."
+                    "Weights cannot be averaged under DeepSpeed's stage 3, where a rank holds only a shard of "
+                    f"{dot + key}. Use strategy='deepspeed_stage_2' or 'fsdp'."
                 )
             if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
                 yield dot + key, own_parameters(owner), key
@@ -159,7 +159,7 @@ def _averaged_places(module: nn.Module, use_buffers: bool) -> Iterator[tuple[str
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())  # waits for the device, once a fit
+    return bool(torch.isfinite(tensor).all())  # waits for the device, once per fit
 
 
 def _copy_for_average(tensor: Tensor, device: torch.device | None) -> Tensor:
@@ -168,7 +168,7 @@ def _copy_for_average(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A module without code that holds tensors under dotted names, so that a strategy can gather or load it."""
+    """Build a module without code that holds tensors by dotted name, so that a strategy can gather or load it."""
     root = nn.Module()
     for name, tensor in tensors.items():
         *path, key = name.split(".")
@@ -188,7 +188,7 @@ def one_by_one(avg_fn: AverageOne, averages: list[Tensor], current: list[Tensor]
 
 
 def equal_weights(averages: list[Tensor], current: list[Tensor], n_averaged: int) -> None:
-    """Keep the arithmetic mean of all weights taken in."""
+    """Update the arithmetic mean of all weights so far."""
     get_swa_multi_avg_fn()(averages, current, n_averaged)
 
 
@@ -197,7 +197,7 @@ def _exponential(decay: float, averages: list[Tensor], current: list[Tensor], n_
 
 
 def checked_device(owner: str, device: torch.device | str | int | None) -> torch.device | None:
-    """``device`` as a ``torch.device``, or the error for what is none."""
+    """Return ``device`` as a ``torch.device``; raise if it is not a device."""
     if device is None or isinstance(device, torch.device):
         return device
     if isinstance(device, (str, int)) and not isinstance(device, bool):
@@ -205,8 +205,8 @@ def checked_device(owner: str, device: torch.device | str | int | None) -> torch
             return torch.device(device)
         except RuntimeError as error:
             raise ValueError(
-                f"{owner}(device={device!r}) names no device that PyTorch knows. "
-                "Give 'cpu', 'cuda', 'cuda:0' or a torch.device, or None for the device of the weights."
+                f"{owner}(device={device!r}) is not a device that PyTorch knows. Give 'cpu', 'cuda', 'cuda:0' or a "
+                "torch.device, or None for the device of the weights."
             ) from error
     raise TypeError(
         f"{owner}(device={device!r}) is {messages.a(device)}, not a device. "
@@ -215,11 +215,11 @@ def checked_device(owner: str, device: torch.device | str | int | None) -> torch
 
 
 def checked_count(owner: str, name: str, value: Any, minimum: int) -> int:
-    """``value`` if it is an integer of at least ``minimum``, else the error."""
+    """Return ``value`` if it is an integer of at least ``minimum``, else raise."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-            f"{owner}({name}={value!r}) is {messages.a(value)}, but {name} counts: "
-            f"give an integer of at least {minimum}."
+            f"{owner}({name}={value!r}) is {messages.a(value)}, but {name} is a count. Give an integer of at least "
+            f"{minimum}."
         )
     if value < minimum:
         raise ValueError(f"{owner}({name}={value}) is too small. Give an integer of at least {minimum}.")
@@ -227,26 +227,26 @@ def checked_count(owner: str, name: str, value: Any, minimum: int) -> int:
 
 
 class WeightAveraging(Callback):
-    """Keeps an average of the weights and lets it take their place wherever the model is judged or handed on.
+    """Keep an average of the weights and use it for validation, for checkpoints and as the result of the fit.
 
-    Validation during a fit runs with the averages. A checkpoint's ``state_dict`` holds the averages, and the weights
-    under training lie beside them under ``current_model_state``, so that a resumed run continues both. When the fit
-    ends, the module holds the averages. After an exception it holds the weights under training.
+    Validation during a fit uses the averages. A checkpoint's ``state_dict`` holds the averages, and its
+    ``current_model_state`` holds the current weights, so that a resumed run continues both. When the fit ends, the
+    module holds the averages. After an exception it holds the current weights.
 
-    The average is updated after every optimizer step (accumulated micro-batches count as one, a step that fp16 skipped
-    as none). Override :meth:`should_update` for another rhythm. Before the first update the weights themselves are
-    used. Averages of half-precision weights are kept, and saved, in float32.
+    The average is updated after every optimizer step: once per accumulation window, and not for a step that fp16
+    skipped. Override :meth:`should_update` to update at other times. Before the first update the weights themselves are
+    used. Averages of half-precision weights are kept and saved in float32.
 
     Args:
-        device: where the average lives; next to the weights if None. ``"cpu"`` saves GPU memory, at the price of a copy
-            that waits for the device at each update.
-        use_buffers: average floating-point buffers (BatchNorm statistics) too. Otherwise the buffers are those of the
-            weights under training; ``torch.optim.swa_utils.update_bn`` re-estimates them.
+        device: device of the average; None keeps it with the weights. ``"cpu"`` saves GPU memory, but each update then
+            copies the weights and waits for the device.
+        use_buffers: average floating-point buffers (BatchNorm statistics) too. Otherwise the module's current buffers
+            are used; ``torch.optim.swa_utils.update_bn`` re-estimates them.
         **kwargs: ``avg_fn(average, current, n_averaged)`` or ``multi_avg_fn(averages, currents, n_averaged)``, as in
-            ``torch.optim.swa_utils.AveragedModel``. Without either, all updates weigh the same.
+            ``torch.optim.swa_utils.AveragedModel``. Without either, all updates have equal weight.
 
     Raises:
-        TypeError: for another keyword, or a ``device`` that is none.
+        TypeError: for another keyword, or a ``device`` of the wrong type.
         ValueError: for both functions at once, or an unknown device.
     """
 
@@ -256,8 +256,8 @@ class WeightAveraging(Callback):
             self._check_argument(key, value)
         if kwargs.get("avg_fn") is not None and kwargs.get("multi_avg_fn") is not None:
             raise ValueError(
-                f"{name} got both avg_fn and multi_avg_fn, and only one of them can make the average. "
-                "Give avg_fn for one tensor at a time or multi_avg_fn for a list of them."
+                f"{name} got both avg_fn and multi_avg_fn, but only one of them can compute the average. Give avg_fn "
+                "for one tensor at a time or multi_avg_fn for a list of them."
             )
         self._device = checked_device(name, device)
         self._use_buffers = use_buffers
@@ -289,7 +289,7 @@ class WeightAveraging(Callback):
         self._previous_step = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to take the weights into the average now; by default after every optimizer step.
+        """Whether to update the average now; by default after every optimizer step.
 
         Args:
             step_idx: index of the optimizer step just made (0-based); None when an epoch has ended.
@@ -299,7 +299,7 @@ class WeightAveraging(Callback):
 
     @property
     def n_averaged(self) -> int:
-        """How many times the weights have been taken into the average of the present or last fit."""
+        """Number of updates of the average in the current or last fit."""
         if self._average is None:
             return 0 if self._loaded is None else self._restored["n_averaged"]
         return self._average.n_averaged
@@ -311,7 +311,7 @@ class WeightAveraging(Callback):
         if others:
             raise ValueError(
                 f"Trainer(callbacks=...) holds {type(self).__name__} and {messages.names(others, 'and')}, but only one "
-                "average can take the place of the weights in validation and checkpoints. Remove one of them."
+                "average can replace the weights in validation and checkpoints. Remove one of them."
             )
         self._forget()
 
@@ -330,7 +330,7 @@ class WeightAveraging(Callback):
         state = trainer.state
         if "latest_step" not in self._restored:
             self._last_step, self._last_epoch = state.global_step, state.epoch - 1
-        # Updates that were due when the checkpoint was written, by a callback that comes before this one.
+        # Updates that were still due when a callback before this one wrote the checkpoint.
         self._step_made(state.global_step, state.epoch)
         self._epoch_ended(state.epoch if state.epoch_done else state.epoch - 1)
 
@@ -376,12 +376,12 @@ class WeightAveraging(Callback):
         self._finish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        self._finish(trainer, pl_module)  # a resumed fit that had nothing left to train
+        self._finish(trainer, pl_module)  # for a resumed fit with nothing left to train
 
     def _finish(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if self._average is not None and not self._final:
             self._average.show()
-            trainer.strategy.before_evaluation(pl_module)  # each rank has averaged buffers of its own
+            trainer.strategy.before_evaluation(pl_module)  # each rank has averaged its own buffers
             self._final = True
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
@@ -407,7 +407,7 @@ class WeightAveraging(Callback):
         if average is None or average.module is not pl_module or not average.n_averaged:
             return
         state = checkpoint["state_dict"]
-        if "callbacks" in checkpoint:  # else it is a file of weights only
+        if "callbacks" in checkpoint:  # else the file contains only weights
             checkpoint[CURRENT_KEY] = _replaced(state, average.held_state(trainer.strategy))
         if not self._final:
             checkpoint["state_dict"] = _replaced(state, average.average_state(trainer.strategy))
@@ -420,7 +420,8 @@ class WeightAveraging(Callback):
             self._loaded = checkpoint["state_dict"]
         elif not own:
             messages.info(
-                f"The checkpoint holds no average of {type(self).__name__}: a new one starts with the resumed weights."
+                f"The checkpoint contains no average of {type(self).__name__}. A new one starts from the resumed "
+                "weights."
             )
 
 
@@ -428,28 +429,28 @@ _ARGUMENTS = ("device", "use_buffers", "avg_fn", "multi_avg_fn")
 
 
 def _replaced(state: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with the tensors that ``values`` names; what a module keeps out of its state stays out."""
+    """Return ``state`` with the tensors in ``values`` replaced; names that are not in ``state`` are not added."""
     return {name: values.get(name, value) for name, value in state.items()}
 
 
 def load_current(trainer: Trainer, pl_module: TrainingModule, checkpoint: Mapping[str, Any]) -> None:
-    """Give a module the weights under training in place of the averages that were loaded with ``state_dict``."""
+    """Load the current weights into a module, in place of the averages that were loaded with ``state_dict``."""
     trainer.strategy.load_model_state(pl_module, checkpoint[CURRENT_KEY], strict=pl_module.strict_loading is not False)
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Keeps an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
+    """Keep an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
 
-    The average starts as a copy of the weights at the first update. See :class:`WeightAveraging` for where it is used.
+    The average starts as a copy of the weights at the first update. :class:`WeightAveraging` describes its use.
 
     Args:
-        device: where the average lives; next to the weights if None.
+        device: device of the average; None keeps it with the weights.
         use_buffers: average floating-point buffers (BatchNorm statistics) too.
-        decay: how much of the average remains at an update, in [0, 1].
+        decay: fraction of the average that remains at an update, in [0, 1].
         update_every_n_steps: optimizer steps from one update to the next.
-        update_starting_at_step: index (0-based) of the first optimizer step that may update; None: any.
-        update_starting_at_epoch: index (0-based) of the first epoch whose steps may update; None: any.
-        **kwargs: nothing more; it is there to tell about misspelled arguments.
+        update_starting_at_step: index (0-based) of the first optimizer step that may update; None means any.
+        update_starting_at_epoch: index (0-based) of the first epoch whose steps may update; None means any.
+        **kwargs: accepts no further argument; it exists to report misspelled ones.
 
     Raises:
         TypeError: for an argument of the wrong kind, or an averaging function (use :class:`WeightAveraging` for that).
@@ -469,13 +470,13 @@ class EMAWeightAveraging(WeightAveraging):
         name = type(self).__name__
         if isinstance(decay, bool) or not isinstance(decay, (int, float)):
             raise TypeError(
-                f"{name}(decay={decay!r}) is {messages.a(decay)}, but decay is the share of the average that "
+                f"{name}(decay={decay!r}) is {messages.a(decay)}, but decay is the fraction of the average that "
                 "remains at an update. Give a number from 0 to 1, such as 0.999."
             )
         if not 0 <= decay <= 1:
             raise ValueError(
-                f"{name}(decay={decay}) lies outside [0, 1], so the average would not stay among the weights. "
-                "Give the share of the average that remains at an update, such as 0.999."
+                f"{name}(decay={decay}) is outside [0, 1]. Give the fraction of the average that remains at an update, "
+                "such as 0.999."
             )
         super().__init__(device, use_buffers, **kwargs)
         self.decay = float(decay)
@@ -486,8 +487,8 @@ class EMAWeightAveraging(WeightAveraging):
     def _check_argument(self, key: str, value: Any) -> None:
         if key in ("avg_fn", "multi_avg_fn"):
             raise TypeError(
-                f"{type(self).__name__} got {key}, but it makes its average from decay. "
-                f"Use WeightAveraging({key}=...) for a function of your own."
+                f"{type(self).__name__} got {key}, but it computes its average with decay. Use "
+                f"WeightAveraging({key}=...) for your own function."
             )
         choices: Sequence[str] = ("decay", "update_every_n_steps", "update_starting_at_step")
         choices = (*_ARGUMENTS[:2], *choices, "update_starting_at_epoch")
@@ -500,14 +501,14 @@ class EMAWeightAveraging(WeightAveraging):
         return partial(_exponential, self.decay)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to update: after the first step, then whenever ``update_every_n_steps`` more steps have been made."""
+        """Whether to update: after the first step, then every ``update_every_n_steps`` steps."""
         if step_idx is None:
             return False
         if self.update_starting_at_step is not None and step_idx < self.update_starting_at_step:
             return False
         if self.update_starting_at_epoch is not None and self._epoch < self.update_starting_at_epoch:
             return False
-        # With several optimizers a batch makes several steps: a multiple of n may lie between two calls.
+        # With several optimizers a batch makes several steps, so a multiple of n may fall between two calls.
         return step_idx // self.update_every_n_steps > (self._previous_step - 1) // self.update_every_n_steps
 
 

@@ -1,1 +1,1 @@
-"""The command line: one file a command, which is imported when its command is given."""
+"""The command line. Each command has a file, imported only when the command runs."""

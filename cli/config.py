@@ -1,4 +1,4 @@
-"""``paceline config``: write the file of settings."""
+"""``paceline config``: write the settings file."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from .. import messages
 from ..settings import CONFIG_VARIABLE, SETTINGS, find_file, own_file, read_file, resolve, write_file
 from .config_wizard import ask
 
-#: The exit status where a file is there already.
+#: Exit status if the file already exists.
 REFUSED = 1
 
-#: What a file says even if nobody asked for anything else.
+#: Settings that every file contains.
 USUAL = ("mixed_precision", "gradient_accumulation_steps", "cpu", "dynamo_backend", "use_fsdp", "use_deepspeed")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Declare the arguments."""
     parser.add_argument(
         "what",
         nargs="?",
         choices=("default", "update"),
-        help="default: ask nothing; update: change what --set names in the file that is there",
+        help="default: ask nothing; update: change the --set settings in the existing file",
     )
     parser.add_argument(
-        "--config_file", metavar="PATH", help="the file; its suffix (.yaml, .json, .toml) is the format"
+        "--config_file", metavar="PATH", help="the file; its suffix (.yaml, .json, .toml) sets the format"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; several times")
-    parser.add_argument("--mixed_precision", metavar="VALUE", help="as --set mixed_precision=VALUE")
-    parser.add_argument("--from_env", action="store_true", help="take over what environment variables say")
-    parser.add_argument("--yes", action="store_true", help="ask nothing: the default of all that is not set")
-    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; can be repeated")
+    parser.add_argument("--mixed_precision", metavar="VALUE", help="same as --set mixed_precision=VALUE")
+    parser.add_argument("--from_env", action="store_true", help="use the values of environment variables")
+    parser.add_argument("--yes", action="store_true", help="ask nothing; use defaults for everything that is not set")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.epilog = (
-        "Without arguments it asks; Enter takes the default. `paceline env` lists all settings with their values."
+        "Without arguments it asks questions; Enter accepts the default. `paceline env` lists all settings with their "
+        "values."
     )
 
 
 def run(arguments: Namespace) -> int:
-    """Write the file; prints its path last."""
+    """Write the file and print its path."""
     given = _given(arguments)
     if arguments.what == "update":
         path, values = _updated(arguments.config_file, given)
@@ -49,8 +50,8 @@ def run(arguments: Namespace) -> int:
         path = Path(arguments.config_file or _usual_place()).expanduser()
         if path.exists() and not arguments.force:
             messages.error(
-                f"paceline config: {path} is there already. Change it with `paceline config update --set NAME=VALUE`, "
-                "or write over it with --force."
+                f"paceline config: {path} already exists. Change it with `paceline config update --set NAME=VALUE`, or "
+                "overwrite it with --force."
             )
             return REFUSED
         values = _defaults() | given if arguments.yes or arguments.what else ask(given)
@@ -67,15 +68,15 @@ def _usual_place() -> Path:
 def _updated(config_file: str | None, given: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     found = config_file or find_file()
     if found is None:
-        raise FileNotFoundError("There is no file of settings to update. Run `paceline config` to write one.")
+        raise FileNotFoundError("There is no settings file to update. Run `paceline config` to write one.")
     path = Path(found).expanduser()
     values = read_file(path).values | given
-    # A file that was merely found may be Accelerate's: that one stays as it is.
+    # A file that was found, not given, may be Accelerate's, which must not change.
     return (path if config_file or not path.stem.startswith("default_config") else own_file()), values
 
 
 def _given(arguments: Namespace) -> dict[str, Any]:
-    """The settings of the command line, and of the environment if it counts; parsed."""
+    """Return the parsed settings of the command line, and of the environment with --from_env."""
     written = [*arguments.set]
     if arguments.mixed_precision is not None:
         written.append(f"mixed_precision={arguments.mixed_precision}")
@@ -101,7 +102,7 @@ def _parsed(written: Iterable[str]) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """The usual settings, as they are for this machine if nobody says anything."""
+    """Return the default settings for this machine."""
     from torch import cuda
 
     gpus = cuda.device_count()

@@ -1,4 +1,4 @@
-"""The questions of ``paceline config``. Every one has a default, which Enter takes; so does the end of the input."""
+"""The questions of ``paceline config``. Each has a default, which Enter or the end of the input accepts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PLACES = ("This machine", "AWS (Amazon SageMaker)")
 
 
 class Dialog:
-    """Asks one question after the other.
+    """Asks questions one by one.
 
     Args:
-        given: settings that are known already and not asked for.
+        given: known settings, which are not asked for.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -36,14 +36,14 @@ class Dialog:
         return self.values[name]
 
     def choose(self, question: str, choices: Sequence[str], unsupported: Sequence[str] = ()) -> str:
-        """Ask for one of several; the first is the default."""
+        """Ask for one of several choices; the first is the default."""
 
         def parse(word: str) -> str:
             close = [one for one in choices if one.lower().startswith(word.lower())]
             if word.isdecimal() and int(word) < len(choices):
                 close = [choices[int(word)]]
             if len(close) != 1:
-                raise ValueError(f"is none of the choices. Write its number or its name: {messages.names(choices)}.")
+                raise ValueError(f"is not one of the choices. Enter a number or a name: {messages.names(choices)}.")
             if close[0] in unsupported:
                 raise ValueError("is not supported: Paceline runs on CPUs, CUDA GPUs and Apple's MPS. Choose another.")
             return close[0]
@@ -52,7 +52,7 @@ class Dialog:
         return self._ask(f"{question}{listed}\nYour choice [0]: ", parse, choices[0])
 
     def setting(self, name: str, question: str, default: Any = None, choices: bool = False) -> Any:
-        """Ask for a setting's value; an empty default leaves it out."""
+        """Ask for a setting's value; with the default None it may stay unset."""
         if name in self._fixed:
             return self.values[name]
         one = SETTINGS[name]
@@ -92,13 +92,13 @@ class Dialog:
 
 
 def ask(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask for everything that a training needs to know.
+    """Ask for everything that training needs.
 
     Args:
-        given: settings that are known already.
+        given: known settings.
 
     Returns:
-        The settings, those given first.
+        The settings, the given ones first.
     """
     talk = Dialog(given)
     talk.choose("In which compute environment are you running?", PLACES, unsupported=PLACES[1:])
@@ -126,7 +126,7 @@ def ask(given: Mapping[str, Any]) -> dict[str, Any]:
         talk.setting("gpu_ids", "What GPU(s) (by id) should be used for training on this machine?", "all")
         talk.switch("enable_cpu_affinity", "Would you like to enable numa efficiency? (NVIDIA only)")
     talk.setting("mixed_precision", "Do you wish to use mixed precision?", choices=True)
-    talk.setting("gradient_accumulation_steps", "How many micro-batches make one update?")
+    talk.setting("gradient_accumulation_steps", "How many micro-batches should be accumulated per optimizer step?")
     return talk.values
 
 
@@ -139,11 +139,11 @@ def _count_gpus() -> int:
 def _machines(talk: Dialog) -> None:
     machines = talk.setting("num_machines", "How many machines will you use?")
     if machines > 1:
-        talk.setting("machine_rank", "Which of them is this, from 0?")
+        talk.setting("machine_rank", "What is the rank of this machine, counted from 0?")
         talk.setting("main_process_ip", "What is the address of machine 0?")
         talk.setting("main_process_port", "What is the port of machine 0?", 29500)
-        talk.setting("rdzv_backend", "How do machines find each other, static or c10d?")
-    talk.switch("debug", "Should distributed operations be checked while running, for errors?")
+        talk.setting("rdzv_backend", "How should machines find each other, static or c10d?")
+    talk.switch("debug", "Should distributed operations be checked for errors while running?")
 
 
 def _dynamo(talk: Dialog) -> None:
@@ -178,7 +178,7 @@ def _deepspeed(talk: Dialog) -> bool:
 
 def _offload(talk: Dialog, name: str, question: str) -> None:
     if talk.setting(f"{name}_device", question, choices=True) == "nvme":
-        talk.setting(f"{name}_nvme_path", "Which folder, on nvme?")
+        talk.setting(f"{name}_nvme_path", "Which folder on NVMe?")
 
 
 def _fsdp(talk: Dialog) -> bool:
@@ -186,14 +186,14 @@ def _fsdp(talk: Dialog) -> bool:
         return False
     talk.setting("fsdp_sharding_strategy", "What should be sharded?", choices=True)
     talk.switch("fsdp_offload_params", "Do you want to keep weights in CPU memory between uses?")
-    policy = talk.setting("fsdp_auto_wrap_policy", "Which blocks are sharded as a unit?", choices=True)
+    policy = talk.setting("fsdp_auto_wrap_policy", "Which blocks should be sharded as a unit?", choices=True)
     if policy == "TRANSFORMER_BASED_WRAP":
         talk.setting("fsdp_transformer_layer_cls_to_wrap", "Which classes are they, comma separated?")
     if policy == "SIZE_BASED_WRAP":
-        talk.setting("fsdp_min_num_params", "How many parameters has a block?")
+        talk.setting("fsdp_min_num_params", "How many parameters does a block have at least?")
     talk.setting("fsdp_state_dict_type", "How should weights be saved?", choices=True)
     talk.switch("fsdp_cpu_ram_efficient_loading", "Should weights be read on one process only?", True)
-    talk.switch("fsdp_activation_checkpointing", "Do you want to compute activations again rather than keep them?")
+    talk.switch("fsdp_activation_checkpointing", "Do you want to recompute activations instead of keeping them?")
     return True
 
 

@@ -1,4 +1,4 @@
-"""``paceline doctor``: run a script for some steps, and say what is slow, why, and what to change."""
+"""``paceline doctor``: run some steps of a script and report what is slow, why, and what to change."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 from .. import messages
 from .launch_script import Script, find_script
 
-#: For a run that is told to end.
+#: Time for a run to end after it was told to.
 GRACE_SECONDS = 10.0
-#: The exit status of a command that was interrupted.
+#: Exit status of an interrupted command.
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -26,23 +26,23 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("--steps", type=int, default=60, help="batches to train (default: 60)")
     parser.add_argument(
-        "--try", dest="tries", action="store_true", help="also try what may help: one short run of the script for each"
+        "--try", dest="tries", action="store_true", help="also try changes that may help, one short run each"
     )
     parser.add_argument("--only", metavar="NAMES", help="with --try, try only these: num_workers,batch_size,...")
-    parser.add_argument("--out", default=".", help="folder of doctor.html and doctor.json (default: this one)")
-    parser.add_argument("--json", action="store_true", help="print the JSON instead of words")
+    parser.add_argument("--out", default=".", help="folder for doctor.html and doctor.json (default: the current one)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
-        "--num_processes", type=int, default=None, help="run it under paceline launch with this many processes"
+        "--num_processes", type=int, default=None, help="run the script with paceline launch and this many processes"
     )
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a run (default: 1800)")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="limit for a run in seconds (default: 1800)")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module name")
     parser.add_argument("script", help="the training script; its arguments follow")
-    parser.add_argument("script_args", nargs=REMAINDER, help="its own arguments").required = False
+    parser.add_argument("script_args", nargs=REMAINDER, help="the script's arguments").required = False
     parser.set_defaults(no_python=False)
 
 
 def run(arguments: Namespace) -> int:
-    """Run the script, print the report; returns the exit status."""
+    """Run the script and print the report; return the exit status."""
     from ..doctor.report import Report
     from ..doctor.try_fixes import mark_best, names, tried
 
@@ -61,7 +61,7 @@ def run(arguments: Namespace) -> int:
             for row in tried(report, measure, messages.info, only):
                 report.trials.append(row)
         except KeyboardInterrupt:
-            messages.info("Interrupted. The report covers what was found before.")
+            messages.info("Interrupted. The report covers the results so far.")
             status = INTERRUPTED
         mark_best(report.trials)
     if arguments.json:
@@ -73,20 +73,20 @@ def run(arguments: Namespace) -> int:
 
 
 def check(arguments: Namespace) -> None:
-    """Refuse what makes no sense before anything runs."""
+    """Check the arguments before anything runs."""
     if arguments.steps < 10:
-        raise ValueError(f"--steps {arguments.steps} is too few: the first 3 do not count. Use 10 or more.")
+        raise ValueError(f"--steps {arguments.steps} is too few: the first 3 steps do not count. Use 10 or more.")
     if arguments.only is not None and not arguments.tries:
-        raise ValueError(f"--only {arguments.only} needs --try, which it narrows down. Add --try, or leave --only out.")
+        raise ValueError(f"--only {arguments.only} selects changes for --try. Add --try, or remove --only.")
     if arguments.num_processes is not None and arguments.num_processes < 1:
-        raise ValueError(f"--num_processes {arguments.num_processes} is too few: a run has one process or more.")
+        raise ValueError(f"--num_processes {arguments.num_processes} is too few. Use 1 or more.")
 
 
 def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dict[str, Any]:
-    """Run the script once under a plan; returns the report that it wrote.
+    """Run the script once with a plan; return the report that it wrote.
 
     Raises:
-        RuntimeError: it failed, took too long, or trained nothing.
+        RuntimeError: if it failed, took too long, or trained nothing.
     """
     from ..doctor.script_options import Plan
 
@@ -100,27 +100,27 @@ def examine(script: Script, arguments: Namespace, change: dict[str, Any]) -> dic
     if status:
         raise RuntimeError(f"{script.target} {ended(status)}")
     raise RuntimeError(
-        f"{script.target} ended without a training that could be measured. It has to call Trainer.fit, or to train "
-        "with an Accelerator in a loop over a prepared DataLoader."
+        f"{script.target} ended without any training to measure. It must call Trainer.fit, or train with an "
+        "Accelerator in a loop over a prepared DataLoader."
     )
 
 
 def ended(status: int) -> str:
-    """How a program ended that failed, in words."""
+    """Describe how a failed program ended."""
     if status >= 0:
         return f"ended with status {status}; see its output above."
     name = signal.Signals(-status).name
-    reason = " The system does that when memory runs out: look into dmesg." if name == "SIGKILL" else ""
+    reason = " The system does that when memory runs out: check dmesg." if name == "SIGKILL" else ""
     return f"was ended by {name}.{reason}"
 
 
 def _status(command: list[str], environment: dict[str, str], timeout: float) -> int:
-    """Run a command to its end, and return its exit status. What it prints is not the report: to standard error."""
+    """Run a command with its output on standard error, and return its exit status."""
     with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
         try:
             return process.wait(timeout)
         except BaseException as error:
-            process.terminate()  # a launcher passes it on
+            process.terminate()  # a launcher forwards the signal
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
             process.kill()

@@ -1,4 +1,4 @@
-"""``paceline env``: what is installed, what the machine has, and which settings are in force."""
+"""``paceline env``: print versions, hardware and the settings in force."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..settings import Settings, resolve
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Say what the command takes."""
-    parser.add_argument("--config_file", metavar="PATH", help="look at this file rather than the one in force")
+    """Declare the arguments."""
+    parser.add_argument("--config_file", metavar="PATH", help="read this file instead of the default one")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: Namespace) -> int:
-    """Print it all."""
+    """Print the facts and settings."""
     settings = resolve(config_file=arguments.config_file)
     facts = {"versions": system_info.versions(), "machine": system_info.machine(), "config_file": settings.file}
     if arguments.json:

@@ -1,4 +1,4 @@
-"""``paceline estimate-memory``: how much memory a model takes, before it is loaded or trained."""
+"""``paceline estimate-memory``: estimate a model's memory before it is loaded or trained."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from .estimate_memory_report import Report
 
 EXAMPLES = """
-MODEL is, the first that there is:
-  a folder with config.json (transformers builds the model, without weights), or such a file
-  a folder, a file or an index of weights; of safetensors the headers are read, of other files the sizes
+MODEL is the first match of:
+  a folder with config.json, or that file (transformers builds the model, without weights)
+  a folder, file or index of weights; only headers (safetensors) or sizes (other files) are read
   module:factory or file.py:factory: a function that returns a model, (model, batch) or (model, batch, loss) with a
       function loss(model, batch); a model is an nn.Module or a TrainingModule. Parameters batch_size and
-      sequence_length are passed if it has them. It is called where tensors take no memory.
-Nothing is fetched from a network.
+      sequence_length are passed if it has them. It runs in a context where tensors take no memory.
+Nothing is downloaded.
 
   paceline estimate-memory ./Mixtral-8x7B --device_memory 80GiB --num_processes 8
   paceline estimate-memory train.py:build --batch_size 32 --dtypes bf16-mixed --json
@@ -27,33 +27,33 @@ Nothing is fetched from a network.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Declare the arguments."""
     add = parser.add_argument
-    add("model_name", metavar="MODEL", help="what to look at, see below")
-    add("--library_name", choices=LIBRARIES, help="what reads MODEL; found out by itself but for timm")
+    add("model_name", metavar="MODEL", help="the model, see below")
+    add("--library_name", choices=LIBRARIES, help="the library for MODEL; detected automatically except timm")
     add("--dtypes", nargs="+", choices=list(DTYPES), default=["float32", "bf16-mixed", "bfloat16", "int8", "int4"])
-    add("--trust_remote_code", action="store_true", help="let code in the model's folder run")
-    add("--batch_size", type=int, metavar="N", help="samples of one process in a batch [the factory's, else 1]")
-    add("--sequence_length", type=int, metavar="N", help="tokens of a sequence [512, or what the model has at most]")
-    add("--optimizer", metavar="NAME", help="of torch.optim [configure_optimizers', else AdamW]")
-    add("--accumulate_grad_batches", type=int, default=1, metavar="N", help="micro-batches in a window [1]")
-    add("--activation_checkpointing", action="store_true", help="repeated blocks run again in backward")
-    add("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="which to look at [all]")
-    add("--num_processes", type=int, metavar="N", help="of ddp and fsdp [the GPUs of this machine, else 2]")
-    add("--device_memory", metavar="SIZE", help="of one device, such as 24GiB [that of this machine's]")
+    add("--trust_remote_code", action="store_true", help="allow code in the model's folder to run")
+    add("--batch_size", type=int, metavar="N", help="samples per batch and process [the factory's, else 1]")
+    add("--sequence_length", type=int, metavar="N", help="tokens per sequence [512, or the model's maximum if smaller]")
+    add("--optimizer", metavar="NAME", help="a class of torch.optim [from configure_optimizers, else AdamW]")
+    add("--accumulate_grad_batches", type=int, default=1, metavar="N", help="micro-batches per optimizer step [1]")
+    add("--activation_checkpointing", action="store_true", help="recompute repeated blocks in the backward pass")
+    add("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="the strategies to estimate [all]")
+    add("--num_processes", type=int, metavar="N", help="processes of ddp and fsdp [the GPUs of this machine, else 2]")
+    add("--device_memory", metavar="SIZE", help="memory of one device, such as 24GiB [from this machine]")
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.epilog = EXAMPLES
 
 
 def run(arguments: Namespace) -> int:
-    """Find the model, estimate, print."""
+    """Find the model, estimate its memory and print the tables."""
     from .estimate_memory_model import Wish, find
     from .estimate_memory_report import examine
 
     for name in ("batch_size", "sequence_length", "num_processes", "accumulate_grad_batches"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} is none. Pass 1 or more.")
+            raise ValueError(f"--{name} {value} is too small. Pass 1 or more.")
     wish = Wish(arguments.library_name, arguments.trust_remote_code, arguments.batch_size, arguments.sequence_length)
     report = examine(find(arguments.model_name, wish), arguments)
     messages.answer(json.dumps(report.as_dict(), indent=2) if arguments.json else shown(report))
@@ -61,7 +61,7 @@ def run(arguments: Namespace) -> int:
 
 
 def shown(report: Report) -> str:
-    """The tables, as text."""
+    """Return the tables as text."""
     import io
 
     from rich.console import Console

@@ -1,8 +1,8 @@
-"""What can be asked of ``paceline estimate-memory``."""
+"""Choices of ``paceline estimate-memory``, separate so that help imports no torch."""
 
 from __future__ import annotations
 
-#: What can be asked for with --dtypes: the precision of a training, and the bits of a weight that is loaded.
+#: Choices of --dtypes: the precision for training, and the bits of a loaded weight.
 DTYPES: dict[str, tuple[str | None, int]] = {
     "float32": ("32-true", 32),
     "bf16-mixed": ("bf16-mixed", 32),

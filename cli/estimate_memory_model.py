@@ -1,4 +1,4 @@
-"""What ``paceline estimate-memory`` is asked about: a model that is built without memory, or the sizes in its files."""
+"""The model for ``paceline estimate-memory``: built without memory, or the sizes from its files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..data.batches import batch_size_of
 from ..estimate.tensor_lifetimes import Ledger
 from ..torch_private import FakeTensorMode, pytree, storage_key
 
-#: Tokens of a sequence where none is asked for; fewer if the model has fewer positions.
+#: Default number of tokens in a sequence; fewer if the model has fewer positions.
 SEQUENCE_LENGTH = 512
 _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64}
 _FLOATING = ("F", "BF", "C")
@@ -31,25 +31,25 @@ _WEIGHTS = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 
 
 class Size(tuple[int, int, bool]):
-    """A tensor's number of elements, the bits of each, and whether it is floating-point, so can be converted."""
+    """A tensor's number of elements, bits per element, and whether it is floating-point and so can be converted."""
 
     def bytes(self, bits: int | None = None) -> int:
-        """Its bytes, if floating-point values had so many bits; None: as they are."""
+        """Return its bytes, with floating-point values converted to ``bits``; None means unconverted."""
         elements, own, floating = self
         return -(-elements * (bits if bits is not None and floating else own) // 8)
 
 
 @dataclass
 class Source:
-    """A model to look at.
+    """A model to estimate.
 
     Attributes:
-        what: where it was found, in words.
-        sizes: of its tensors, by name.
-        module: built without memory; None where only files of weights are there.
-        batch: one batch for it, without memory; None where nothing is known about one.
-        loss: ``loss(module, batch)``, if a factory gave it.
-        notes: what was taken for granted.
+        what: description of where it was found.
+        sizes: sizes of its tensors by name.
+        module: the module, built without memory; None if there are only weight files.
+        batch: a batch for it, without memory; None if its input is unknown.
+        loss: ``loss(module, batch)``, if a factory returned it.
+        notes: assumptions that were made.
     """
 
     what: str
@@ -62,13 +62,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Wish:
-    """How a model was asked for.
+    """Options for finding the model.
 
     Attributes:
-        library: which of ``LIBRARIES`` reads it; None: found out.
-        trust_remote_code: whether a folder's own code may run.
-        batch_size: samples in a batch; None: the factory's, else 1.
-        sequence_length: tokens in a sequence; None: :data:`SEQUENCE_LENGTH`.
+        library: one of ``LIBRARIES``; None detects it.
+        trust_remote_code: whether code in the model's folder may run.
+        batch_size: samples in a batch; None means the factory's, else 1.
+        sequence_length: tokens in a sequence; None means :data:`SEQUENCE_LENGTH`.
     """
 
     library: str | None = None
@@ -78,15 +78,15 @@ class Wish:
 
 
 def find(name: str, wish: Wish) -> Source:
-    """The model of that name. What is on this machine comes first, and nothing is fetched.
+    """Find a model by name. Local files come first, and nothing is downloaded.
 
     Args:
         name: a folder, a file, ``module:factory``, ``file.py:factory``, or a model of timm.
-        wish: the rest.
+        wish: the options.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: a file is damaged, or names no factory.
+        FileNotFoundError: if there is none.
+        ValueError: if a file is damaged or has no such factory.
     """
     path = Path(name)
     if wish.library == "timm":
@@ -103,16 +103,16 @@ def _not_here(name: str) -> str:
     near = Path(name).parent
     close = messages.did_you_mean(Path(name).name, [one.name for one in near.iterdir()] if near.is_dir() else [])
     return (
-        f"There is no file or folder {name!r} here.{close} If it is a model of the Hugging Face Hub: nothing is "
-        "fetched from there, so that an estimate works without a network. Its config.json (a few kB) is enough: fetch "
-        f"it (hf download {name} config.json --local-dir FOLDER) and run paceline estimate-memory FOLDER. For a model "
-        "of your own write module:factory or file.py:factory."
+        f"There is no file or folder {name!r} here.{close} If it is a model on the Hugging Face Hub: nothing is "
+        "downloaded, so that an estimate works without a network. Its config.json (a few kB) is enough: download it "
+        f"(hf download {name} config.json --local-dir FOLDER) and run paceline estimate-memory FOLDER. For your own "
+        "model pass module:factory or file.py:factory."
     )
 
 
 def _of_path(path: Path, wish: Wish) -> Source:
     if path.suffix == ".py":
-        raise ValueError(f"{str(path)!r} is a program. Name what makes the model in it: {path}:build_model.")
+        raise ValueError(f"{str(path)!r} is a program. Add the function that makes the model: {path}:build_model.")
     config = path if path.name == "config.json" else path / "config.json"
     if config.exists() and wish.library in (None, "transformers"):
         if messages.is_installed("transformers"):
@@ -130,42 +130,42 @@ def _has_weights(folder: Path) -> bool:
     return any(one.suffix in (".safetensors", ".bin", ".pt", ".pth") for one in folder.iterdir())
 
 
-# ---- files of weights ------------------------------------------------------------------------------------------------
+# ---- weight files ------------------------------------------------------------------------------------------------
 
 
 def _of_files(path: Path) -> Source:
     if path.is_file() and path.suffix not in _WEIGHTS:
-        raise ValueError(f"{str(path)!r} is no file of weights. Pass a folder, or one of {', '.join(_WEIGHTS)}.")
+        raise ValueError(f"{str(path)!r} is not a weight file. Pass a folder, or one of {', '.join(_WEIGHTS)}.")
     sizes: dict[str, Size] = {}
     files = weight_files(path)
     for file in files:
         sizes |= _headers(file) if file.suffix == ".safetensors" else _of_torch(file)
     notes = [
-        "From files of weights alone: what a step of this model keeps cannot be known, so activations are left out. "
-        "Pass its folder with a config.json, or module:factory."
+        "Weight files alone do not show what a step keeps in memory, so activations are not included. Pass a folder "
+        "with a config.json, or module:factory."
     ]
-    return Source(f"{len(files)} file{'s' * (len(files) > 1)} of weights at {path}", sizes, notes=notes)
+    return Source(f"{len(files)} weight file{'s' * (len(files) > 1)} at {path}", sizes, notes=notes)
 
 
 def _headers(file: Path) -> dict[str, Size]:
-    """The sizes of a file of safetensors; of its data nothing is read."""
+    """Read the sizes in a safetensors file's header, without its data."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= file.stat().st_size - 8:
             raise ValueError(
-                f"{str(file)!r} is no whole file of safetensors: its header is said to have {length} bytes."
+                f"{str(file)!r} is not a complete safetensors file: its header should have {length} bytes."
             )
         try:
             header = json.loads(opened.read(length))
         except ValueError as error:
             raise ValueError(
-                f"{str(file)!r} is no file of safetensors: its header cannot be read ({error})."
+                f"{str(file)!r} is not a safetensors file: its header cannot be read ({error})."
             ) from error
     header.pop("__metadata__", None)
     end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
     if end > file.stat().st_size - 8 - length:
         raise ValueError(
-            f"{str(file)!r} has {file.stat().st_size} bytes, but its header says {8 + length + end}. Fetch it again."
+            f"{str(file)!r} has {file.stat().st_size} bytes, but its header says {8 + length + end}. Download it again."
         )
     sizes = {}
     for name, tensor in header.items():
@@ -181,7 +181,7 @@ def _of_torch(file: Path) -> dict[str, Size]:
     state = torch.load(file, map_location="meta", weights_only=True, mmap=True)
     state = state.get("state_dict", state)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    once = {_place(value): name for name, value in reversed(tensors.items())}  # of tied ones the first
+    once = {_place(value): name for name, value in reversed(tensors.items())}  # the first name of tied tensors
     return {name: size_of(value) for name, value in tensors.items() if name in once.values()}
 
 
@@ -190,16 +190,16 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def size_of(tensor: Tensor) -> Size:
-    """Of one tensor."""
+    """Return the size of a tensor."""
     return Size((tensor.numel(), 8 * tensor.element_size(), tensor.is_floating_point() or tensor.is_complex()))
 
 
-# ---- models that are built -------------------------------------------------------------------------------------------
+# ---- built models -------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Within, tensors that are made have shapes and no memory."""
+    """Context in which new tensors have a shape but no memory."""
     with FakeTensorMode(allow_non_fake_inputs=True), Ledger():
         yield
 
@@ -219,7 +219,7 @@ def _of_transformers(config: Path, wish: Wish) -> Source:
         with without_memory():
             module = _kind(transformers, settings, wish.trust_remote_code)(settings)
     except (ConnectionError, TimeoutError) as error:
-        raise RuntimeError(f"The network could not be reached, which {str(config)!r} asks for: {error}") from error
+        raise RuntimeError(f"{str(config)!r} needs the network, which could not be reached: {error}") from error
     notes: list[str] = []
     batch = _batch_for(module, settings, wish, notes)
     return _built(
@@ -228,7 +228,7 @@ def _of_transformers(config: Path, wish: Wish) -> Source:
 
 
 def _kind(transformers: ModuleType, settings: Any, trust: bool) -> Callable[[Any], nn.Module]:
-    """What builds the model: the class that its config names, else the one for its type."""
+    """Return the class that the config names, else the class for its type, to build the model."""
     names = getattr(settings, "architectures", None) or []
     found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if found is not None:
@@ -241,7 +241,7 @@ def _kind(transformers: ModuleType, settings: Any, trust: bool) -> Callable[[Any
             return lambda settings: auto.from_config(settings, trust_remote_code=trust)
     raise ValueError(
         f"transformers {transformers.__version__} has no model for a config of type {type(settings).__name__}. Upgrade "
-        "it, or write module:factory."
+        "it, or pass module:factory."
     )
 
 
@@ -273,8 +273,8 @@ def _batch_for(module: nn.Module, settings: Any, wish: Wish, notes: list[str]) -
         batch = {"pixel_values": _floating((size, channels, height, width))}
         return batch | ({"labels": _whole((size,))} if "labels" in given else {})
     notes.append(
-        f"What {type(module).__name__} takes ({main}) is not known here, so activations are left out. Write "
-        "module:factory, with a function that returns (model, batch)."
+        f"The input of {type(module).__name__} ({main}) is unknown, so activations are not included. Pass "
+        "module:factory, a function that returns (model, batch)."
     )
     return None
 
@@ -308,7 +308,7 @@ def _of_factory(place: str, name: str, wish: Wish) -> Source:
     asked = {"batch_size": wish.batch_size, "sequence_length": wish.sequence_length}
     given = {key: value for key, value in asked.items() if key in takes and value is not None}
     if wish.sequence_length is not None and "sequence_length" not in takes:
-        raise ValueError(f"--sequence_length: {name}() takes none. Give it a parameter sequence_length.")
+        raise ValueError(f"--sequence_length: {name}() has no parameter sequence_length. Add it.")
     with without_memory():
         made = factory(**given)
     module, batch, loss = (*made, None, None)[:3] if isinstance(made, (tuple, list)) else (made, None, None)
@@ -319,7 +319,7 @@ def _of_factory(place: str, name: str, wish: Wish) -> Source:
         )
     notes = []
     if batch is None:
-        notes.append(f"{name}() gave no batch, so activations are left out. Return (module, batch) for them.")
+        notes.append(f"{name}() returned no batch, so activations are not included. Return (module, batch).")
     elif wish.batch_size is not None and "batch_size" not in takes:
         batch = resized(batch, wish.batch_size)
     return _built(f"{type(module).__name__} of {place}:{name}", module, batch, notes, loss)
@@ -344,7 +344,7 @@ def _imported(place: str) -> ModuleType:
 
 
 def resized(batch: Any, size: int) -> Any:
-    """A batch with so many samples: tensors whose first dimension is that of the batch."""
+    """Resize a batch: change tensors whose first dimension is the batch dimension."""
     before = batch_size_of(batch)
 
     def change(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What ``paceline estimate-memory`` finds out: sizes for each dtype and strategy, which of them fit, and what would."""
+"""Results of ``paceline estimate-memory``: sizes by dtype and strategy, which of them fit, and alternatives."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..estimate.memory_estimate import MemoryEstimate, estimate_strategies, larg
 from .estimate_memory_choices import DTYPES
 from .estimate_memory_model import Source, resized
 
-#: A training that takes more than this share of a device leaves little for what an estimate does not count.
+#: Fraction of a device's memory above which little is left for memory that an estimate does not count.
 TIGHT = 0.9
 _MOST_PROCESSES = 1024
 
 
 @dataclass(frozen=True)
 class Loading:
-    """One dtype, in bytes.
+    """Sizes for one dtype, in bytes.
 
     Attributes:
-        dtype: as in --dtypes.
-        weights: of the whole model.
-        largest_layer: which is never split between devices.
-        inference: the peak of a pass on one device; the weights alone where no batch is known.
-        offloaded: the same with the weights in the host's memory or on disk, of which one layer after the other comes.
-        training: the peak on one device; None where nothing is trained in it.
+        dtype: name as in --dtypes.
+        weights: size of all weights.
+        largest_layer: size of the largest layer, which is never split between devices.
+        inference: peak of a forward pass on one device; only the weights if no batch is known.
+        offloaded: the same with offloaded weights, which are loaded layer by layer.
+        training: peak of training on one device; None if the dtype cannot be trained.
     """
 
     dtype: str
@@ -44,7 +44,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Training:
-    """One estimate, and whether the devices have the memory: ``"yes"``, ``"tight"`` or ``"no"``."""
+    """One estimate, and whether it fits on the devices: ``"yes"``, ``"tight"`` or ``"no"``."""
 
     estimate: MemoryEstimate
     fits: str
@@ -52,18 +52,18 @@ class Training:
 
 @dataclass
 class Report:
-    """All of it.
+    """All results.
 
     Attributes:
-        source: what was looked at.
-        parameters: how many numbers the model has.
-        largest_layer: its name.
-        memory: of one device, in bytes.
-        memory_in_words: where that is from.
-        loading: for each dtype.
-        training: for each strategy and precision.
-        verdict: sentences about what fits, and what would.
-        notes: what was taken for granted.
+        source: the model.
+        parameters: number of the model's parameters.
+        largest_layer: name of the largest layer.
+        memory: memory of one device, in bytes.
+        memory_in_words: origin of that number.
+        loading: sizes by dtype.
+        training: estimates by strategy and precision.
+        verdict: sentences about what fits, and alternatives.
+        notes: assumptions that were made.
     """
 
     source: Source
@@ -77,7 +77,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; sizes in bytes."""
+        """Return the report as a dict for JSON; sizes in bytes."""
         return {
             "model": self.source.what,
             "parameters": self.parameters,
@@ -92,13 +92,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a training is to run.
+    """The machine for training.
 
     Attributes:
-        device: kind of device whose kernels are estimated with.
-        memory: of one device.
-        shared: processes have to share it: it is the host's.
-        origin: where the number is from, in words.
+        device: kind of device whose kernels are used for estimates.
+        memory: memory of one device.
+        shared: whether all processes share it, because it is the host's memory.
+        origin: description of where the number comes from.
     """
 
     device: str
@@ -108,7 +108,7 @@ class Machine:
 
     @classmethod
     def find(cls, asked: str | None) -> Machine:
-        """This one, or one with devices of ``asked``."""
+        """Return this machine, or one with devices of size ``asked``."""
         gpu = torch.cuda.is_available()
         kind = "cuda" if gpu else "cpu"
         if asked is not None:
@@ -119,17 +119,17 @@ class Machine:
             sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
             return cls(kind, min(sizes), False, f"{len(sizes)} GPUs, the smallest with {messages.size(min(sizes))}")
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(kind, size, True, f"no GPU here: {messages.size(size)} of this machine's memory, which all share")
+        return cls(kind, size, True, f"no GPU here: {messages.size(size)} of this machine's memory, shared by all")
 
     def fits(self, found: MemoryEstimate) -> str:
-        """Whether a training fits on each device: ``"yes"``, ``"tight"`` or ``"no"``."""
+        """Return whether training fits on each device: ``"yes"``, ``"tight"`` or ``"no"``."""
         need = found.training + (found.host if self.shared else 0)
         have = self.memory // found.num_processes if self.shared else self.memory
         return "no" if need > have else "tight" if need > TIGHT * have else "yes"
 
 
 def examine(source: Source, arguments: Namespace) -> Report:
-    """Estimate what the arguments of the command ask for."""
+    """Estimate memory for the command's arguments."""
     machine = Machine.find(arguments.device_memory)
     sizes = {name: size.bytes(32) for name, size in source.sizes.items()}
     layer, _ = largest_layer(sizes)
@@ -142,18 +142,18 @@ def examine(source: Source, arguments: Namespace) -> Report:
     report.loading = [_loading(source, dtype, rows, layer) for dtype in arguments.dtypes]
     report.verdict = list(Verdict(report, trainings, machine, arguments).sentences())
     if source.module is not None and machine.device == "cpu" and not machine.shared:
-        report.notes.append("Estimated with the kernels of the CPU, since there is no GPU here.")
+        report.notes.append("Estimated with CPU kernels, because there is no GPU here.")
     if any(row.guessed for row in rows):
         report.notes.append(
-            "The step reads values out of tensors, which were taken for 1: what depends on them may differ."
+            "The step reads values from tensors. They were assumed to be 1, so results that depend on them may differ."
         )
     return report
 
 
 class Trainings:
-    """Estimates of a source's training, with the settings of the command.
+    """Estimates of training, with the command's settings.
 
-    A step that cannot be estimated is left out from then on, with a note.
+    After a step that cannot be estimated, training is omitted, with a note.
     """
 
     def __init__(self, source: Source, arguments: Namespace, machine: Machine, notes: list[str]) -> None:
@@ -163,7 +163,7 @@ class Trainings:
         self.processes = arguments.num_processes or (gpus if gpus > 1 else 2)
 
     def of(self, precision: str, strategies: Any = None, **changed: Any) -> list[MemoryEstimate]:
-        """For each of the strategies; ``changed`` wins over the command's arguments."""
+        """Return an estimate for each strategy; ``changed`` overrides the command's arguments."""
         if self.source.module is None:
             return []
         batch_size = changed.pop("batch_size", None)
@@ -204,7 +204,7 @@ def _loading(source: Source, dtype: str, rows: list[MemoryEstimate], layer: str)
 
 @dataclass
 class Verdict:
-    """Says what fits, and what would."""
+    """Describes what fits, and alternatives that would."""
 
     report: Report
     trainings: Trainings
@@ -212,7 +212,7 @@ class Verdict:
     arguments: Namespace
 
     def sentences(self) -> Iterator[str]:
-        """About loading, then about training."""
+        """Yield sentences about loading, then about training."""
         memory = self.report.memory
         yield from self._about_loading(memory)
         rows = self.report.training
@@ -224,12 +224,12 @@ class Verdict:
             least = min(bad, key=lambda row: row.estimate.training).estimate
             yield f"Does not fit: {', '.join(_named(row.estimate) for row in bad[:6])}{' ...' if bad[6:] else ''}."
             if not good:
-                yield f"Nothing of what was asked for fits with room to spare; the least is {_named(least)}."
+                yield f"None of the requested strategies fits with room to spare; the smallest is {_named(least)}."
         if good:
             yield f"Fits: {', '.join(_named(row.estimate) for row in good[:6])}{' ...' if good[6:] else ''}."
             return
         found = [_named(one, how) for how, one in self._others() if self.machine.fits(one) == "yes"]
-        yield f"What would: {'; '.join(found)}." if found else "Nor does anything else that was tried."
+        yield f"These would fit: {'; '.join(found)}." if found else "No alternative that was tried fits either."
 
     def _about_loading(self, memory: int) -> Iterator[str]:
         fits = [row for row in self.report.loading if row.inference <= memory]
@@ -240,8 +240,8 @@ class Verdict:
         offloaded = [
             f"{row.dtype} ({messages.size(row.offloaded)})" for row in self.report.loading if row.offloaded <= memory
         ]
-        said = f"Loaded in {', '.join(too_large)} it does not fit on one device of {messages.size(memory)}."
-        said += f" In {' or '.join(smaller)} it does." if smaller else ""
+        said = f"Loaded in {', '.join(too_large)}, it does not fit on one device of {messages.size(memory)}."
+        said += f" In {' or '.join(smaller)}, it does." if smaller else ""
         yield said + (
             f' With device_map="auto" (weights on other devices, in the host\'s memory or on disk) also in '
             f"{' or '.join(offloaded)}."
@@ -250,7 +250,7 @@ class Verdict:
         )
 
     def _others(self) -> Iterator[tuple[str, MemoryEstimate]]:
-        """Other ways to train, from the least change on."""
+        """Yield other ways to train, the smallest changes first."""
         trained = [row.estimate for row in self.report.training]
         precision = "bf16-mixed"
         size = trained[0].batch_size
@@ -262,7 +262,7 @@ class Verdict:
             if not self.arguments.activation_checkpointing:
                 try:
                     found = self.trainings.of(precision, activation_checkpointing=True)
-                except ValueError:  # no block repeats
+                except ValueError:  # no repeated blocks
                     found = []
                 yield from (("activation checkpointing", one) for one in found)
         if self.machine.shared:
@@ -275,7 +275,7 @@ class Verdict:
                 yield from (("", one) for one in self.trainings.of(precision, [name], num_processes=processes))
 
     def _processes(self, found: MemoryEstimate) -> int | None:
-        """How many would have room, from what is divided among processes in an estimate, as a power of two."""
+        """Return the smallest power of two of processes that would fit when sharded state is divided among them."""
         divided = sum(found.training_at_peak[kind] for kind in ("weights", "gradients", "optimizer"))
         processes = found.num_processes
         while processes < _MOST_PROCESSES:

@@ -18,14 +18,14 @@ from .launch_flags import add_flags, given, refuse
 from .launch_script import Script, find_script, point_out_config
 
 _NAMES = ("--main_process_ip", "--main_process_port", "--machine_rank")
-#: The place of a process that torch elastic has started; all of those have the first.
+#: Variables that torch elastic sets for a process it starts; every such process has the first.
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _PLACE = (
     *(_RUN_ID, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
 )
-#: Flags for DeepSpeed's own launcher, which is not used.
+#: Flags of DeepSpeed's own launcher, which is not used.
 _DEEPSPEEDS_LAUNCHER = (
     "deepspeed_hostfile",
     "deepspeed_exclusion_filter",
@@ -35,7 +35,7 @@ _DEEPSPEEDS_LAUNCHER = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What the command takes."""
+    """Declare the arguments."""
     add_flags(parser)
 
 
@@ -49,12 +49,12 @@ def run(arguments: Namespace) -> int:
 
 
 def start(script: Script, settings: Settings, arguments: Namespace) -> int:
-    """Run a script as the settings say.
+    """Run a script according to the settings.
 
     Args:
         script: what to run.
-        settings: those in force.
-        arguments: the flags that are no settings.
+        settings: the settings in force.
+        arguments: the flags that are not settings.
     """
     plan = _plan(settings)
     _refuse_deepspeed(settings)
@@ -98,7 +98,7 @@ def start(script: Script, settings: Settings, arguments: Namespace) -> int:
 
 
 def _leave_outer_launch() -> None:
-    """Forget the place and the flags that a launcher gave this process: a launch from within one is one of its own."""
+    """Remove variables and flags from an outer launcher, because a nested launch is independent of it."""
     for name in filter(None, os.environ.pop(FLAGS, "").split(",")):
         os.environ.pop(SETTINGS[name].variable, None)
     if _RUN_ID in os.environ:
@@ -107,10 +107,10 @@ def _leave_outer_launch() -> None:
 
 
 def _replace(command: list[str]) -> int:
-    """Become the script: signals and the exit status are then its own."""
+    """Replace this process with the script, so that it gets signals and sets the exit status."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.name != "nt":  # where exec returns to the shell at once
+    if os.name != "nt":  # on Windows, exec returns to the shell immediately
         os.execvp(command[0], command)
     return subprocess.call(command)
 
@@ -129,7 +129,7 @@ def _line(script: Script, settings: Settings) -> str:
 
 
 def _pairs(text: str | None) -> dict[str, Any]:
-    """``"timeout=60,is_host=true"`` as a dictionary."""
+    """Parse ``"timeout=60,is_host=true"``."""
     pairs = [pair.partition("=") for pair in (text or "").split(",") if pair.strip()]
     wrong = next((key for key, equals, _ in pairs if not equals), None)
     if wrong is not None:
@@ -141,32 +141,32 @@ def _refuse_deepspeed(settings: Settings) -> None:
     for name in _DEEPSPEEDS_LAUNCHER:
         if settings.is_set(name) and settings[name] != "standard":
             raise ValueError(
-                f"{settings.origin(name).where} is for DeepSpeed's own launcher, which is not used. Leave it out, and "
-                "type the command on each machine with --num_machines, --machine_rank and --main_process_ip."
+                f"{settings.origin(name).where} is for DeepSpeed's own launcher, which is not used. Remove it, and run "
+                "the command on each machine with --num_machines, --machine_rank and --main_process_ip."
             )
     if settings["use_deepspeed"] and not messages.is_installed("deepspeed"):
         raise ModuleNotFoundError(
-            f"{messages.missing(settings.origin('use_deepspeed').where, 'deepspeed')}. Or take --use_fsdp, which "
-            "shards as ZeRO stage 3 does."
+            f"{messages.missing(settings.origin('use_deepspeed').where, 'deepspeed')}. Or use --use_fsdp, which shards "
+            "like ZeRO stage 3."
         )
 
 
-# ---- what is started -----------------------------------------------------------------------------------------------
+# ---- the plan -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How many processes on what.
+    """The processes to start and their devices.
 
     Args:
-        kind: of the devices, ``"cpu"`` or ``"cuda"``.
-        num_processes: on this machine.
-        num_machines: machines.
+        kind: kind of devices, ``"cpu"`` or ``"cuda"``.
+        num_processes: number of processes on this machine.
+        num_machines: number of machines.
         why: the reason for the number of processes.
-        threads: the reason for the number of threads, and it is.
-        variables: for the processes.
-        binds_gpus: whether torch binds each process to the node of its GPU.
-        binding: a line about that.
+        threads: the number of threads, with the reason.
+        variables: environment variables for the processes.
+        binds_gpus: whether torch binds each process to its GPU's NUMA node.
+        binding: text about the binding.
     """
 
     kind: str
@@ -180,7 +180,7 @@ class _Plan:
 
     @property
     def is_one(self) -> bool:
-        """Whether there is one process in all, which can be the script itself."""
+        """Whether there is only one process in total, which can be the script itself."""
         return self.num_processes * self.num_machines == 1 and not self.binds_gpus
 
 
@@ -197,7 +197,7 @@ def _plan(settings: Settings) -> _Plan:
 
 
 def _visible(settings: Settings) -> dict[str, str]:
-    """Which GPUs the processes see."""
+    """Return the variables for the visible GPUs."""
     ids = settings["gpu_ids"]
     if settings["cpu"]:
         return {"CUDA_VISIBLE_DEVICES": ""}
@@ -205,7 +205,7 @@ def _visible(settings: Settings) -> dict[str, str]:
 
 
 def _count_gpus() -> int:
-    """The GPUs that torch sees; torch is not asked where the system has no sign of one."""
+    """Return the number of GPUs that torch sees, without importing torch if the system shows none."""
     if sys.platform == "linux" and not any(map(_is_gpu, Path("/dev").iterdir())):
         return 0
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or sys.platform == "darwin":
@@ -227,22 +227,22 @@ def _check_multi_gpu(settings: Settings, gpus: int) -> None:
     shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     why = f"{settings.origin('cpu').where} leaves 0" if settings["cpu"] else f"this machine shows {gpus}{shown}"
     raise ValueError(
-        f"{settings.origin('multi_gpu').where} asks for at least 2 GPUs, but {why}. Leave it out, or write "
-        "--cpu --num_processes 2 for two processes on the CPU."
+        f"{settings.origin('multi_gpu').where} asks for at least 2 GPUs, but {why}. Remove it, or use --cpu "
+        "--num_processes 2 for two processes on the CPU."
     )
 
 
 def _processes(settings: Settings, gpus: int) -> tuple[int, str]:
-    """Processes of this machine, and why as many."""
+    """Return the number of processes on this machine, and the reason."""
     asked, machines = settings["num_processes"], settings["num_machines"]
     if asked is None:
-        why = "one for each GPU that is visible" if gpus else _why_no_gpu(settings)
+        why = "one for each visible GPU" if gpus else _why_no_gpu(settings)
         return max(gpus, 1), why
     where = settings.origin("num_processes").where
     if asked % machines:
         raise ValueError(
-            f"{where} is {asked}, which {machines} machines cannot share evenly. Give a multiple of {machines}: it is "
-            "the number over all machines."
+            f"{where} is {asked}, which {machines} machines cannot share evenly. Give a multiple of {machines}: it "
+            "counts the processes of all machines."
         )
     local = asked // machines
     if gpus and local > gpus:
@@ -260,7 +260,7 @@ def _why_no_gpu(settings: Settings) -> str:
 
 
 def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
-    """The line about threads, and the variables for them."""
+    """Return the text about threads, and the variables for them."""
     from ..processes.launch import threads_of
 
     name = "num_cpu_threads_per_process"
@@ -270,7 +270,7 @@ def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
     elif outside:
         return f"{outside} CPU thread(s) each (OMP_NUM_THREADS)", {}
     elif local == 1:
-        return "CPU threads as torch chooses", {}
+        return "CPU threads chosen by torch", {}
     else:
         count = threads_of(local)
         why = f"{threads_of(1)} core{'s' * (threads_of(1) > 1)} / {local} processes"
@@ -278,7 +278,7 @@ def _threads(settings: Settings, local: int) -> tuple[str, dict[str, str]]:
 
 
 def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict[str, str]]:
-    """Whether torch binds to GPUs' nodes, a line about it, and the variables for processes that bind themselves."""
+    """Return whether torch binds to GPUs' nodes, a text about it, and variables for processes that bind themselves."""
     if not settings["enable_cpu_affinity"]:
         return False, "", {}
     from ..processes.cpu_affinity import BIND, nodes
@@ -294,16 +294,16 @@ def _binding(settings: Settings, kind: str, local: int) -> tuple[bool, str, dict
 
 
 class _Announcement:
-    """Says once what was chosen, and why."""
+    """Reports once what was chosen, and why."""
 
     def __init__(self, plan: _Plan, settings: Settings, quiet: bool) -> None:
         self.plan, self.settings, self.quiet = plan, settings, quiet
 
     def chosen(self, port: int | None = None) -> None:
-        """Say it.
+        """Print the report.
 
         Args:
-            port: where the processes of one machine meet; None where they do not, or are several machines'.
+            port: rendezvous port of a single machine; None for several machines, or without a rendezvous.
         """
         if self.quiet:
             return
@@ -314,7 +314,7 @@ class _Announcement:
             rank = self.settings["machine_rank"]
             parts[0] += f", machine {rank} of {plan.num_machines}"
         if not plan.is_one:
-            parts.append("backend gloo" if plan.kind == "cpu" else "backend nccl, and gloo for what is on the CPU")
+            parts.append("backend gloo" if plan.kind == "cpu" else "backend nccl, and gloo for CPU tensors")
         parts.append(plan.threads)
         if port is not None:
             origin = self.settings.origin("main_process_port")

@@ -1,4 +1,4 @@
-"""The flags of ``paceline launch``: those of the settings, those of starting, and those that Paceline cannot follow."""
+"""The flags of ``paceline launch``: settings, flags for starting, and flags that Paceline does not support."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _GROUPS = {
     "data": "data",
     "logging": "logging",
 }
-_TPU = "Paceline runs on what torch itself drives: CPU, CUDA and ROCm GPUs, Apple MPS. Leave it out"
+_TPU = "Paceline runs on what torch itself drives: CPU, CUDA and ROCm GPUs, Apple MPS. Remove it"
 _MEGATRON = "Megatron-LM is not supported. Shard with --use_fsdp, or over tensors with --parallelism_config_tp_size"
-_FP8 = "8-bit training is not supported. Take --mixed_precision bf16"
-_AWS = "nothing is started on AWS from here. Type the command on the machine itself, as docs/commands.md shows"
-_MPI = "processes need no mpirun. Write --cpu --num_processes N, or type mpirun -np N python train.py yourself"
-#: Flags of Accelerate that have no meaning here, and what to do instead. Those with ``=`` take a value.
+_FP8 = "8-bit training is not supported. Use --mixed_precision bf16"
+_AWS = "starting on AWS is not supported. Run the command on the machine itself, as docs/commands.md shows"
+_MPI = "mpirun is not needed. Use --cpu --num_processes N, or run mpirun -np N python train.py yourself"
+#: Flags of Accelerate that are not supported, and what to do instead. Flags with ``=`` take a value.
 _REFUSED = {
     "tpu tpu_cluster no_tpu_cluster tpu_use_sudo vm= env= main_training_function= downcast_bf16": _TPU,
     "use_megatron_lm megatron_lm_tp_degree= megatron_lm_use_custom_fsdp= megatron_lm_no_load_optim= "
@@ -44,18 +44,18 @@ _REFUSED = {
 
 
 class _Refuse(Action):
-    """Notes a flag that cannot be followed; :func:`refuse` says so."""
+    """Records an unsupported flag; :func:`refuse` raises for it."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: Any = None) -> None:
         namespace.refused = f"{option_string}: {self.metavar}."
 
 
 def add_flags(parser: ArgumentParser, script: bool = True) -> None:
-    """Every flag.
+    """Add every flag.
 
     Args:
-        parser: gets them.
-        script: there is a script behind the flags, which may have arguments of its own.
+        parser: the parser that gets them.
+        script: whether a script, with arguments of its own, follows the flags.
     """
     if script:
         _add_script(parser)
@@ -72,30 +72,30 @@ def add_flags(parser: ArgumentParser, script: bool = True) -> None:
 def _add_script(parser: ArgumentParser) -> None:
     parser.usage = "paceline launch [flags] script.py [the script's arguments]"
     parser.epilog = (
-        "Flags stand before the script; what comes behind it is the script's. A flag may be written with - for _.\n"
-        "Known, but not supported, with a line that says what to do: --tpu, --use_megatron_lm, --megatron_lm_*, "
+        "Flags come before the script; everything after it belongs to the script. A flag may use - instead of _.\n"
+        "Known but unsupported, with a message that says what to do: --tpu, --use_megatron_lm, --megatron_lm_*, "
         "--fp8_*, --aws_*, --mpirun_hostfile."
     )
-    parser.add_argument("script", help="what to run: a file, or with -m a module, or with --no_python any program")
-    parser.add_argument("script_args", nargs=REMAINDER, help="its arguments, which are passed on untouched")
-    _add(parser, "module", "-m", action="store_true", help="the script is a module, as for python -m")
-    _add(parser, "no_python", action="store_true", help="the script is a program of its own, not Python's")
+    parser.add_argument("script", help="the file to run, or with -m a module, or with --no_python any program")
+    parser.add_argument("script_args", nargs=REMAINDER, help="the script's arguments, passed on unchanged")
+    _add(parser, "module", "-m", action="store_true", help="the script is a module, as with python -m")
+    _add(parser, "no_python", action="store_true", help="the script is a program, not a Python file")
 
 
 def _add_own(parser: ArgumentParser) -> None:
-    """What concerns the start alone, and is no setting of the run."""
-    _add(parser, "config_file", "--config", metavar="FILE", help="the file of settings; see paceline config")
-    _add(parser, "quiet", action="store_true", help="do not say what was chosen")
-    _add(parser, "log_dir", metavar="FOLDER", help="keep each process's output there too")
+    """Add flags that only concern the start and are not settings."""
+    _add(parser, "config_file", "--config", metavar="FILE", help="the settings file; see paceline config")
+    _add(parser, "quiet", action="store_true", help="do not print what was chosen")
+    _add(parser, "log_dir", metavar="FOLDER", help="also write each process's output to this folder")
     _add(
         parser,
         "tee",
         "-t",
         metavar="STREAMS",
-        help="which output --log_dir keeps: 1 standard output, 2 errors, 3 both (default), or 0:1,1:2 by local rank",
+        help="which output --log_dir writes: 1 standard output, 2 errors, 3 both (default), or 0:1,1:2 by local rank",
     )
-    _add(parser, "role", default="default", metavar="NAME", help="what lines of --log_dir begin with")
-    _add(parser, "same_network", action="store_true", help="accepted: machines meet at --main_process_ip either way")
+    _add(parser, "role", default="default", metavar="NAME", help="prefix of the lines in --log_dir")
+    _add(parser, "same_network", action="store_true", help="no effect: machines always meet at --main_process_ip")
 
 
 def _add(parser: Any, name: str, *more: str, **how: Any) -> None:
@@ -112,15 +112,15 @@ def _setting(one: Setting) -> dict[str, Any]:
 
 
 def refuse(arguments: Namespace) -> None:
-    """Raise for a flag that Paceline knows and cannot follow.
+    """Raise for a flag that Paceline does not support.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: if there is one; the message says what to do instead.
     """
     if getattr(arguments, "refused", None):
         raise ValueError(arguments.refused)
 
 
 def given(arguments: Namespace) -> dict[str, str]:
-    """The settings that stand on the command line."""
+    """Return the settings from the command line."""
     return {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}

@@ -1,4 +1,4 @@
-"""What ``paceline launch`` is to run, as it was typed."""
+"""The script of a ``paceline launch`` command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import messages
 
-#: A script without any of these words in its text does not take ``--config``.
+#: A script whose text contains none of these words does not accept ``--config``.
 _TAKES_ARGUMENTS = re.compile(
     r"config|argv|click|typer|\bfire\b|hydra|absl|tyro|docopt|HfArgumentParser", re.IGNORECASE
 )
@@ -25,9 +25,9 @@ class Script:
     """A script, a module or a program, and its arguments.
 
     Args:
-        kind: which of them.
+        kind: ``"script"``, ``"module"`` or ``"program"``.
         target: the file or the module's name.
-        arguments: its own.
+        arguments: its arguments.
     """
 
     kind: str
@@ -35,25 +35,25 @@ class Script:
     arguments: list[str]
 
     def alone(self) -> list[str]:
-        """What to type for it to run as one process."""
+        """Return the command that runs it as one process."""
         if self.kind == "program":
             return [self.target, *self.arguments]
         return [sys.executable, *(["-m"] if self.kind == "module" else []), self.target, *self.arguments]
 
 
 def find_script(arguments: Namespace) -> Script:
-    """The script of a command line.
+    """Return the script of a command line.
 
     Raises:
-        ValueError: ``-m`` and ``--no_python`` together, or ``python`` with options of its own.
-        FileNotFoundError: there is no such file or program.
+        ValueError: for ``-m`` and ``--no_python`` together, or ``python`` with options.
+        FileNotFoundError: if there is no such file or program.
     """
     target, rest = arguments.script, list(arguments.script_args)
     if arguments.module and arguments.no_python:
         raise ValueError("-m and --no_python contradict each other. Leave one of them out.")
     if arguments.no_python:
         if shutil.which(target) is None:
-            raise FileNotFoundError(f"There is no program {target!r}. Name one that the shell finds, or its path.")
+            raise FileNotFoundError(f"There is no program {target!r}. Pass one that the shell finds, or its path.")
         return Script("program", target, rest)
     if arguments.module:
         return Script("module", target, rest)
@@ -64,11 +64,11 @@ def find_script(arguments: Namespace) -> Script:
 
 
 def _behind_python(python: str, rest: list[str]) -> Script:
-    """``launch python train.py`` means ``launch train.py``."""
+    """Read ``launch python train.py`` as ``launch train.py``."""
     if rest[:1] == ["-m"] and len(rest) > 1:
         return Script("module", rest[1], rest[2:])
     if not rest or rest[0].startswith("-"):
-        raise ValueError(f"Leave {python!r} out: paceline launch runs the script by itself. Write what is behind it.")
+        raise ValueError(f"Remove {python!r}: paceline launch runs Python itself. Write only what follows it.")
     return Script("script", _existing(rest[0]), rest[1:])
 
 
@@ -78,14 +78,12 @@ def _existing(target: str) -> str:
         return target
     there = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, there, n=1)
-    hint = (
-        f" Did you mean {str(path.parent / close[0])!r}?" if close else " Flags stand before it, each with its value."
-    )
+    hint = f" Did you mean {str(path.parent / close[0])!r}?" if close else " Flags come before it, each with its value."
     raise FileNotFoundError(f"There is no script {target!r} in {os.getcwd()!r}.{hint}")
 
 
 def point_out_config(script: Script) -> None:
-    """Say that a ``--config`` behind a script that takes none is the launcher's own flag, which stands before it."""
+    """Report a ``--config`` after a script that does not read it: the launcher's flags come before the script."""
     for at, word in enumerate(script.arguments):
         flag, _, value = word.partition("=")
         value = value or "".join(script.arguments[at + 1 : at + 2])
@@ -93,7 +91,7 @@ def point_out_config(script: Script) -> None:
             continue
         if Path(script.target).is_file() and not _TAKES_ARGUMENTS.search(Path(script.target).read_text("utf-8")):
             messages.info(
-                f"{script.target} does not seem to read {flag}: what stands behind the script is the script's. If "
-                f"{value or 'the file'} is meant for the launcher, write paceline launch --config_file "
+                f"{script.target} does not seem to read {flag}, and arguments after the script belong to the script. "
+                f"If {value or 'the file'} is meant for the launcher, use paceline launch --config_file "
                 f"{value or 'FILE'} {script.target}"
             )

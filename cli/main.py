@@ -1,4 +1,4 @@
-"""Finds the command that was given and runs it. Nothing is imported for help but the standard library."""
+"""Entry point: finds and runs a command. Help imports only the standard library."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from importlib import import_module
 
 from .. import messages
 
-#: What each command does. Its module has the same words; that has ``add_arguments(parser)`` and ``run(arguments)``,
-#: which returns the exit status.
+#: Each command's help. The module with the command's name has ``add_arguments(parser)`` and ``run(arguments)``, which
+#: returns the exit status.
 COMMANDS = {
-    "config": "write the file of settings, asking or not",
-    "launch": "run a script as one process or several, on this machine and others",
-    "doctor": "run a script for some steps, and say what is slow, why, and what to change",
-    "test": "check that this machine trains as it is configured to",
-    "env": "versions, devices, and the settings in force with their origin",
-    "estimate-memory": "how much memory a model takes, loaded and trained, before it does",
-    "report": "the page about a run, also of one that was killed; or two runs side by side",
-    "merge-weights": "write the weights of a checkpoint in parts as one file of safetensors",
+    "config": "write the settings file, interactively or not",
+    "launch": "run a script in one or several processes, on one or several machines",
+    "doctor": "run some steps of a script and report what is slow, why, and what to change",
+    "test": "check that this machine trains correctly as configured",
+    "env": "print versions, devices, and the settings in force with their origin",
+    "estimate-memory": "estimate the memory of a model before it is loaded or trained",
+    "report": "write the page about a run, even a killed one, or compare two runs",
+    "merge-weights": "write the weights of a sharded checkpoint as one safetensors file",
     "checkpoint ls": "list the checkpoints in a folder",
-    "checkpoint show": "what a checkpoint is, and what it holds",
-    "checkpoint verify": "hold every byte against its checksum",
+    "checkpoint show": "describe a checkpoint and its contents",
+    "checkpoint verify": "verify every byte against the checksums",
     "checkpoint prune": "delete all but the newest and the best",
     "checkpoint export": "write a checkpoint in another format",
 }
-_GROUPS = {"checkpoint": "look at, check, thin out and convert checkpoints"}
-#: Commands of Accelerate that Paceline has no use for.
+_GROUPS = {"checkpoint": "list, verify, prune and convert checkpoints"}
+#: Commands of Accelerate that Paceline does not need.
 _NOT_HERE = {
-    "to-fsdp2": "FSDP is version 2 here, and a file of Accelerate's for version 1 is read as it is: paceline launch "
+    "to-fsdp2": "Paceline uses FSDP 2, and reads Accelerate's FSDP 1 settings files unchanged: paceline launch "
     "--config_file FILE train.py",
-    "tpu-config": "there is nothing to configure: Paceline runs on what torch itself drives (CPU, CUDA and ROCm GPUs, "
-    "Apple MPS), not on TPUs. Run on one of those",
+    "tpu-config": "there is nothing to configure: Paceline runs on devices that torch itself supports (CPU, CUDA and "
+    "ROCm GPUs, Apple MPS), not on TPUs. Use one of those",
 }
 
-#: The exit status of a command that could not do its work.
+#: Exit status of a command that failed.
 FAILED = 2
-#: Of one that Ctrl-C ended.
+#: Exit status of a command that Ctrl-C ended.
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.
+    """Run one command; return the exit status.
 
     Args:
-        arguments: those of the command line; ``sys.argv``'s if None.
+        arguments: the command line's arguments; None means ``sys.argv``.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _NOT_HERE:
@@ -56,13 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found, unknown = parsed.parse_known_args(words)
     if unknown:
         hint = messages.did_you_mean(unknown[0].partition("=")[0], found.flags)
-        messages.error(f"paceline {found.command}: There is no {unknown[0]!r}.{hint} --help lists what there is.")
+        messages.error(f"paceline {found.command}: Unknown argument {unknown[0]!r}.{hint} --help lists all.")
         return FAILED
     try:
         status = found.run(found)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as of `| head`: nobody reads on
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(command: str | None) -> ArgumentParser:
-    """The parser of all commands; only the one that was given knows its arguments."""
+    """Build the parser of all commands, with arguments only for the given command."""
     top = ArgumentParser("paceline", description="Tools for training with Paceline.")
     top.add_argument("--version", action="version", version=sys.modules[__name__.partition(".")[0]].__version__)
     places = {"": top.add_subparsers(metavar="COMMAND", required=True)}
@@ -98,7 +98,7 @@ def _parser(command: str | None) -> ArgumentParser:
 
 
 def _accept_both_spellings(parser: ArgumentParser) -> None:
-    """Let ``--some_flag`` also be written ``--some-flag``, and the other way round; help shows the one it was given."""
+    """Accept ``--some-flag`` for ``--some_flag`` and vice versa; help shows only the declared spelling."""
     for written, action in list(parser._option_string_actions.items()):
         if written.startswith("--"):
             for spelled in (written[2:].replace("_", "-"), written[2:].replace("-", "_")):

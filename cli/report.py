@@ -1,4 +1,4 @@
-"""``paceline report``: the page about a run, even a killed one, or a comparison of two runs."""
+"""``paceline report``: write the page about a run, even a killed one, or compare two runs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ..report import history, run_page
 from ..report.history import History
 
 _EPILOG = """\
-A run has a record if it was made with Trainer(callbacks=[RunReport()]). The page is rebuilt from the record, also
+A run has a record if it used Trainer(callbacks=[RunReport()]). The page is rebuilt from the record, also
 during the run and after its process was killed.
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Declare the arguments."""
     parser.epilog = _EPILOG
     parser.add_argument(
         "runs",
         metavar="RUN",
         nargs="+",
-        help="the folder of a run, or its record; the newest record of a folder counts. Two runs are compared",
+        help="the folder of a run (its newest record is used), or a record; two runs are compared",
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="where the page goes; default: beside the record, or ./run_comparison.html for two runs",
+        help="file for the page (default: next to the record, or ./run_comparison.html for two runs)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -41,7 +41,7 @@ def run(arguments: Namespace) -> int:
     found = [history.read(history.find(path)) for path in given]
     if len(found) == 2 and found[0].path.resolve() == found[1].path.resolve():
         raise ValueError(
-            f"{given[0]!r} and {given[1]!r} mean the same record, {str(found[0].path)!r}. Give the folders of two runs."
+            f"{given[0]!r} and {given[1]!r} are the same record, {str(found[0].path)!r}. Give the folders of two runs."
         )
     beside = found[0].path.with_suffix(".html") if len(found) == 1 else "run_comparison.html"
     path = run_page.write(arguments.output or beside, found)

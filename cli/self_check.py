@@ -1,4 +1,4 @@
-"""What ``paceline test`` runs in each process: does this machine, as it is configured, compute what it should?"""
+"""The checks that ``paceline test`` runs in each process: does this machine, as configured, compute correctly?"""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from .. import messages
 from ..accelerator.accelerator import Accelerator
 
-#: How far, relative to their size, results may be from those of one process in float32: by precision.
+#: Largest relative deviation from the results of one process in float32, by precision.
 TOLERANCE = {"no": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 _EPOCHS = 4
 _SAMPLES = 23
 
 
 def main() -> int:
-    """Make one check after the other; rank 0 says how they went. Returns the exit status."""
+    """Run all checks; rank 0 prints the results. Return the exit status."""
     accelerator = Accelerator()
     for name, check in CHECKS.items():
         try:
@@ -57,7 +57,7 @@ def _told(error: Exception) -> int:
 
 
 def check_group(accelerator: Accelerator) -> Iterable[str]:
-    """Every process is there once, with a device of its own where there are GPUs."""
+    """Every process is in the group once, and with GPUs each has its own."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != asked:
         yield f"{asked} processes were started, but the group has {accelerator.num_processes}"
@@ -71,7 +71,7 @@ def check_group(accelerator: Accelerator) -> Iterable[str]:
 
 
 def check_collectives(accelerator: Accelerator) -> Iterable[str]:
-    """Sums, means, gathered tensors and objects are those of all processes."""
+    """Reductions, gathered tensors and broadcast objects are correct."""
     strategy, count = accelerator.strategy, accelerator.num_processes
     mine = torch.arange(3.0, device=accelerator.device) + accelerator.process_index
     every = [torch.arange(3.0) + rank for rank in range(count)]
@@ -84,11 +84,11 @@ def check_collectives(accelerator: Accelerator) -> Iterable[str]:
     if not torch.equal(gathered, torch.cat(every)):
         yield f"gather gave {gathered.tolist()} instead of {torch.cat(every).tolist()}"
     if strategy.broadcast(f"from {accelerator.process_index}") != "from 0":
-        yield "broadcast did not bring rank 0's object"
+        yield "broadcast did not return rank 0's object"
 
 
 def check_data(accelerator: Accelerator) -> Iterable[str]:
-    """A pass has every sample, and what is gathered for metrics has each once, in order."""
+    """A pass contains every sample, and gather_for_metrics returns each once, in order."""
     samples = torch.arange(_SAMPLES)
     size = 2 * _ranks_of_a_batch(accelerator)
     shuffled = accelerator.prepare(DataLoader(TensorDataset(samples), size, shuffle=True))
@@ -103,7 +103,7 @@ def check_data(accelerator: Accelerator) -> Iterable[str]:
 
 
 def check_training(accelerator: Accelerator) -> Iterable[str]:
-    """A few updates end where one process, without Paceline, ends with all the data."""
+    """A few updates give the same result as one process with all the data, without Paceline."""
     x, y, model = _task(accelerator)
     alone = copy.deepcopy(model)
     trained = _train(accelerator, model, x, y)
@@ -120,7 +120,7 @@ def check_training(accelerator: Accelerator) -> Iterable[str]:
 
 
 def check_checkpoint(accelerator: Accelerator) -> Iterable[str]:
-    """A state that is saved, and loaded after more training, brings the outputs back to the bit."""
+    """After loading a saved state, outputs are bit-identical."""
     x, y, model = _task(accelerator)
     trained = _train(accelerator, model, x, y)
     before = _outputs(accelerator, trained, x)
@@ -133,7 +133,7 @@ def check_checkpoint(accelerator: Accelerator) -> Iterable[str]:
                 parameter.zero_()
         accelerator.load_state(str(folder))
         if not torch.equal(_outputs(accelerator, trained, x), before):
-            yield f"the model computes something else after load_state from {folder}"
+            yield f"the model's outputs changed after load_state from {folder}"
     finally:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -142,20 +142,20 @@ def check_checkpoint(accelerator: Accelerator) -> Iterable[str]:
 
 CHECKS: dict[str, Callable[[Accelerator], Iterable[str]]] = {
     "the processes form one group": check_group,
-    "collectives are right": check_collectives,
+    "collectives are correct": check_collectives,
     "each sample comes once": check_data,
-    "training equals one process": check_training,
-    "a saved state comes back": check_checkpoint,
+    "training matches one process": check_training,
+    "a saved state is restored": check_checkpoint,
 }
 
 
 def _ranks_of_a_batch(accelerator: Accelerator) -> int:
-    """How many data ranks share the batch of a loader: all of them with split_batches."""
+    """Return the number of data ranks that share a loader's batch: all of them with split_batches."""
     return accelerator.strategy.num_data_ranks if accelerator.dataloader_config.split_batches else 1
 
 
 def _task(accelerator: Accelerator) -> tuple[Tensor, Tensor, nn.Module]:
-    """Inputs, targets and a model, alike on all ranks; a batch of 8 for each data rank is all of the data."""
+    """Return inputs, targets and a model, the same on all ranks, with one batch of 8 per data rank."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8 * accelerator.strategy.num_data_ranks, 8, generator=generator)
     torch.manual_seed(2)

@@ -1,1 +1,1 @@
-"""What is slow in a run, why, and what to change: measured while it runs, at almost no cost."""
+"""Performance diagnosis: finds what is slow in a run, why, and what to change, at almost no cost."""

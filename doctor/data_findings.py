@@ -7,19 +7,19 @@ import math
 from .finding import Case, Finding, duration, faster, percent
 from .measurements import Facts
 
-#: Shares of the time above which a finding is reported.
+#: Fractions of the time above which a finding is reported.
 DATA = 0.20
 COPIES = 0.05
 
 
 def _waits_for_data(case: Case) -> Facts | None:
-    """The process that waits longest for data, if that is long."""
+    """Return the process that waits longest for data, if it waits long enough to report."""
     worst = max(case, key=lambda facts: facts.share("data"))
     return worst if worst.share("data") >= DATA else None
 
 
 def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
-    """Seconds that loading a batch takes a worker (or this process), and a step without waiting."""
+    """Return the seconds of loading a batch in a worker (or this process), and of a step without waiting."""
     wait = facts.parts.get("data", 0.0) / max(facts.steps, 1)
     rest = facts.step - wait
     workers = facts.loader.get("num_workers", 0)
@@ -27,7 +27,7 @@ def _fetch_and_rest(facts: Facts) -> tuple[float, float]:
 
 
 def wanted_workers(facts: Facts) -> int:
-    """Workers a process needs so that a batch is there when the step before is done."""
+    """Return the number of workers with which the next batch is ready when a step ends."""
     fetch, rest = _fetch_and_rest(facts)
     return max(1, math.ceil(fetch / rest * 1.1))
 
@@ -37,12 +37,12 @@ def _cores(count: int) -> str:
 
 
 def cores_each(facts: Facts) -> int:
-    """Cores for each process of a machine."""
+    """Return the cores per process on a machine."""
     return max(1, facts.cores // facts.local_world_size)
 
 
 def data_bound(case: Case) -> Finding | None:
-    """The step waits for data, and more workers are not enough."""
+    """Report steps that wait for data where more workers are not enough."""
     facts = _waits_for_data(case)
     if facts is None:
         return None
@@ -76,7 +76,7 @@ def data_bound(case: Case) -> Finding | None:
 
 
 def too_few_workers(case: Case) -> Finding | None:
-    """The step waits for data, and a few more workers would do."""
+    """Report steps that wait for data where more workers are enough."""
     facts = _waits_for_data(case)
     if facts is None or facts.loader.get("num_workers") is None:
         return None
@@ -97,7 +97,7 @@ def too_few_workers(case: Case) -> Finding | None:
 
 
 def too_many_workers(case: Case) -> Finding | None:
-    """More workers than cores."""
+    """Report more workers than cores."""
     facts = case[0]
     workers, cores = facts.loader.get("num_workers") or 0, cores_each(facts)
     if workers <= cores or workers < 2:
@@ -106,8 +106,8 @@ def too_many_workers(case: Case) -> Finding | None:
     return Finding(
         "too_many_workers",
         f"The loader has num_workers={workers}, but {_cores(cores)}.",
-        "The workers take the cores from each other and from the training process. Each also keeps prefetched batches "
-        "in memory and takes a moment to start.",
+        "The workers compete for the cores with each other and with the training process. Each also keeps prefetched "
+        "batches in memory and takes time to start.",
         f"Set num_workers={wanted}.",
         "The first step comes earlier, less memory is used, and throughput stays the same or rises a little.",
         share=facts.share("data") / 2,
@@ -115,7 +115,7 @@ def too_many_workers(case: Case) -> Finding | None:
 
 
 def pageable_copies(case: Case) -> Finding | None:
-    """Batches are copied to a GPU from memory that is not pinned."""
+    """Report batches that are copied to a GPU from memory that is not pinned."""
     facts = case[0]
     share = max(facts.share("copy") for facts in case)
     if facts.device != "cuda" or facts.loader.get("pin_memory") is not False or share < COPIES:
@@ -124,7 +124,7 @@ def pageable_copies(case: Case) -> Finding | None:
         "pageable_copies",
         f"Copying batches to the GPU takes {percent(share)} of each step ({duration(share * facts.step)}).",
         "The loader returns pageable memory, which the training process has to pin before each copy.",
-        "Set pin_memory=True; a thread then pins the next batch in the meantime.",
+        "Set pin_memory=True; a thread then pins the next batch while a step runs.",
         faster(share, "the copies"),
         share,
     )

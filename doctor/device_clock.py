@@ -1,4 +1,4 @@
-"""The same parts on a GPU's time line, measured by events that the host never waits for."""
+"""Time of the parts of a step on a GPU, measured with events that the host never waits for."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import Any
 
 from .step_clock import PARTS
 
-#: One step in so many is looked at: an event costs the host about 2 microseconds, a step takes some ten of them.
+#: One step in this many is measured: an event costs the host about 2 microseconds, and a step takes about ten events.
 EVERY = 8
 
 
 class DeviceClock:
-    """Notes with events when the device comes to each part of a step.
+    """Record with events when the device reaches each part of a step.
 
-    An event stands in the queue of the stream between the kernels, so that the time from one to the next is what the
-    device spent on a part, waiting for the host included. They are read steps later, when the last one has passed.
+    Events are queued in the stream between the kernels, so the time from one event to the next is the time that the
+    device spent on a part, including waits for the host. They are read some steps later, when the last one has
+    completed.
 
     Args:
-        event: makes an event that has ``record()``, ``query()`` and ``elapsed_time(other)`` in ms; CUDA's if None.
+        event: creates an event with ``record()``, ``query()`` and ``elapsed_time(other)`` in ms; None uses CUDA events.
 
     Attributes:
-        seconds: by part, of all steps that were read.
-        steps: how many those are.
+        seconds: seconds by part, of all steps read.
+        steps: number of steps read.
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
@@ -36,20 +37,20 @@ class DeviceClock:
         self.steps = 0
 
     def __call__(self, part: int) -> None:
-        """From here on the device works for ``part``."""
+        """Record that the device begins ``part``."""
         event = self._free.pop() if self._free else self._event()
         event.record()
         self._open.append((part, event))
 
     def close(self) -> None:
-        """A step that was looked at is over."""
+        """End a measured step."""
         if len(self._open) > 1:
             self._waiting.append(self._open)
         self._open = []
         self.read()
 
     def read(self) -> None:
-        """Count the steps that the device is done with."""
+        """Read the steps that the device has finished."""
         while self._waiting and self._waiting[0][-1][1].query():
             marks = self._waiting.popleft()
             for (part, event), (_, following) in pairwise(marks):

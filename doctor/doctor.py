@@ -1,4 +1,4 @@
-"""``Trainer(profiler="doctor")``: where the time of a step goes, measured on each rank during a fit."""
+"""``Trainer(profiler="doctor")``: measures on each rank where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _END = object()
 
-#: Hooks whose times are kept, the longest ones.
+#: Number of hooks whose times are kept, the slowest first.
 MOST_HOOKS = 20
-#: Steps in which every operator is looked at; they are among those that do not count.
+#: Steps in which every operator is recorded. They are warmup steps, which do not count.
 WATCHED = (1, 2)
 
-#: What the end of an action's name says of the part it belongs to; the first that fits.
+#: Part of a step by the end of an action's name; the first match counts.
 _SUFFIXES = (
     (".train_dataloader_next", "data"),
     (".batch_to_device", "copy"),
@@ -63,7 +63,7 @@ _NOT_TIMED = (
 
 
 def part_of(action: str) -> str | None:
-    """The part of a step that an action belongs to; None: it is not timed."""
+    """Return the part of a step that an action belongs to; None if it is not timed."""
     if action.endswith(_NOT_TIMED):
         return None
     for ending, part in _SUFFIXES:
@@ -79,20 +79,20 @@ def hook_of(action: str) -> str:
 
 
 class Doctor(Profiler):
-    """Measures a fit and says at its end, also one by an error, what is slow, why, and what changing it should bring.
+    """Measure a fit and report at its end, also after an error, what is slow, why, and how much a change would gain.
 
-    It costs some microseconds a step. Your own blocks under ``trainer.profiler.profile(name)`` count for the part
-    in which they stand.
+    It costs a few microseconds per step. Your own ``trainer.profiler.profile(name)`` blocks count for the part that
+    they are in.
 
     Args:
-        dirpath: where ``doctor.html`` and ``doctor.json`` go; None: the folder of the run's logger.
-        filename: another name for both.
-        write: write them; else the report is only said.
-        operators: look at every operator of the second and third step, to find lines that wait for the device and
+        dirpath: the folder for ``doctor.html`` and ``doctor.json``; None means the folder of the run's logger.
+        filename: another name for both files.
+        write: write the files; False only prints the report.
+        operators: record every operator of the second and third step, to find lines that wait for the device and
             batches that are too small. These two steps take several times as long.
 
     Attributes:
-        report: what was found, on rank 0 after a fit; None after one that was ended before a step counted.
+        report: the report, on rank 0 after a fit; None if the fit ended before any step counted.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Doctor(Profiler):
     # ---- actions ----------------------------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
-        """Blocks of the user's own count for the part in which they stand."""
+        """Do nothing: the user's blocks count for the part that they are in."""
 
     def stop(self, action_name: str) -> None:
         pass
@@ -147,7 +147,7 @@ class Doctor(Profiler):
         return self._steps(partial(next, iter(iterator), _END))
 
     def _steps(self, fetch: Callable[[], Any]) -> Iterator[Any]:
-        """The batches, with a boundary of the clock in front of each."""
+        """Yield the batches, with a clock boundary before each."""
         clock, fetch = self.clock, self.clock.around("data", fetch)
         totals = clock.totals
         step = int(totals[STEPS])
@@ -165,7 +165,7 @@ class Doctor(Profiler):
             yield batch
 
     def _at(self, step: int) -> None:
-        """A boundary at which something is done, in front of step number ``step``."""
+        """Handle a boundary before step number ``step`` at which something changes."""
         clock, watch, device = self.clock, self.step_watch, self.device_clock
         if watch is not None:
             watch.end()
@@ -188,12 +188,12 @@ class Doctor(Profiler):
             self.step_watch.begin()
 
     def _finish_watching(self) -> None:
-        """What was seen is kept, the watch is not needed any more."""
+        """Keep the watch's results and stop using it."""
         watch, self.step_watch = self.step_watch, None
         self._watched = watch
 
     def _settled(self) -> None:
-        """From here on steps count."""
+        """Start to count steps."""
         self.collections.begin()
         self._hooks = dict(self.clock.hooks)
         if self.subject is not None:
@@ -212,7 +212,7 @@ class Doctor(Profiler):
             self.begin(TrainerSubject(trainer))
 
     def begin(self, subject: Subject) -> None:
-        """The first step is about to begin."""
+        """Start measuring, right before the first step."""
         self.subject = subject
         if subject.strategy.device.type == "cuda":
             self.device_clock = DeviceClock()
@@ -226,7 +226,7 @@ class Doctor(Profiler):
             self.end()
 
     def end(self) -> None:
-        """The last step is over, on every rank: make the report."""
+        """Make the report after the last step. Called on every rank."""
         if self.subject is None:
             return
         strategy = self.subject.strategy
@@ -237,7 +237,7 @@ class Doctor(Profiler):
             self.conclude(found)
 
     def interrupted(self) -> None:
-        """Judge the steps that are done, those of this process alone."""
+        """Report on the finished steps of this process only."""
         if self.subject is None:
             return
         self.clock.cut()
@@ -247,7 +247,7 @@ class Doctor(Profiler):
             self.conclude([facts])
 
     def end_watching(self) -> None:
-        """Nothing is looked at any more."""
+        """Stop all watches."""
         if self.step_watch is not None:
             self.step_watch.end()
             self._finish_watching()
@@ -258,13 +258,13 @@ class Doctor(Profiler):
         self.compilations.end()
 
     def conclude(self, found: list[Facts]) -> None:
-        """Make the report of what all ranks have measured."""
+        """Make the report from all ranks' measurements."""
         from .report import Report
 
         self.report = Report.of(found)
 
     def split(self) -> dict[str, float]:
-        """That of the report; of a fit without one, all that the clock of the host has seen."""
+        """Return the report's split; without a report, the times of the host's clock."""
         if self._stage != "fit":
             return {}
         parts = dict(zip(PARTS, self.clock.totals, strict=False)) if self.report is None else self.report.ranks[0].parts
@@ -292,7 +292,7 @@ class Doctor(Profiler):
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     def facts(self) -> Facts:
-        """What this process has measured so far."""
+        """Return this process's measurements so far."""
         facts = Facts()
         from_rows(facts, list(self.clock.rows), WARM_UP)
         facts.run_seconds = perf_counter() - self._begun
@@ -326,7 +326,7 @@ class Doctor(Profiler):
         facts.strategy, facts.device = type(strategy).__name__, strategy.device.type
         if facts.device == "cuda":
             facts.device_name = torch.cuda.get_device_name(strategy.device)
-        done = self.clock.totals[STEPS] - WARM_UP  # of a long run only the newest rows are kept
+        done = self.clock.totals[STEPS] - WARM_UP  # a long run keeps only its newest rows
         kept = facts.steps / done if done > 0 else 0.0
         facts.updates = round((subject.updates - self._updates) * kept)
         facts.collection_seconds *= kept
@@ -346,7 +346,7 @@ _LOOKED_AT = (*range(WATCHED[0], WARM_UP + 1),)
 
 
 def _per_step(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Seconds a step between two readings of the strategy."""
+    """Return seconds per step between two readings of the strategy."""
     count = after.get("steps", 0.0) - before.get("steps", 0.0)
     if count < 1:
         return {}

@@ -1,4 +1,4 @@
-"""A finding, and the words and numbers that all of them share."""
+"""A finding, and helpers that all findings share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Finding:
     """One thing that is slow.
 
     Args:
-        key: its name, for programs.
-        what: what is slow, with the number.
-        why: why.
+        key: machine-readable name.
+        what: what is slow, with its time.
+        why: the cause.
         change: what to change.
-        gain: what that should bring, in words.
-        share: of the time, which the findings are sorted by.
-        is_note: costs nothing in this run, but would elsewhere.
+        gain: expected gain, in words.
+        share: fraction of the time, by which findings are sorted.
+        is_note: whether it costs nothing in this run, but would elsewhere.
     """
 
     key: str
@@ -32,13 +32,13 @@ class Finding:
     is_note: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Return the finding as a dict for JSON."""
         return asdict(self)
 
 
 Case = Sequence[Facts]
 
-#: The share of the time from which on a hook is named.
+#: Smallest fraction of the time at which a hook is named.
 HOOK = 0.01
 
 
@@ -55,18 +55,18 @@ def duration(seconds: float) -> str:
 
 
 def there(case: Case, with_trainer: str, in_own_loop: str) -> str:
-    """The advice for the door that the run came through: each has names of its own."""
+    """Return the advice in the terms of the Trainer or of the user's own loop."""
     return in_own_loop if case[0].own_loop else with_trainer
 
 
 def faster(share: float, without: str) -> str:
-    """What saving this share of the time brings."""
+    """Describe the gain from saving this fraction of the time."""
     times = f"{1 / max(1 - share, 0.01):.1f} times as fast"
     return f"A step without {without} takes {percent(1 - share)} of the time: {times}."
 
 
 def hooks(facts: Facts) -> dict[str, float]:
-    """The hooks that take the most time, with their shares of it; empty if no hook was timed."""
+    """Return the slowest hooks with their fractions of the time; empty if no hook was timed."""
     shares = {name: seconds / facts.total for name, seconds in facts.hooks.items()} if facts.total else {}
     return {name: share for name, share in list(shares.items())[:3] if share >= HOOK}
 

@@ -1,7 +1,7 @@
-"""What can be wrong with the speed of a run. Each finding is a function of the facts alone: a Finding, or None.
+"""All findings. Each is a function of the measured facts that returns a Finding or None.
 
-A finding says what is slow, why, how much of the time that is, what to change, and what the change should bring. The
-gain is estimated from the measured times; ``paceline doctor --try`` measures it.
+A finding says what is slow, why, how much of the time it takes, what to change, and the expected gain. The gain is
+estimated from the measured times; ``paceline doctor --try`` measures it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .machine_findings import (
 from .process_findings import communication_bound, model_too_small, stragglers
 from .step_findings import batch_too_small, checkpoint_share, evaluation_share, host_syncs, logging_share, recompiles
 
-#: All of them, a report sorts them by their share.
+#: All findings; a report sorts them by their fraction of the time.
 FINDINGS: tuple[Callable[[Case], Finding | None], ...] = (
     data_bound,
     too_few_workers,
@@ -44,7 +44,7 @@ FINDINGS: tuple[Callable[[Case], Finding | None], ...] = (
 
 
 def examine(case: Case) -> list[Finding]:
-    """Everything that is wrong, the largest share first, notes last."""
+    """Return all findings that apply, the largest fraction of the time first, notes last."""
     if not case or not all(facts.steps for facts in case):
         return []
     found = [finding for look in FINDINGS if (finding := look(case)) is not None]

@@ -6,16 +6,16 @@ from ..messages import ranks as named_ranks
 from .data_findings import cores_each
 from .finding import Case, Finding, duration, faster, percent, there
 
-#: Shares of the time above which a finding is reported.
+#: Fractions of the time above which a finding is reported.
 COLLECTIONS = 0.05
-#: Shares of a device's memory.
+#: Fractions of a device's memory.
 NEARLY_FULL = 0.92
 FRAGMENTED = 0.25
 HOST_LEFT = 0.05
 
 
 def memory_nearly_full(case: Case) -> Finding | None:
-    """Little memory is left, on a GPU or on the host."""
+    """Report that little memory is left on a GPU or on the host."""
     for facts in case:
         memory = facts.memory
         total, peak = memory.get("total", 0.0), memory.get("peak_allocated", 0.0)
@@ -23,14 +23,15 @@ def memory_nearly_full(case: Case) -> Finding | None:
             return Finding(
                 "memory_nearly_full",
                 f"Tensors fill {percent(peak / total)} of the GPU's {total / 2**30:.0f} GiB on rank {facts.rank}.",
-                "The next longer batch ends the run. Before that, torch frees and allocates again, which takes time.",
+                "A slightly larger batch would run out of memory. Before that, torch frees and reallocates memory, "
+                "which takes time.",
                 there(
                     case,
                     "Use a smaller batch with accumulate_grad_batches, precision='bf16-mixed'",
                     "Use a smaller batch with gradient_accumulation_steps, mixed_precision='bf16'",
                 )
                 + ", activation checkpointing, or FSDP.",
-                "A batch that is a little longer no longer ends the run.",
+                "A slightly larger batch no longer ends the run.",
                 0.05,
             )
         host, left = memory.get("host_total", 0.0), memory.get("host_available", 0.0)
@@ -40,14 +41,14 @@ def memory_nearly_full(case: Case) -> Finding | None:
                 f"Only {left / 2**30:.1f} GiB of the host's {host / 2**30:.0f} GiB are free.",
                 "When memory runs out, the system swaps or kills a process, and the run stops.",
                 "Use fewer workers or a smaller prefetch_factor, or map the data into memory instead of loading it.",
-                "The run no longer depends on what else needs memory.",
+                "The run no longer fails when other programs need memory.",
                 0.05,
             )
     return None
 
 
 def fragmentation(case: Case) -> Finding | None:
-    """Much of the memory that torch holds lies unused between tensors, and torch ran out of space."""
+    """Report that much of torch's memory is unused between tensors and torch ran out of space."""
     for facts in case:
         memory = facts.memory
         total, retries = memory.get("total", 0.0), memory.get("retries", 0.0)
@@ -55,7 +56,7 @@ def fragmentation(case: Case) -> Finding | None:
         if total and retries and idle / total >= FRAGMENTED:
             return Finding(
                 "fragmentation",
-                f"{percent(idle / total)} of the GPU's memory lies unused between tensors on rank {facts.rank}.",
+                f"{percent(idle / total)} of the GPU's memory is unused between tensors on rank {facts.rank}.",
                 f"torch had to return memory and allocate it again {retries:.0f} times, waiting for the GPU each time, "
                 "because sizes change from step to step.",
                 "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and use batches of few different shapes.",
@@ -66,7 +67,7 @@ def fragmentation(case: Case) -> Finding | None:
 
 
 def oversubscribed_threads(case: Case) -> Finding | None:
-    """More computing threads than cores."""
+    """Report more compute threads than cores."""
     facts = case[0]
     wanted = facts.threads * facts.local_world_size
     if wanted <= facts.cores * 1.5:
@@ -76,7 +77,7 @@ def oversubscribed_threads(case: Case) -> Finding | None:
         "oversubscribed_threads",
         f"{wanted} threads compute on {facts.cores} core{'' if facts.cores == 1 else 's'} "
         f"({facts.local_world_size} process{'' if facts.local_world_size == 1 else 'es'} with {facts.threads} each).",
-        "The threads interrupt each other in the middle of their work and wait for each other at its end.",
+        "The threads interrupt each other during their work and wait for each other at its end.",
         f"Set OMP_NUM_THREADS={each}, or call torch.set_num_threads({each}).",
         "Computing on the CPU is often 1.5 to 3 times as fast.",
         0.3 if facts.device == "cpu" else 0.1,
@@ -84,24 +85,24 @@ def oversubscribed_threads(case: Case) -> Finding | None:
 
 
 def numa_distance(case: Case) -> Finding | None:
-    """A process may run on cores that are far from its GPU."""
+    """Report processes that may run on cores far from their GPU."""
     far = [facts for facts in case if facts.numa.get("nodes", 1) > 1 and facts.numa["near"] < facts.numa["cores"]]
     if not far:
         return None
     facts = far[0]
     return Finding(
         "numa_distance",
-        f"{named_ranks(one.rank for one in far).capitalize()} may run on cores of {facts.numa['nodes']} memory nodes, "
+        f"{named_ranks(one.rank for one in far).capitalize()} may run on cores of {facts.numa['nodes']} NUMA nodes, "
         f"but the GPU of rank {facts.rank} is attached to node {facts.numa['device_node']}.",
-        "Batches made on another node cross the machine on their way to the GPU, and kernel launches take longer.",
+        "Batches prepared on another node have a longer way to the GPU, and kernel launches take longer.",
         "Use paceline launch --enable_cpu_affinity, DDPStrategy(numa=True), or numactl --cpunodebind.",
-        "A step is a few percent faster, more where much data is copied.",
+        "A step is a few percent faster, and more if much data is copied.",
         0.03,
     )
 
 
 def collection_pauses(case: Case) -> Finding | None:
-    """Python's garbage collector takes a share of the time."""
+    """Report time that Python's garbage collector takes."""
     worst = max(case, key=lambda facts: facts.collection_seconds / (facts.total or 1.0))
     share = worst.collection_seconds / worst.total if worst.total else 0.0
     if share < COLLECTIONS:
@@ -110,11 +111,11 @@ def collection_pauses(case: Case) -> Finding | None:
         "collection_pauses",
         f"Python's garbage collector takes {percent(share)} of the time on rank {worst.rank} ({worst.collections} "
         f"runs, {duration(worst.collection_seconds / max(worst.collections, 1))} each).",
-        "It walks over all objects of the program, or the step itself calls gc.collect().",
+        "It scans all objects of the program, or the step itself calls gc.collect().",
         there(
             case,
-            "Use Trainer(callbacks=[GarbageCollection()]), which freezes the objects that exist and collects on all "
-            "ranks at once, or raise its every_n_steps.",
+            "Use Trainer(callbacks=[GarbageCollection()]), which freezes existing objects and collects on all ranks at "
+            "once, or raise its every_n_steps.",
             "Call gc.freeze() once everything is set up, and gc.collect() less often.",
         )
         + " Keep data in arrays instead of many small Python objects.",

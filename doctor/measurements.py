@@ -1,4 +1,4 @@
-"""What was measured in one process, as plain data: what findings are made of, and what the JSON file holds."""
+"""Measurements of one process as plain data, from which findings and the JSON file are made."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import torch
 from ..processes.cpu_affinity import NODES, nodes, parse
 from .step_clock import INDEX, PARTS, WHOLE
 
-#: Steps at the beginning that do not count.
+#: Warmup steps, which do not count.
 WARM_UP = 3
-#: Points of the line of step times that are kept.
+#: Largest number of points in the chart of step times.
 MOST_POINTS = 2000
 
 
 @dataclass
 class Facts:
-    """One process of a run.
+    """Measurements of one process of a run.
 
     Attributes:
-        rank: which.
-        own_loop: the loop is the user's, with an Accelerator; no Trainer runs.
-        steps: batches that count; those before, in which memory is laid out and graphs are compiled, do not.
-        seconds: host seconds of the counted steps, by part; they add up to the time that passed.
-        device_seconds: the same of the device's time line, scaled to all steps that count; empty without a GPU.
-        step_seconds: how long each counted step took, thinned.
-        run_seconds: of the whole run.
+        rank: its rank.
+        own_loop: whether the loop is the user's, with an Accelerator instead of a Trainer.
+        steps: counted batches, without the warmup in which memory is allocated and graphs are compiled.
+        seconds: host seconds of the counted steps by part; they add up to the elapsed time.
+        device_seconds: device seconds by part, scaled to all counted steps; empty without a GPU.
+        step_seconds: seconds of the counted steps, thinned out.
+        run_seconds: seconds of the whole run.
         run_parts: seconds of the whole run, by part.
-        often: in how many of the counted steps there was a validation or a checkpoint worth the name.
-        hooks: seconds of the counted steps by hook, as ``"MyCallback.on_train_batch_end"``, the longest first.
-        communication: seconds a step that gradients were on their way (``all``), and what of that backward did not hide
-            (``exposed``); empty where it was not measured.
-        operators: that a step calls; None if they were not counted.
+        often: number of counted steps with a validation or checkpoint of significant length.
+        hooks: seconds of the counted steps by hook, such as ``"MyCallback.on_train_batch_end"``, the slowest first.
+        communication: seconds per step of gradient communication (``all``), and the part of it that the backward pass
+            did not hide (``exposed``); empty if not measured.
+        operators: number of operators that a step calls; None if not counted.
     """
 
     rank: int = 0
@@ -79,12 +79,12 @@ class Facts:
 
     @property
     def step(self) -> float:
-        """Seconds of a step, on average."""
+        """Average seconds of a step."""
         return self.total / self.steps if self.steps else 0.0
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by part, as the device saw them where there are such, with communication taken out of backward."""
+        """Seconds by part, on the device if measured there, with communication separated from backward."""
         parts = dict(self.device_seconds or self.seconds)
         exposed = min(self.exposed, parts.get("backward", 0.0))
         if exposed:
@@ -94,39 +94,39 @@ class Facts:
 
     @property
     def exposed(self) -> float:
-        """Seconds of the counted steps in which gradients were waited for, nothing else being done."""
+        """Seconds of the counted steps spent only on waiting for gradients."""
         return self.communication.get("exposed", 0.0) * self.updates
 
     def share(self, *names: str) -> float:
-        """Which share of the counted time the parts took."""
+        """Return the fraction of the counted time that the parts took."""
         parts = self.parts
         whole = sum(parts.values())
         return sum(parts.get(name, 0.0) for name in names) / whole if whole else 0.0
 
     @property
     def compute(self) -> float:
-        """Seconds a step of forward, backward and optimizer."""
+        """Seconds per step of forward, backward and optimizer."""
         parts = self.parts
         return sum(parts.get(name, 0.0) for name in ("forward", "backward", "optimizer")) / max(self.steps, 1)
 
     @property
     def quick_step(self) -> float:
-        """Seconds that one step in ten stays below: what a step takes where nothing else disturbs it."""
+        """The 10th percentile of step seconds: the time of an undisturbed step."""
         times = sorted(self.step_seconds)
         return times[len(times) // 10] if times else 0.0
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of this process."""
+        """Samples per second of this process."""
         return None if not self.batch_size or not self.step else self.batch_size / self.step
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Return the facts as a dict for JSON."""
         return asdict(self)
 
 
 def from_rows(facts: Facts, rows: list[tuple[float, ...]], warm_up: int) -> None:
-    """Fill in times from a clock's rows: the steps after the first ``warm_up``."""
+    """Fill in times from a clock's rows, for the steps after the first ``warm_up``."""
     count = len(PARTS)
     first = next((i for i, row in enumerate(rows) if row[count] >= warm_up), None)
     if first is None or rows[-1][count] - rows[first][count] < 1:
@@ -151,7 +151,7 @@ def from_rows(facts: Facts, rows: list[tuple[float, ...]], warm_up: int) -> None
 
 
 def usable_cores() -> int:
-    """Cores this process may run on: by its affinity, and by the quota of its container."""
+    """Return the cores that this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -161,7 +161,7 @@ def usable_cores() -> int:
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
-    """Bytes of the host's memory and the device's, as far as they can be told."""
+    """Return bytes of host and device memory, as far as they are known."""
     found: dict[str, float] = {}
     try:
         lines = Path("/proc/meminfo").read_text()
@@ -183,7 +183,7 @@ def memory_of(device: torch.device) -> dict[str, float]:
 
 
 def numa_of(device: torch.device) -> dict[str, Any]:
-    """The memory node that a GPU hangs at, and those of the cores that this process may run on."""
+    """Return a GPU's NUMA node, and how many of this process's cores are on it."""
     if device.type != "cuda":
         return {}
     properties: Any = torch.cuda.get_device_properties(device)
@@ -201,7 +201,7 @@ def numa_of(device: torch.device) -> dict[str, Any]:
 
 
 def loader_facts(loader: Any) -> dict[str, Any]:
-    """How a loader is set up, as far as it is a DataLoader."""
+    """Return a loader's settings, if it is a DataLoader."""
     from torch.utils.data import DataLoader
 
     found: dict[str, Any] = {"kind": type(loader).__name__}

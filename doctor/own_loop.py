@@ -1,4 +1,4 @@
-"""``accelerator.doctor()``: the doctor in a loop of one's own."""
+"""``accelerator.doctor()``: the doctor for a user's own loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .subject import has_compiled
 if TYPE_CHECKING:
     from ..accelerator.accelerator import Accelerator
 
-#: Methods of the Accelerator and the part that each belongs to.
+#: Methods of the Accelerator and the part of a step that each belongs to.
 _METHODS = {
     "backward": "backward",
     "clip_grad_norm_": "optimizer",
@@ -41,7 +41,7 @@ _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 
 
 class Wiring:
-    """Wraps what was prepared, and answers what the doctor asks of the loop."""
+    """Wraps prepared objects and provides the doctor with facts about the loop."""
 
     own_loop = True
 
@@ -85,11 +85,11 @@ class Wiring:
 
     @property
     def communication(self) -> dict[str, float]:
-        """Seconds of communication so far, of the first model that is trained."""
+        """Seconds of communication so far, of the first trained model."""
         return next((told for one in self._replicas() if (told := one.communication_seconds())), None) or {}
 
     def measure_communication(self) -> None:
-        """Let the models' strategies measure."""
+        """Let the models' strategies measure communication."""
         for strategy in self._replicas():
             strategy.measure_communication()
 
@@ -98,7 +98,7 @@ class Wiring:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches an update."""
+        """Micro-batches per update."""
         return self.accelerator.gradient_state.num_steps
 
     @property
@@ -108,7 +108,7 @@ class Wiring:
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """The models that were prepared."""
+        """The prepared models."""
         return self.accelerator.prepared.models
 
     @property
@@ -120,7 +120,7 @@ class Wiring:
     # ---- wrapping ---------------------------------------------------------------------------------------------------
 
     def wrap(self) -> None:
-        """Everything that is prepared so far."""
+        """Wrap everything that is prepared so far."""
         accelerator, clock = self.accelerator, self.examiner.clock
         for name, part in _METHODS.items():
             self._set(accelerator, name, clock.around(part, getattr(accelerator, name)))
@@ -160,14 +160,14 @@ class Wiring:
         return counted
 
     def _pass(self, loader: Any, hand_out: Callable[..., Iterator[Any]], one: Any, iterator: Iterator[Any]) -> Any:
-        """A pass over a loader: of training, or of evaluation where every model is in eval mode."""
+        """Measure a pass over a loader, as evaluation if every model is in eval mode."""
         if self.modules and not any(module.training for module in self.modules):
             return self._evaluation(hand_out(one, iterator))
         self._trained = loader
         return hand_out(one, self.examiner.iterate(_FETCH, iterator))
 
     def _evaluation(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; the time until the last one is done with counts as evaluation, whatever is called in it."""
+        """Yield the batches; all time until the last one is processed counts as evaluation."""
         clock = self.examiner.clock
         before, clock.held = clock.enter(INDEX["evaluation"]), True
         try:
@@ -182,7 +182,7 @@ class Wiring:
         own[name] = value
 
     def unwrap(self) -> None:
-        """Put everything back as it was."""
+        """Undo all wrapping."""
         while self._wrapped:
             owner, name, had, value = self._wrapped.pop()
             if had:

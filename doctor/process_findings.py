@@ -9,28 +9,28 @@ from .finding import Case, Finding, duration, faster, hooks, listed, percent, th
 from .measurements import Facts
 from .step_clock import WORDS
 
-#: Shares of the time above which a finding is reported.
+#: Fractions of the time above which a finding is reported.
 COMMUNICATION = 0.20
 STRAGGLING = 0.15
 
 
 def _own(facts: Facts) -> float:
-    """Seconds a step in which a process works itself and does not wait for others."""
+    """Return a process's own seconds per step, without waits for others."""
     return facts.step * (1 - facts.share("communication"))
 
 
 def _on_the_way(case: Case) -> float:
-    """Seconds a step that all ranks wait for gradients. The rank that comes last waits for no other rank."""
+    """Return the seconds per step that all ranks wait for gradients. The last rank waits for no other rank."""
     return min(facts.step * facts.share("communication") for facts in case)
 
 
 def _some_are_missing(case: Case) -> bool:
-    """Not all ranks are known, so a wait for gradients may be a wait for a late rank."""
+    """Whether some ranks are unknown, so that a wait for gradients may be a wait for a late rank."""
     return len(case) < case[0].world_size
 
 
 def model_too_small(case: Case) -> Finding | None:
-    """One process alone would be faster."""
+    """Report that one process alone would be faster."""
     n = case[0].world_size
     wait, compute = _on_the_way(case), max(facts.compute for facts in case)
     if n < 2 or _some_are_missing(case) or not compute or wait <= (n - 1) * compute:
@@ -50,7 +50,7 @@ def model_too_small(case: Case) -> Finding | None:
 
 
 def communication_bound(case: Case) -> Finding | None:
-    """Gradients take longer than backward hides."""
+    """Report gradient communication that is longer than the backward pass can hide."""
     facts = case[0]
     wait = _on_the_way(case)
     share = wait / facts.step if facts.step else 0.0
@@ -62,7 +62,8 @@ def communication_bound(case: Case) -> Finding | None:
     return Finding(
         "communication_bound",
         f"Waiting for gradients takes {percent(share)} of each step ({duration(wait)}) on every rank.",
-        f"{facts.world_size} processes exchange {size:.3g} MB of gradients, and backward hides only part of that time.",
+        f"{facts.world_size} processes exchange {size:.3g} MB of gradients, and the backward pass hides only part of "
+        "that time.",
         f"Set {often} to communicate a quarter as often, or use a larger batch, which computes longer for the same "
         f"bytes.{half}",
         f"Communicating a quarter as often is about {1 / (1 - share * 0.75):.1f} times as fast.",
@@ -71,7 +72,7 @@ def communication_bound(case: Case) -> Finding | None:
 
 
 def stragglers(case: Case) -> Finding | None:
-    """One process is slower than the others, who wait for it."""
+    """Report a process that is slower than the others, which wait for it."""
     slowest = max(case, key=_own)
     others = [facts for facts in case if facts.rank != slowest.rank]
     if not others:
@@ -94,8 +95,8 @@ def stragglers(case: Case) -> Finding | None:
         "stragglers",
         f"Rank {slowest.rank} takes {duration(lost)} longer for a step than the others, and {waiting} "
         f"wait{'s' if len(others) == 1 else ''} {percent(share)} of the time.",
-        f"It spends {duration(late[part])} a step more on {WORDS[part]}{f': {named}' if named else ''}.",
-        "Look for what differs there: longer samples (sort or bucket them), other programs on its cores or GPU, an "
+        f"It spends {duration(late[part])} more per step on {WORDS[part]}{f': {named}' if named else ''}.",
+        "Look for differences there: longer samples (sort or bucket them), other programs on its cores or GPU, an "
         "overheated GPU, a slower disk.",
         faster(share, "the wait"),
         share,

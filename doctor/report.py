@@ -1,4 +1,4 @@
-"""The doctor's report: words, a terminal's table, JSON, and one page of HTML."""
+"""The doctor's report as text, terminal tables, JSON and an HTML page."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .step_clock import PARTS, WORDS
 
 @dataclass
 class Report:
-    """What was measured on all ranks, and what was found.
+    """Measurements of all ranks, and the findings.
 
     Attributes:
-        ranks: the facts of each rank, by rank.
-        findings: the largest first.
-        trials: what ``--try`` has tried, as rows of (what, samples a second, factor).
+        ranks: the facts of each rank, in rank order.
+        findings: the findings, the largest first.
+        trials: the changes that ``--try`` has tried, as rows of (what, samples per second, factor).
     """
 
     ranks: list[Facts]
@@ -35,7 +35,7 @@ class Report:
 
     @classmethod
     def of(cls, ranks: Sequence[Facts]) -> Report:
-        """Examine what the ranks have measured."""
+        """Make a report from the ranks' measurements."""
         ordered = sorted(ranks, key=lambda facts: facts.rank)
         return cls(ordered, examine(ordered))
 
@@ -44,10 +44,10 @@ class Report:
         """Findings that cost something in this run."""
         return [finding for finding in self.findings if not finding.is_note]
 
-    # ---- words ------------------------------------------------------------------------------------------------------
+    # ---- text ------------------------------------------------------------------------------------------------------
 
     def verdict(self) -> str:
-        """The report in a few sentences."""
+        """Return the report in a few sentences."""
         first = self.ranks[0]
         if not first.steps:
             return (
@@ -55,7 +55,7 @@ class Report:
                 f"{WARM_UP + 1} or more."
             )
         speed = first.samples_per_second
-        rate = f", {speed * first.world_size:,.0f} samples a second" if speed else ""
+        rate = f", {speed * first.world_size:,.0f} samples per second" if speed else ""
         head = f"A step takes {duration(first.step)}{rate}.{self._alone()}"
         if not self.problems:
             return f"{head} Nothing stands out: the time goes into the model.{self._tried()}"
@@ -65,14 +65,14 @@ class Report:
         return f"{head} {worst.what} {worst.change}{others}{self._tried()}"
 
     def _alone(self) -> str:
-        """Which ranks the report is about, if not about all of them."""
+        """Return a sentence about the ranks that the report covers, if not all."""
         count = self.ranks[0].world_size
         if len(self.ranks) == count:
             return ""
-        return f" Only rank 0 of {count} is judged, because the run ended early."
+        return f" This report covers only rank 0 of {count}, because the run ended early."
 
     def _tried(self) -> str:
-        """What trying changes has shown, if something was tried."""
+        """Return the result of the tried changes, if any."""
         best = next((row for row in self.trials if row.get("best")), None)
         if best is None:
             return ""
@@ -83,7 +83,7 @@ class Report:
         return f" Of the changes tried, {best['what']} is best: {best['factor']:.2f} times as fast."
 
     def text(self) -> str:
-        """The report as plain text."""
+        """Return the report as plain text."""
         lines = ["Doctor: " + self.verdict(), ""]
         if self.ranks[0].steps:
             lines += [messages.table(self._rows()), ""]
@@ -95,7 +95,7 @@ class Report:
         return "\n".join(lines).rstrip()
 
     def scaling(self) -> str:
-        """How well the processes scale, where one alone was tried; else nothing."""
+        """Return how well the processes scale, if one process alone was tried; else an empty text."""
         count = self.ranks[0].world_size
         alone = next((row.get("samples_per_second") for row in self.trials if "one process" in row["what"]), None)
         together = self.trials[0].get("samples_per_second") if self.trials else None
@@ -108,7 +108,7 @@ class Report:
         )
 
     def _rows(self) -> list[list[str]]:
-        """The split of a step by part and rank, without parts that took nothing."""
+        """Return the split of a step by part and rank, without parts that took no time."""
         shown, ranks = self._shown(), self.ranks[:8]
         header = ["part of a step"]
         for facts in ranks:
@@ -125,11 +125,11 @@ class Report:
         return [*rows, total]
 
     def _shown(self) -> list[str]:
-        """The parts that took something on some rank."""
+        """Return the parts that took time on any rank."""
         return [name for name in PARTS if any(facts.share(name) > 0.0005 for facts in self.ranks)]
 
     def _trial_rows(self) -> list[list[str]]:
-        rows = [["tried", "samples a second", "speed", "step"]]
+        rows = [["tried", "samples per second", "speed", "step"]]
         for trial in self.trials:
             speed, factor = trial.get("samples_per_second"), trial.get("factor")
             rows.append(
@@ -143,10 +143,10 @@ class Report:
         return rows
 
     def say(self, answer: bool = False) -> None:
-        """Print it: with rich in a terminal, else as plain text.
+        """Print the report: with rich in a terminal, else as plain text.
 
         Args:
-            answer: print to standard output, because a command was asked for the report.
+            answer: print to standard output, because the report is the command's result.
         """
         if not messages.is_rank_zero():
             return
@@ -158,7 +158,7 @@ class Report:
         Console(stderr=not answer).print(*self.rich())
 
     def rich(self) -> list[Any]:
-        """The report for a rich console."""
+        """Return the report for a rich console."""
         from rich.markup import escape
         from rich.panel import Panel
         from rich.table import Table
@@ -181,7 +181,7 @@ class Report:
     # ---- files ------------------------------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Return the report as a dict for JSON."""
         return {
             "version": 1,
             "verdict": self.verdict(),
@@ -192,22 +192,22 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
-        """The report of a JSON file."""
+        """Build the report from a JSON file's data."""
         ranks = [Facts(**{key: value for key, value in one.items() if key != "parts"}) for one in data["ranks"]]
         return cls(ranks, [Finding(**one) for one in data["findings"]], data.get("trials", []))
 
     def write(self, folder: str | Path | None, name: str = "doctor") -> tuple[Path, Path]:
-        """Write ``<name>.html`` and ``<name>.json`` and say where."""
+        """Write ``<name>.html`` and ``<name>.json`` and report their paths."""
         place = Path("." if folder is None else folder)
         place.mkdir(parents=True, exist_ok=True)
         page, data = place / f"{name}.html", place / f"{name}.json"
         page.write_text(self.html(), encoding="utf-8")
         data.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
-        messages.info(f"The doctor's page: {page} (and {data.name} beside it)")
+        messages.info(f"The doctor's page: {page} (with {data.name} next to it)")
         return page, data
 
     def html(self) -> str:
-        """The report as a page."""
+        """Return the report as an HTML page."""
         sections = [Section("What to change", self._cards())]
         if self.trials:
             rows = self._trial_rows()
@@ -259,7 +259,7 @@ class Report:
             for facts in self.ranks[:4]
         }
         steps, shown = self.ranks[0].steps, len(self.ranks[0].step_seconds)
-        every = f", one of {-(-steps // shown)} shown" if shown and steps > 2 * shown else ""
+        every = f", one in {-(-steps // shown)} shown" if shown and steps > 2 * shown else ""
         return line_chart(series, f"step after the warm-up{every}", "ms")
 
     def _run_rows(self) -> list[list[object]]:
@@ -284,11 +284,11 @@ class Report:
 
 
 def _reasons(finding: Finding) -> list[str]:
-    """Why, what to change and what that brings, one line each."""
+    """Return the cause, the change and the gain, one line each."""
     parts = (("Why", finding.why), ("Change", finding.change), ("Gain", finding.gain))
     return [f"{name}: {_after_colon(text)}" for name, text in parts]
 
 
 def _after_colon(text: str) -> str:
-    """A sentence as it continues after a colon: a first word that is no name begins small."""
+    """Return a sentence as it continues after a colon: in lower case unless it starts with a name."""
     return text[0].lower() + text[1:] if re.match(r"[A-Z][a-z]*[ ,:]", text) else text

@@ -1,4 +1,4 @@
-"""A Trainer in a script that ``paceline doctor`` runs: what the plan wants counts, whatever the script says."""
+"""Trainer arguments in a script that ``paceline doctor`` runs: the plan overrides the script."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from .script_options import Plan
 
-#: Arguments of the Trainer that a trial may change.
+#: Trainer arguments that a plan may change.
 ARGUMENTS = ("devices", "strategy", "compile", "accumulate_grad_batches", "precision")
 
 
 def overruled(given: dict[str, Any]) -> dict[str, Any]:
-    """A Trainer's arguments as the plan wants them; as they are where there is none."""
+    """Return a Trainer's arguments with the plan's changes; unchanged without a plan."""
     plan = Plan.found()
     if plan is None:
         return given

@@ -1,6 +1,6 @@
-"""What ``paceline doctor`` asks of the script that it runs, passed in the script's environment.
+"""The plan that ``paceline doctor`` passes to the script that it runs, in an environment variable.
 
-Only the standard library is imported: every Trainer and Accelerator looks here once.
+Imports only the standard library, because every Trainer and Accelerator checks it once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ VARIABLE = "PACELINE_DOCTOR"
 
 @dataclass
 class Plan:
-    """A run of a user's script.
+    """Plan for a run of a user's script.
 
     Attributes:
-        out: the JSON file into which the report goes.
-        steps: batches to train.
-        change: what is tried: arguments of the Trainer, and of the training loader ``num_workers``, ``pin_memory`` and
-            ``batch_factor``.
+        out: the JSON file for the report.
+        steps: number of batches to train on.
+        change: changes to try: Trainer arguments, and ``num_workers``, ``pin_memory`` and ``batch_factor`` of the
+            training loader.
     """
 
     out: str
@@ -31,16 +31,16 @@ class Plan:
     change: dict[str, Any] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """The variable for the script's environment."""
+        """Return the variable for the script's environment."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def found(cls) -> Plan | None:
-        """The plan for this process, if it is examined."""
+        """Return this process's plan, or None."""
         text = os.environ.get(VARIABLE)
         return None if not text else cls(**json.loads(text))
 
 
 def loader_change(change: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a change concerns the training loader."""
+    """Return the changes to the training loader."""
     return {name: change[name] for name in ("num_workers", "pin_memory", "batch_factor") if name in change}

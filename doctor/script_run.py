@@ -1,4 +1,4 @@
-"""The doctor in a script that ``paceline doctor`` runs: some steps, a report into a file, and out."""
+"""The doctor in a script that ``paceline doctor`` runs: it measures some steps, writes a report and exits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class PlannedDoctor(Doctor):
-    """Writes its report where the plan says, and ends the program after the fit.
+    """Doctor that writes its report to the plan's file and ends the program after the fit.
 
     Args:
-        plan: what to do.
+        plan: the plan.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -36,7 +36,7 @@ class PlannedDoctor(Doctor):
         self.__init__(state["plan"])
 
     def connect(self, trainer: Trainer) -> None:
-        """Use the changed training loader, and write checkpoints where no other run finds them."""
+        """Use the changed training loader, and write checkpoints to a folder where no other run finds them."""
         if trainer.state.fn != "fit":
             return
         change, source = loader_change(self.plan.change), trainer.current_run.source
@@ -53,7 +53,7 @@ class PlannedDoctor(Doctor):
         if trainer.state.fn == "fit":
             steps = max(1, self.plan.steps // trainer.accumulate_grad_batches)
             if not trainer.training_module.automatic_optimization:
-                steps = self.plan.steps * max(1, len(trainer.optimizers))  # each counts, and most step in every batch
+                steps = self.plan.steps * max(1, len(trainer.optimizers))  # each counts; most step in every batch
             trainer.max_steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
     def describe(self) -> None:
@@ -62,18 +62,18 @@ class PlannedDoctor(Doctor):
         Path(self.plan.out).write_text(json.dumps(self.report.as_dict()), encoding="utf-8")
 
     def interrupted(self) -> None:
-        """Nothing: a script that fails is an error, not a report."""
+        """Do nothing: a failed script gives an error, not a report."""
 
     def ended(self) -> None:
-        """The fit is over, and with it what is examined."""
+        """Exit after the fit."""
         raise SystemExit(0)
 
 
 def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None = None, batch_factor: int = 1) -> Any:
-    """A DataLoader of the same data with other settings.
+    """Return a DataLoader for the same data with other settings.
 
     Raises:
-        ValueError: its kind does not allow that.
+        ValueError: if this kind of loader cannot be changed.
     """
     if type(loader) is not DataLoader:
         raise ValueError(f"A {type(loader).__name__} cannot be changed from outside; only a DataLoader can.")
@@ -91,7 +91,7 @@ def changed(loader: Any, num_workers: int | None = None, pin_memory: bool | None
     }
     plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
     if batch_factor != 1 and not plain:
-        raise ValueError("The batch size of this loader is its batch_sampler's, which cannot be changed from outside.")
+        raise ValueError("This loader's batch size is set by its batch_sampler and cannot be changed from outside.")
     if plain:
         options |= {"batch_size": (loader.batch_size or 1) * batch_factor, "drop_last": loader.drop_last}
         options["sampler"] = loader.sampler

@@ -1,4 +1,4 @@
-"""A clock with hands for each part of a step: every moment of a run counts for exactly one of them."""
+"""Clock that assigns every moment of a run to exactly one part of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
-#: The parts of a step, and what they are called. ``other``: the loop's own code, and the rest of a user's own loop.
+#: Parts of a step and their names. ``other`` is the loop's own code, or the rest of a user's own loop.
 WORDS = {
     "data": "waiting for data",
     "copy": "copying to the device",
@@ -26,30 +26,30 @@ WORDS = {
 }
 PARTS = tuple(WORDS)
 INDEX = {name: index for index, name in enumerate(PARTS)}
-#: Place of the number of steps begun in a row of the clock, behind the seconds of the parts.
+#: Index of the number of steps begun in a row of the clock, after the seconds of the parts.
 STEPS = len(PARTS)
-#: Parts in which nothing else counts: a validation has data and forwards of its own.
+#: Parts that include everything inside them: a validation has its own data and forward passes.
 WHOLE = ("evaluation", "checkpoint")
-#: Rows that are kept, the newest.
+#: Number of newest rows that are kept.
 MOST_ROWS = 20_000
 
 
 class Marks(Protocol):
-    """Notes on a device's time line; see :class:`.device_clock.DeviceClock`."""
+    """Interface of :class:`.device_clock.DeviceClock`."""
 
     def __call__(self, part: int) -> None:
-        """From here on the device works for ``part``."""
+        """Record that the device begins ``part``."""
         ...
 
 
 class Clock:
-    """Counts seconds for the part under way; a part inside of another interrupts it.
+    """Counts seconds for the current part; a nested part interrupts the outer one.
 
     Attributes:
         totals: seconds by part since the start, and the number of steps begun.
         rows: a copy of ``totals`` at each boundary between two steps.
-        hooks: seconds by the hook that spent them, of the hooks that were given a name.
-        marks: notes the same switches on the device's time line, in steps that are looked at; None in others.
+        hooks: seconds by hook, for named hooks.
+        marks: records the same switches on the device, in measured steps; None in others.
     """
 
     __slots__ = ("current", "held", "hooks", "last", "marks", "rows", "totals")
@@ -63,7 +63,7 @@ class Clock:
         self.current, self.last = INDEX["other"], perf_counter()
 
     def around(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
-        """``function``, whose time counts for ``part``."""
+        """Return ``function`` with its time counted for ``part``."""
         index, totals = INDEX[part], self.totals
 
         def timed(*args: Any, **kwargs: Any) -> T:
@@ -86,7 +86,7 @@ class Clock:
         return timed if part not in WHOLE else self._alone(index, function)
 
     def around_hook(self, part: str, name: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Like :meth:`around`; ``hooks`` also says what the hook of this name took itself, without other parts."""
+        """Like :meth:`around`, but also record the hook's own time in ``hooks``, without nested parts."""
         index, totals, hooks = INDEX[part], self.totals, self.hooks
         hooks.setdefault(name, 0.0)
 
@@ -104,7 +104,7 @@ class Clock:
         return timed
 
     def _alone(self, index: int, function: Callable[..., T]) -> Callable[..., T]:
-        """For a part that nothing inside of it interrupts."""
+        """Return ``function`` timed as a part that nested parts do not interrupt."""
 
         def timed(*args: Any, **kwargs: Any) -> T:
             if self.held:
@@ -119,7 +119,7 @@ class Clock:
         return timed
 
     def enter(self, index: int) -> int:
-        """Switch to a part; returns the one that was under way."""
+        """Switch to a part; return the previous one."""
         now, before = perf_counter(), self.current
         self.totals[before] += now - self.last
         self.current, self.last = index, now
@@ -128,14 +128,14 @@ class Clock:
         return before
 
     def boundary(self) -> None:
-        """One step is over, and the next has not begun."""
+        """Mark the boundary between two steps."""
         now, totals = perf_counter(), self.totals
         totals[self.current] += now - self.last
         self.last = now
         self.rows.append(tuple(totals))
 
     def cut(self) -> None:
-        """The run ends here, maybe inside a step. Of that step only validations and checkpoints count."""
+        """End the run, possibly inside a step. Only validations and checkpoints of that step count."""
         self.enter(self.current)
         if self.rows:
             row = list(self.rows[-1])

@@ -7,14 +7,14 @@ import os
 from ..strategies.base import SingleDevice
 from .finding import Case, Finding, duration, faster, hooks, listed, percent, there
 
-#: Shares of the time above which a finding is reported.
+#: Fractions of the time above which a finding is reported.
 EVALUATION = 0.30
 CHECKPOINT = 0.15
 CALLBACKS = 0.15
 COMPILING = 0.20
-#: Seconds an operator takes on average (forward, backward and update) below which calling it costs more than its work.
+#: Average seconds of an operator (forward, backward, update) below which the call costs more than its computation.
 SMALL_OPERATOR = 15e-6
-#: Samples of a batch above which it is not called small.
+#: Largest number of samples in a small batch.
 SMALL_BATCH = 256
 #: Recompilations of one function above which a finding is reported.
 RECOMPILATIONS = 3
@@ -25,13 +25,13 @@ def _mean(case: Case, *parts: str) -> float:
 
 
 def _of_loop(case: Case, part: str) -> float:
-    """Its share of the host's time since steps count; a device's steps do not include the time between them."""
+    """Return a part's fraction of the host's counted time; a device's step times exclude the time between steps."""
     facts = case[0]
     return facts.seconds.get(part, 0.0) / facts.total if facts.total else 0.0
 
 
 def host_syncs(case: Case) -> Finding | None:
-    """Lines of a step that make the host wait for the device."""
+    """Report lines of a step that make the host wait for the device."""
     facts = case[0]
     lines = [line for line in facts.lines if line["times"] >= 1]
     if not lines:
@@ -49,11 +49,11 @@ def host_syncs(case: Case) -> Finding | None:
         f"{len(lines)} line{'s' if len(lines) > 1 else ''} of the step make{'' if len(lines) > 1 else 's'} the host "
         f"wait for the {'GPU' if on_gpu else 'device'}: {listed}{more}.",
         f"The first line {first['what']}. Until the device has caught up, the host queues no new work, and then the "
-        "device stands idle." + ("" if on_gpu else " On a CPU that costs nothing."),
+        "device is idle." + ("" if on_gpu else " On a CPU this costs nothing."),
         there(
             case,
-            "Keep values as tensors: self.log(name, tensor) reads them later, all together.",
-            "Keep values as tensors, and read them every n steps, all together.",
+            "Keep values as tensors: self.log(name, tensor) reads them later, all at once.",
+            "Keep values as tensors, and read them every n steps, all at once.",
         )
         + " Use torch.where instead of if.",
         "The host can queue work ahead again." if on_gpu else "Nothing on a CPU; on a GPU the host can work ahead.",
@@ -63,15 +63,15 @@ def host_syncs(case: Case) -> Finding | None:
 
 
 def _compiling(case: Case) -> str:
-    """What compiling can do about many short operators; of networks alone it is often the opposite."""
+    """Return the advice to compile. Compiling only the network can be slower if it is small."""
     if not case[0].own_loop and case[0].strategy == SingleDevice.__name__:
-        return "Trainer(compile='step'), which takes some 30 s to make one graph of the whole step."
+        return "Trainer(compile='step'), which takes about 30 s to compile the whole step into one graph."
     asked = there(case, "Trainer(compile=True)", "Accelerator(dynamo_backend='inductor')")
-    return f"{asked}; measure that, since small networks can get slower."
+    return f"{asked}; measure it, because small networks can get slower."
 
 
 def batch_too_small(case: Case) -> Finding | None:
-    """Calling operators costs more than what they do."""
+    """Report operators whose calls cost more than their computation."""
     facts = case[0]
     small = facts.batch_size is not None and facts.batch_size <= SMALL_BATCH
     if not facts.operators or not small or not facts.steps:
@@ -83,18 +83,18 @@ def batch_too_small(case: Case) -> Finding | None:
     return Finding(
         "batch_too_small",
         f"A step calls {facts.operators} operators that take {duration(each)} each, on a batch of {facts.batch_size}.",
-        "Calling an operator costs some 5 us before anything is computed: the batch or the model is too small for the "
+        "Calling an operator costs about 5 us before anything is computed: the batch or the model is too small for the "
         "device.",
         f"Use a larger batch (try {(facts.batch_size or 1) * 4}, with the learning rate to match), fewer and fused "
         f"operations, or {_compiling(case)}",
-        "A larger batch hardly takes longer until an operator takes some 50 us: up to "
-        f"{min(16.0, max(1.5, 4 * SMALL_OPERATOR / each)):.0f} times the samples a second.",
+        "A larger batch hardly takes longer until an operator takes about 50 us: up to "
+        f"{min(16.0, max(1.5, 4 * SMALL_OPERATOR / each)):.0f} times the samples per second.",
         share * 0.5,
     )
 
 
 def recompiles(case: Case) -> Finding | None:
-    """torch.compile compiles the same function again and again."""
+    """Report that torch.compile compiles the same function repeatedly."""
     facts = case[0]
     often = [one for one in facts.recompilations if one["times"] >= RECOMPILATIONS]
     share = facts.share("compile")
@@ -105,8 +105,8 @@ def recompiles(case: Case) -> Finding | None:
         return Finding(
             "recompiles",
             f"Compiling takes {percent(share)} of the time even after the first steps.",
-            "torch.compile keeps making new graphs during the training.",
-            "Compile once before the training, or set TORCH_LOGS=recompiles to see what is compiled.",
+            "torch.compile keeps compiling new graphs during training.",
+            "Compile once before training, or set TORCH_LOGS=recompiles to see what is compiled.",
             faster(share, "compiling"),
             share,
         )
@@ -115,7 +115,7 @@ def recompiles(case: Case) -> Finding | None:
         "recompiles",
         f"torch.compile compiled {first['function']} {first['times'] + 1} times ({duration(spent)} for all compiling).",
         f"The last reason: {first['reason']}." if first["reason"] else "Torch gives no reason.",
-        "Bring batches to few shapes (drop_last=True, padding, buckets), or compile for changing shapes ("
+        "Use few different batch shapes (drop_last=True, padding, buckets), or compile for dynamic shapes ("
         + there(case, "Trainer(compile={'dynamic': True})", "TorchDynamoPlugin(dynamic=True)")
         + ").",
         faster(share, "compiling")
@@ -126,7 +126,7 @@ def recompiles(case: Case) -> Finding | None:
 
 
 def evaluation_share(case: Case) -> Finding | None:
-    """Much of the time goes into validation."""
+    """Report that much of the time goes into validation."""
     share = _of_loop(case, "evaluation")
     if share < EVALUATION:
         return None
@@ -146,17 +146,17 @@ def evaluation_share(case: Case) -> Finding | None:
 
 
 def checkpoint_share(case: Case) -> Finding | None:
-    """Training stops while checkpoints are written."""
+    """Report that training pauses while checkpoints are written."""
     share = _of_loop(case, "checkpoint")
     if share < CHECKPOINT or case[0].often.get("checkpoint", 0) < 2:
-        return None  # the one at the end of a short run says nothing of a long one
+        return None  # one save at the end of a short run says nothing about a long run
     return Finding(
         "checkpoint_share",
-        f"Saving checkpoints stops the training for {percent(share)} of the time.",
-        "They are large for how often they are written, or the disk is slow.",
+        f"Saving checkpoints pauses training for {percent(share)} of the time.",
+        "They are too large to be written so often, or the disk is slow.",
         there(
             case,
-            "Save less often with ModelCheckpoint(every_n_train_steps=...), or set background=True to write while the "
+            "Save less often with ModelCheckpoint(every_n_train_steps=...), or set background=True to write while "
             "training continues.",
             "Save less often, or to a faster disk.",
         ),
@@ -170,7 +170,7 @@ def checkpoint_share(case: Case) -> Finding | None:
 
 
 def logging_share(case: Case) -> Finding | None:
-    """Callbacks, hooks or loggers take much of each step."""
+    """Report callbacks, hooks or loggers that take much of each step."""
     callbacks, logging = _mean(case, "callbacks"), _mean(case, "logging")
     share = callbacks + logging
     if share < CALLBACKS:

@@ -1,4 +1,4 @@
-"""What the doctor asks of a run, whichever door it came through."""
+"""Facts that the doctor needs about a run, with a Trainer or with a user's own loop."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Subject(Protocol):
 
     Attributes:
         updates: optimizer steps so far.
-        communication: what :meth:`Strategy.communication_seconds` says; empty for None.
-        accumulate: micro-batches an update.
-        is_compiled: torch.compile is at work, which does not go with looking at operators.
-        own_loop: the loop is the user's; no Trainer runs.
+        communication: result of :meth:`Strategy.communication_seconds`; empty for None.
+        accumulate: micro-batches per update.
+        is_compiled: whether torch.compile is used, which prevents recording operators.
+        own_loop: whether the loop is the user's, without a Trainer.
     """
 
     @property
@@ -43,7 +43,7 @@ class Subject(Protocol):
     def loader(self) -> Any: ...
 
     def measure_communication(self) -> None:
-        """Let what communicates gradients measure how long that takes."""
+        """Start measuring the communication of gradients."""
 
 
 class TrainerSubject:
@@ -67,7 +67,7 @@ class TrainerSubject:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches an update."""
+        """Micro-batches per update."""
         return self._trainer.accumulate_grad_batches
 
     @property
@@ -77,16 +77,16 @@ class TrainerSubject:
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """What is trained."""
+        """The trained module."""
         return [self._trainer.training_module]
 
     @property
     def loader(self) -> Any:
-        """The training loader, as it is divided."""
+        """The training loader, prepared for this process."""
         return self._trainer.current_run.source.train_loader
 
     def measure_communication(self) -> None:
-        """Let the strategy measure."""
+        """Let the strategy measure communication."""
         self.strategy.measure_communication()
 
 

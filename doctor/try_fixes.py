@@ -1,4 +1,4 @@
-"""``--try``: what may help is tried, one short run each, and compared with before."""
+"""``--try``: tries each change that may help in a short run and compares it with the original."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .data_findings import cores_each, wanted_workers
 from .measurements import Facts
 from .report import Report
 
-#: What can be tried, by name.
+#: Names of the changes that can be tried.
 NAMES = ("num_workers", "pin_memory", "batch_size", "processes", "compile", "accumulation")
 
 
 def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What is worth trying after a run: name, words, and the change of the plan. Of a user's own loop: its loader."""
+    """Yield the changes worth trying: name, description and change of the plan. An own loop only changes its loader."""
     loader = facts.loader
     workers = loader.get("num_workers")
     if workers is not None:
@@ -40,21 +40,21 @@ def candidates(facts: Facts) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def names(text: str) -> set[str]:
-    """The names in ``"num_workers,compile"``.
+    """Parse a list of names such as ``"num_workers,compile"``.
 
     Raises:
-        ValueError: a name that nothing has.
+        ValueError: for an unknown name.
     """
     found = {name.strip() for name in text.split(",")} - {""}
     unknown = sorted(found - set(NAMES))
     if unknown or not found:
-        what = f"Nothing named {unknown[0]!r} can be tried" if unknown else f"--only {text!r} names nothing"
+        what = f"Nothing named {unknown[0]!r} can be tried" if unknown else f"--only {text!r} contains no name"
         raise ValueError(f"{what}. Choose from {', '.join(NAMES)}.")
     return found
 
 
 def speed(ranks: list[dict[str, Any]] | list[Facts]) -> float:
-    """Samples a second of all processes together; batches, where the samples in one are unknown."""
+    """Return samples per second of all processes together, or batches if the batch size is unknown."""
     found = [rank if isinstance(rank, Facts) else _facts(rank) for rank in ranks]
     return sum((facts.batch_size or 1) / facts.step for facts in found if facts.step)
 
@@ -69,13 +69,13 @@ def tried(
     say: Callable[[str], None],
     only: set[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Try everything that fits, and compare: a row for the run before, then one for each.
+    """Try all applicable changes; yield a row for the original run, then one for each change.
 
     Args:
-        report: of the run before.
-        measure: runs the script under a change and returns the report's data.
-        say: is told what is tried next.
-        only: names of what to try; None: all.
+        report: report of the original run.
+        measure: runs the script with a change and returns the report's data.
+        say: prints which change is tried next.
+        only: names of changes to try; None tries all.
     """
     first = report.ranks[0]
     before = speed(report.ranks)
@@ -94,7 +94,7 @@ def tried(
 
 
 def mark_best(rows: list[dict[str, Any]]) -> None:
-    """Mark the row with the most samples a second."""
+    """Mark the row with the most samples per second."""
     if rows:
         max(rows, key=lambda row: row.get("samples_per_second", 0.0))["best"] = True
 

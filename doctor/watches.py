@@ -1,4 +1,4 @@
-"""What is looked at beside the clock: lines that wait for the device, operators, garbage collection, compiling."""
+"""Watches other than the clock: lines that wait for the device, operators, garbage collection, compiling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .. import messages
 from ..torch_private import TorchDispatchMode, compiler_is_loaded, find_unique, off_compiling, on_compiling, read_number
 from .step_clock import INDEX, Clock
 
-#: Operators whose result the host must see before it goes on, and how they are usually written.
+#: Operators whose result the host must read before it continues, and how they are usually written.
 _WAITS = {
     read_number: "reads a number out of a tensor (.item(), float(), bool(), if, print)",
     torch.ops.aten.nonzero: "asks how many elements are not zero (nonzero, where, a boolean index)",
@@ -28,7 +28,7 @@ _WAITS = {
 
 
 class Line(NamedTuple):
-    """A line of the user's at which the host waits for the device."""
+    """A line of user code at which the host waits for the device."""
 
     file: str
     number: int
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 def users_line() -> tuple[str, int] | None:
-    """The line that is being run, outside of torch and the standard library; None if that is one of Paceline's."""
+    """Return the running line outside torch and the standard library; None if it belongs to Paceline."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner, is_own = messages.owner_of(frame), frame.f_globals.get("__package__") == __package__
@@ -49,14 +49,14 @@ def users_line() -> tuple[str, int] | None:
 
 
 class StepWatch(TorchDispatchMode):
-    """Sees every operator of a step: counts them, and notes the user's lines at which a host would wait for a GPU.
+    """Count the operators of a step, and record the user's lines at which a host would wait for a GPU.
 
-    It slows a step down a lot, so it looks at two steps that do not count. On a GPU torch itself says where the host
-    waits (``torch.cuda.set_sync_debug_mode``), also in what no operator shows.
+    It slows a step down a lot, so it watches only two warmup steps. On a GPU, torch itself reports where the host waits
+    (``torch.cuda.set_sync_debug_mode``), including waits that no operator shows.
 
     Attributes:
-        operators: how many there were, of one step.
-        lines: what was found, as (file, line, what) with how often.
+        operators: number of operators so far.
+        lines: number of waits by (file, line, what).
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class StepWatch(TorchDispatchMode):
             self.lines[(*line, what)] += 1
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.steps += 1
         if torch.cuda.is_initialized():
             self._listen()
@@ -102,12 +102,12 @@ class StepWatch(TorchDispatchMode):
         self._undo += [lambda: kept.__exit__(None, None, None), lambda: torch.cuda.set_sync_debug_mode(before)]
 
     def end(self) -> None:
-        """The step is over, also after an error; a second call does nothing."""
+        """End the step, also after an error; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
     def found(self) -> list[Line]:
-        """The lines, the most frequent first; how often is for one step."""
+        """Return the lines, the most frequent first, with their number of waits per step."""
         per_step = max(self.steps, 1)
         return [
             Line(file, number, linecache.getline(file, number).strip(), what, -(-times // per_step))
@@ -116,24 +116,24 @@ class StepWatch(TorchDispatchMode):
 
 
 class Collections:
-    """How long Python's garbage collector ran.
+    """Time and number of runs of Python's garbage collector.
 
     Attributes:
-        seconds: all together.
-        runs: how often.
+        seconds: total seconds.
+        runs: number of runs.
     """
 
     def __init__(self) -> None:
         self.seconds, self.runs, self._begun = 0.0, 0, 0.0
 
     def begin(self) -> None:
-        """Count from here on."""
+        """Start counting."""
         self.seconds, self.runs = 0.0, 0
         if self._called not in gc.callbacks:
             gc.callbacks.append(self._called)
 
     def end(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         if self._called in gc.callbacks:
             gc.callbacks.remove(self._called)
 
@@ -146,10 +146,10 @@ class Collections:
 
 
 class Compilations:
-    """Lets what torch.compile does count as such on a clock; knows the recompilations of this run.
+    """Counts torch.compile's time on a clock, and records this run's recompilations.
 
     Args:
-        clock: of the run.
+        clock: the run's clock.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -158,7 +158,7 @@ class Compilations:
         self._known: Counter[str] = Counter()
 
     def begin(self) -> None:
-        """Watch, where something is compiled at all: else torch's compiler is not even imported."""
+        """Start watching, if torch's compiler is imported; otherwise nothing is compiled."""
         if not compiler_is_loaded():
             return
         from ..strategies.recompile_watch import watch_compiling
@@ -179,7 +179,7 @@ class Compilations:
             off_compiling(self._enter, self._leave)
 
     def found(self) -> list[tuple[str, int, str]]:
-        """Functions that were compiled again: name, how often, the last reason; the most frequent first."""
+        """Return recompiled functions, the most frequent first: name, number of recompilations, last reason."""
         if self._watch is None:
             return []
         again = self._watch.recompilations - self._known

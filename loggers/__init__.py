@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: loggers, imported only when they are asked for."""
+"""Loggers. Each class is imported when it is first used."""
 
 from __future__ import annotations
 

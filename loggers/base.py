@@ -1,4 +1,4 @@
-"""The interface of a logger, and the one that swallows everything."""
+"""Interface of loggers, and a logger that discards everything."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Logger(ABC):
-    """Takes the numbers of a run to a file or a service. Subclass it to add a place of your own.
+    """Base class of loggers, which send a run's values to a file or a service.
 
-    The trainer calls every method on rank 0 only, from the thread that trains: a logger that writes slowly hands the
-    work to a thread or process of its own.
+    The trainer calls every method on rank 0 only, from the training thread. A slow logger should write in a thread or
+    process of its own.
     """
 
     group_separator: str = "/"
@@ -24,7 +24,7 @@ class Logger(ABC):
     @property
     @abstractmethod
     def version(self) -> int | str | None:
-        """Which run of the experiment this is."""
+        """The version: which run of the experiment this is."""
 
     @property
     def root_dir(self) -> str | None:
@@ -38,89 +38,90 @@ class Logger(ABC):
 
     @property
     def save_dir(self) -> str | None:
-        """The folder the user gave, above ``name`` and ``version``."""
+        """The folder that the user gave, which contains ``name`` and ``version``."""
         return None
 
     @property
     def records_dir(self) -> str | None:
-        """The folder of the records, which a fit names when it starts; None if there is none to name."""
+        """The folder that a fit reports when it starts; None reports nothing."""
         return self.log_dir
 
     @property
     def experiment(self) -> Any:
-        """The object behind the logger (``SummaryWriter``, wandb's run), made when first asked for."""
+        """The underlying object (``SummaryWriter``, wandb's run), created when it is first used."""
         return None
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Record the values of one step.
+        """Log the values of one step.
 
         Args:
-            metrics: numbers by name; ``"epoch"`` is always among those the trainer sends.
-            step: place on the x axis, the number of optimizer updates made so far.
+            metrics: numbers by name. The trainer always includes ``"epoch"``.
+            step: position on the x axis: the number of optimizer updates so far.
         """
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Record values of one step that need not be numbers, as far as this logger can show them.
+        """Log values of one step, which need not be numbers, if this logger can show them.
 
         Args:
-            values: numbers, texts, or what else the logger has a form for, by name.
-            step: place on the x axis.
-            **options: of the logger's own.
+            values: numbers, texts and other supported values by name.
+            step: position on the x axis.
+            **options: options of the specific logger.
         """
         if options:
             raise TypeError(
-                f"{type(self).__name__} takes no options for a record, but got {', '.join(options)}. Leave them out."
+                f"{type(self).__name__} takes no options for a record, but got {', '.join(options)}. Remove them."
             )
         self.log_metrics(values, step)
 
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Record the settings of the run. ``params`` may be nested and hold any value that has a text form."""
+        """Log the run's hyperparameters. ``params`` may be nested, with any values that have a text form."""
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Record the model's graph, where the logger can show one."""
+        """Log the model's graph, if the logger can show one."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Called with the ``ModelCheckpoint`` after it has written a file."""
 
     def save(self) -> None:
-        """Bring everything recorded so far to its place (called before a checkpoint is written)."""
+        """Flush all logged values. Called before a checkpoint is written."""
 
     def run_dirs(self) -> list[str]:
-        """The folders that runs of this experiment may have, as far as they are known; asking makes none."""
+        """Return the known folders of this experiment's runs, without creating any."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands in what this logger writes, as plain data for a checkpoint. Empty: no resume goes on.
+        """Return the run's position in this logger's output, as plain data for a checkpoint.
 
-        Called on rank 0. Everything recorded so far has to be in its place when this returns.
+        An empty dict means that a resumed run cannot continue the log. Called on rank 0. All logged values must be
+        stored when this returns.
         """
         return {}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint's :meth:`state_dict` is of a run that this logger can go on with (asked on rank 0)."""
+        """Whether ``state`` belongs to a run that this logger can continue. Called on rank 0."""
         return True
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Become the logger of a run that was recognized, before anybody asks for its folder. Called on every rank."""
+        """Continue a recognized run. Called on every rank, before the folder is first used."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the run stood: what was recorded after it is recorded again, so it is dropped. On rank 0."""
+        """Continue at the saved position and drop later values, which are logged again. Called on rank 0."""
 
     def withdraw(self) -> None:
-        """Let go of a run in which nothing was recorded yet, so that an earlier one can be taken over."""
+        """Give up a run without logged values, so that an earlier run can be continued."""
 
     def finalize(self, status: str) -> None:
-        """End of the run. ``status`` is ``"success"``, ``"failed"`` or ``"interrupted"``. Nothing may be lost here."""
+        """Store all values at the end of a run; ``status`` is ``"success"``, ``"failed"`` or ``"interrupted"``."""
 
     def close(self) -> None:
-        """Nothing more will be recorded, by nobody: end a run that :meth:`finalize` leaves open."""
+        """Close the run for good, also if :meth:`finalize` leaves it open."""
         self.finalize("success")
 
 
 class DummyLogger(Logger):
-    """Takes everything, keeps nothing; stands in for the loggers under ``fast_dev_run``."""
+    """Logger that discards everything; replaces the loggers with ``fast_dev_run``."""
 
     @property
     def name(self) -> str:
@@ -142,7 +143,7 @@ class DummyLogger(Logger):
 
 
 class Nothing:
-    """Answers every attribute and call with itself, so that code that uses ``logger.experiment`` still runs."""
+    """Object whose attributes and calls return itself, so that code that uses ``logger.experiment`` still runs."""
 
     def __getattr__(self, name: str) -> Nothing:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""``CSVLogger``: the numbers of a run in one table that every program can open."""
+"""``CSVLogger``: logs a run to a single CSV file."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from .. import messages
 from .folder import FolderLogger, call_at_exit, to_disk
 from .values import number, numbers
 
-#: The columns that every row fills, before those of the metrics.
+#: Columns that every row fills, before the metrics.
 FIRST_COLUMNS = ("step", "epoch", "wall_time")
 
 
 class CSVLogger(FolderLogger):
-    """Writes ``metrics.csv``: a row for each step, with ``step``, ``epoch``, ``wall_time`` and a column per metric.
+    """Log to ``metrics.csv``: one row per step, with ``step``, ``epoch``, ``wall_time`` and a column per metric.
 
     ``wall_time`` is in seconds since 1970. Values of one step share a row; a cell is empty where a metric was not
-    logged. A value logged twice at one step starts a new row, so none is lost. A metric that has the name of one of
-    the first columns appears as ``metric/<name>``.
+    logged. If a metric is logged twice at one step, a new row starts, so no value is lost. A metric named like one of
+    the first three columns appears as ``metric/<name>``.
 
     Rows are kept in memory and appended to the file every ``flush_logs_every_n_steps`` steps, before each checkpoint
-    and at the end of the run. The file is rewritten only when a new metric appears, and then replaced in one piece.
+    and at the end of the run. The file is rewritten only when a new metric appears, and it is then replaced atomically.
 
     Args:
         save_dir: the folder of all experiments.
-        name: the experiment, a folder below ``save_dir``; None for none.
-        version: which run. None takes a new number; a version that exists continues.
-        prefix: put before the name of each metric, with a dash.
-        flush_logs_every_n_steps: how many steps may lie between two writes to the file.
+        name: the experiment, a folder in ``save_dir``; None for no such folder.
+        version: which run. None uses a new number; an existing version is continued.
+        prefix: prefix of each metric's name, followed by a dash.
+        flush_logs_every_n_steps: largest number of steps between two writes to the file.
 
     Example:
         >>> trainer = Trainer(logger=CSVLogger("logs"))  # doctest: +SKIP
@@ -60,15 +60,15 @@ class CSVLogger(FolderLogger):
 
     @property
     def experiment(self) -> Table:
-        """The table behind the logger."""
+        """The underlying table."""
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record the values of one step; without ``step``, of the one after the last."""
+        """Log the values of one step; ``step`` defaults to the last one plus 1."""
         self._add(numbers(metrics), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Record numbers and texts of one step."""
+        """Log numbers and texts of one step."""
         if options:
             super().log_record(values, step, **options)
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
@@ -117,18 +117,18 @@ class CSVLogger(FolderLogger):
             if name in named:
                 messages.warn_once(
                     f"The metric {name!r} is written to the column 'metric/{name}' of {self.METRICS_FILE}, because "
-                    f"{name!r} is filled for each row. Log it under another name to choose the column yourself."
+                    f"each row has its own {name!r}. Log it under another name to choose the column yourself."
                 )
                 named[f"metric/{name}"] = named.pop(name)
         return named
 
 
 class Table:
-    """A CSV file that grows by rows, and now and then by a column.
+    """CSV file to which rows, and sometimes columns, are added.
 
     Args:
-        path: the file; it is continued if it exists.
-        flush_every_n_steps: how many steps may pass until rows are written without being asked to.
+        path: the file; an existing file is continued.
+        flush_every_n_steps: number of steps after which rows are written automatically.
     """
 
     def __init__(self, path: str, flush_every_n_steps: int) -> None:
@@ -145,7 +145,7 @@ class Table:
             self._continue()
 
     def add(self, first: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        """Put the values into the row of their step. ``first`` holds the step and, if known, the epoch."""
+        """Add values to the row of their step. ``first`` holds the step and, if known, the epoch."""
         last, step = self._last, first["step"]
         same_row = last.get("step") == step and last.get("epoch") in (None, first.get("epoch", last.get("epoch")))
         if same_row and values.keys().isdisjoint(last):
@@ -186,24 +186,24 @@ class Table:
         self._waiting = []
 
     def is_deleted(self) -> bool:
-        """Whether the file was written and is no longer there."""
+        """Whether the file was written and then deleted."""
         return self._end > 0 and not os.path.exists(self.path)
 
     def begin_again(self) -> None:
-        """Write the waiting rows and those that follow to a new file."""
+        """Write the waiting rows and all later ones to a new file."""
         self._end, self._last_start, self._rows = 0, None, len(self._waiting)
         if not self._waiting:
             self._last = {}
 
     def place(self) -> dict[str, Any]:
-        """Where the table stands: its number of rows, and the last one, which may get more values; all on the disk."""
+        """Flush to disk; return the position: the number of rows, and the last row, which may get more values."""
         self.flush()
         to_disk(self.path)
         return {"rows": self._rows, "last": dict(self._last)}
 
     def rewind(self, rows: int, last: Mapping[str, Any]) -> None:
-        """Go back to a :meth:`place`: later rows are dropped, the columns stay, and ``last`` is as it was then."""
-        for torn in glob(f"{escape(self.path)}.*.tmp"):  # of a process that was killed while it replaced the file
+        """Return to a position from :meth:`place`: drop later rows, keep the columns, and restore the last row."""
+        for torn in glob(f"{escape(self.path)}.*.tmp"):  # left by a process that was killed while replacing the file
             os.remove(torn)
         found = self._read()
         kept = found[: rows - 1 if last else rows]
@@ -223,14 +223,14 @@ class Table:
             self._last_start = self._end - len(_line(kept[-1])) if last else None
 
     def _continue(self) -> None:
-        """Take over the columns and rows of an existing file, without a line that was torn off."""
+        """Read the columns and rows of an existing file, without an incomplete last line."""
         with open(self.path, "rb") as file:
             self._end = file.read().rfind(b"\n") + 1
         self.columns = self._read(header=True)[0] if self._end else []
         self._rows = len(self._read())
 
     def _read(self, header: bool = False) -> list[list[Any]]:
-        """The rows that are in the file."""
+        """Return the rows of the file."""
         if not os.path.exists(self.path):
             return []
         with open(self.path, "rb") as file:
@@ -239,17 +239,17 @@ class Table:
 
     @property
     def _start(self) -> int:
-        """Where the waiting rows go: to the end, or over the last row if it has got more values since."""
+        """Offset at which waiting rows are written: the end, or the last row if it has new values."""
         return self._end if self._last_start is None else self._last_start
 
     def _widen(self, new: Iterable[str]) -> None:
-        """Replace the file by one with more columns and without a last row that is about to be written again."""
+        """Replace the file with one that has more columns, without a last row that is about to be rewritten."""
         rows = self._read() if self._last_start is None else self._read()[:-1]
         self._replace(list(dict.fromkeys([*(self.columns or FIRST_COLUMNS), *new])), rows)
         self._last_start = None
 
     def _replace(self, columns: list[str], rows: list[list[Any]]) -> None:
-        """Replace the file in one piece."""
+        """Replace the file atomically."""
         lines = [_line(columns), *(_line([*row, *[""] * (len(columns) - len(row))]) for row in rows)]
         temporary = f"{self.path}.{os.getpid()}.tmp"
         with open(temporary, "wb") as file:

@@ -1,4 +1,4 @@
-"""What loggers share that write into a folder of their own for each run."""
+"""Base of loggers that write each run to a folder of its own."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from .values import mapping, plain
 
 
 class FolderLogger(Logger):
-    """Writes each run into ``save_dir/name/version_N``, together with the settings of the run in ``hparams.yaml``.
+    """Write each run to ``save_dir/name/version_N``, with its hyperparameters in ``hparams.yaml``.
 
-    The version is chosen when it is first asked for: the number after the highest one there is. Making the folder is
-    what claims it, so two runs that start at the same moment get two folders. A version that you name is used as it
-    is; if it exists, the run continues in it and nothing in it is overwritten.
+    The version is chosen when it is first used: one more than the highest existing number. It is claimed by creating
+    the folder, so two runs that start at the same moment get two folders. A version that you give is used unchanged; if
+    it exists, the run continues in it and nothing in it is overwritten.
 
-    A fit that goes on from a checkpoint goes on in the folder of the run that wrote it, and takes back what that run
-    recorded after it. A hidden file in the folder tells which run it is, so that the folder may be moved, and another
-    run's is left alone. A version that you name is kept: the resumed run continues only if it is the same one.
+    A resumed fit continues in the folder of the run that wrote the checkpoint, and removes the values that this run
+    logged after it. A hidden file in the folder identifies the run, so the folder may be moved, and other runs' folders
+    are left alone. A version that you give is kept: the log continues only if the checkpoint belongs to the same
+    version.
 
-    The object survives ``pickle`` and ``deepcopy``; the copy opens files of its own and appends.
+    The object can be pickled and deep-copied; a copy opens its own files and appends to them.
 
     Args:
         save_dir: the folder of all experiments, on a local or mounted file system.
-        name: the experiment, a folder below ``save_dir``; None or ``""`` for none.
-        version: a number for ``version_N``, a string for a folder of that name, or None for a new number.
-        prefix: put before the name of each metric, with a dash.
+        name: the experiment, a folder in ``save_dir``; None or ``""`` for no such folder.
+        version: a number for ``version_N``, a string to use as the folder's name, or None for a new number.
+        prefix: prefix of each metric's name, followed by a dash.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class FolderLogger(Logger):
             )
         if not _is_version(version):
             raise ValueError(
-                f"{who}(version={version!r}) names no run: a version is a number from 0 on or the name of a folder. "
+                f"{who}(version={version!r}) is not a version: a version is a number from 0 or the name of a folder. "
                 "Set version=3 or version='my_run', or leave it out for the next free number."
             )
         self.hparams: dict[str, Any] = {}
@@ -85,7 +86,7 @@ class FolderLogger(Logger):
         return self._dir_of(self.version)
 
     def run_dirs(self) -> list[str]:
-        """The folders of all numbered versions there are; that of the version alone if the user named it."""
+        """Return the folders of all numbered versions, or only this version's if the user gave it."""
         if self._is_named:
             return [self.log_dir]
         return [self._dir_of(path.name) for path in sorted(Path(self.root_dir).glob("version_*"))]
@@ -104,7 +105,7 @@ class FolderLogger(Logger):
         return self._experiment
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Add to the settings of the run and write them to ``hparams.yaml``; ``metrics`` are recorded at step 0."""
+        """Add to the run's hyperparameters and write them to ``hparams.yaml``; ``metrics`` are logged at step 0."""
         self.hparams.update(plain(mapping(params)))
         if not messages.is_rank_zero():
             return
@@ -123,7 +124,7 @@ class FolderLogger(Logger):
         return {"version": self.version, "run": self._run, "step": self._step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Whether the folder of the state's version is this logger's to choose, and still that run's."""
+        """Whether this logger may use the folder of the state's version, and the folder still belongs to that run."""
         version = state.get("version")
         if version is None or self._version not in (None, version):
             return False
@@ -145,17 +146,17 @@ class FolderLogger(Logger):
         return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
 
     def _mark_of(self, version: int | str) -> Path:
-        """The file that says which run the folder is; several loggers may share one."""
+        """Return the file that identifies the folder's run; several loggers may share a folder."""
         return Path(self._dir_of(version)) / f".{type(self).__name__}.run"
 
     def _is_deleted(self) -> bool:
-        """Whether what the object that writes has written is no longer there."""
+        """Whether the log was deleted after it was written."""
         return not os.path.isdir(self.log_dir)
 
     def _restore(self) -> None:
-        """Somebody deleted the log while it was written: say so and begin another one in the same folder."""
+        """Warn that the log was deleted while it was written, and start a new one in the same folder."""
         messages.warn(
-            f"The log in {messages.path(self.log_dir)} was deleted while the run was writing it, so what it held is "
+            f"The log in {messages.path(self.log_dir)} was deleted while the run was writing it, so its contents are "
             "lost. Logging continues there in a new file."
         )
         os.makedirs(self.log_dir, exist_ok=True)
@@ -165,16 +166,16 @@ class FolderLogger(Logger):
         self._begin_again()
 
     def _begin_again(self) -> None:
-        """Let the object that writes begin a new file."""
+        """Start a new file."""
         self._experiment = None
 
     def _open(self) -> Any:
-        """Make the object that writes. The run's folder exists."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it writes with. Define _open(self).")
+        """Create the writer. The run's folder exists."""
+        raise NotImplementedError(f"{type(self).__name__} does not define its writer. Define _open(self).")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Say what to do about a folder that cannot be written to."""
+        """Explain an error about a folder that cannot be written to."""
         try:
             yield
         except OSError as error:
@@ -182,9 +183,9 @@ class FolderLogger(Logger):
 
     def _explained(self, error: OSError) -> OSError:
         text = (
-            f"{error.strerror or error}: {type(self).__name__} cannot write to its folder. Make the folder "
-            "writable, free space on the disk, or choose another folder (save_dir of the logger, default_root_dir "
-            "of the Trainer). Folder"
+            f"{error.strerror or error}: {type(self).__name__} cannot write to its folder. Make the folder writable, "
+            "free disk space, or choose another folder (save_dir of the logger, default_root_dir of the Trainer). "
+            "Folder"
         )
         return OSError(error.errno, text, self.root_dir)
 
@@ -224,7 +225,7 @@ class FolderLogger(Logger):
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file in one piece; it is on the disk afterwards."""
+    """Replace a file atomically and flush it to disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -234,7 +235,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def to_disk(path: str | os.PathLike[str]) -> None:
-    """Return when a file and its name are on the disk; nothing if there is none."""
+    """Flush a file and its directory entry to disk, if it exists."""
     for part in (path, os.path.dirname(path)) if os.path.exists(path) else ():
         handle = os.open(part, os.O_RDONLY)
         try:
@@ -244,7 +245,7 @@ def to_disk(path: str | os.PathLike[str]) -> None:
 
 
 def call_at_exit(owner: object, action: Callable[[], object]) -> None:
-    """Call ``action`` when ``owner`` is collected or the program ends, but never in a forked child."""
+    """Call ``action`` when ``owner`` is garbage-collected or the program ends, but never in a forked child."""
     weakref.finalize(owner, _if_same_process, os.getpid(), action)
 
 
@@ -260,7 +261,7 @@ def _is_version(version: Any) -> bool:
 
 
 def _set_aside(path: Path) -> None:
-    """Keep the settings of an earlier run of this version as ``hparams_1.yaml``, ``hparams_2.yaml``, ..."""
+    """Keep the hyperparameters of an earlier run of this version as ``hparams_1.yaml``, ``hparams_2.yaml``, ..."""
     number = 1
     while (kept := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
         number += 1

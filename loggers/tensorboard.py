@@ -1,4 +1,4 @@
-"""``TensorBoardLogger``: curves, settings, text and the model's graph for TensorBoard."""
+"""``TensorBoardLogger``: logs curves, hyperparameters, text and the model's graph for TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _WRITER_OPTIONS = ("purge_step", "max_queue", "flush_secs", "filename_suffix")
 
 
 class TensorBoardLogger(FolderLogger):
-    """Writes TensorBoard event files; look at them with ``tensorboard --logdir <save_dir>``.
+    """Log to TensorBoard event files; view them with ``tensorboard --logdir <save_dir>``.
 
-    A thread of TensorBoard's writer does the writing; all values of a step go to it as one event, which carries the
-    step and the wall time. A metric whose value is a dict is drawn as several curves in one plot. The settings of the
-    run appear in the HParams tab with the state the run ended in, and lie in ``hparams.yaml``.
+    A thread of TensorBoard's writer writes the files. All values of a step go to it as one event with the step and the
+    wall time. A metric whose value is a dict is drawn as several curves in one plot. The run's hyperparameters appear
+    in the HParams tab, together with the run's final status, and in ``hparams.yaml``.
 
-    A resumed run goes on in another event file of the same folder. What the run had recorded after the checkpoint is
-    cut off its files (their names hold a text that no other run has), so that each step is there once.
+    A resumed run continues in another event file of the same folder. Values that the run logged after the checkpoint
+    are cut off its files (which have the run's id in their names), so that each step appears once.
 
     Args:
         save_dir: the folder of all experiments.
-        name: the experiment, a folder below ``save_dir``; None for none.
-        version: which run. None takes a new number; a version that exists continues with another event file.
-        log_graph: record the graph of the model, traced with ``example_input_array`` of the module.
-        default_hp_metric: record ``hp_metric`` as -1 when a new run has settings without metrics. Log ``hp_metric``
-            yourself to fill it.
-        prefix: put before the name of each metric, with a dash.
-        sub_dir: a folder below the version's that the files go to.
-        **kwargs: ``purge_step`` (hide what an earlier run recorded from this step on), ``max_queue`` (events that may
-            wait before the training does, default 1000), ``flush_secs`` (most seconds until the thread brings events
-            to the file, default 10) and ``filename_suffix``.
+        name: the experiment, a folder in ``save_dir``; None for no such folder.
+        version: which run. None uses a new number; an existing version is continued in another event file.
+        log_graph: log the model's graph, traced with the module's ``example_input_array``.
+        default_hp_metric: log ``hp_metric`` as -1 if a new run has hyperparameters but no metrics. Log ``hp_metric``
+            yourself to give it a value.
+        prefix: prefix of each metric's name, followed by a dash.
+        sub_dir: a subfolder of the version's folder for the files.
+        **kwargs: ``purge_step`` (hide values that an earlier run logged from this step on), ``max_queue`` (events that
+            may be queued before training waits, default 1000), ``flush_secs`` (longest time until queued events are
+            written, default 10) and ``filename_suffix``.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> SummaryWriter:
-        """The ``SummaryWriter``, for everything this class has no method for."""
+        """The ``SummaryWriter``, for everything that this class has no method for."""
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record the values of one step; without ``step``, of the one after the last."""
+        """Log the values of one step; ``step`` defaults to the last one plus 1."""
         new_value = _tensorboard("compat.proto.summary_pb2").Summary.Value
         step = self._next_step(step)
         now = time.time()
@@ -96,7 +96,7 @@ class TensorBoardLogger(FolderLogger):
         self._record(values, step, now)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Add to the settings of the run; ``metrics`` are recorded at step 0 and can be compared in the HParams tab."""
+        """Add to the run's hyperparameters; ``metrics`` are logged at step 0 and can be compared in the HParams tab."""
         super().log_hyperparams(params)
         if not self.hparams:
             return
@@ -109,7 +109,7 @@ class TensorBoardLogger(FolderLogger):
                 self.experiment.add_scalar("hp_metric", -1, 0)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Record numbers, dicts of numbers (curves of one plot) and texts of one step."""
+        """Log numbers, dicts of numbers (curves in one plot) and texts of one step."""
         step = self._next_step(step)
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
         if options or len(texts) < len(values):
@@ -118,30 +118,30 @@ class TensorBoardLogger(FolderLogger):
             self.log_text(name, value, step)
 
     def log_image(self, key: str, images: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Record images of one step.
+        """Log images of one step.
 
         Args:
             key: the name of the panel.
-            images: a tensor or array of shape (batch, channels, height, width), or as ``dataformats`` says; an image
-                without the first dimension needs ``dataformats="CHW"`` or ``"HWC"``.
-            step: place on the x axis.
+            images: a tensor or array of shape (batch, channels, height, width), or of the form that ``dataformats``
+                gives. A single image without the batch dimension needs ``dataformats="CHW"`` or ``"HWC"``.
+            step: position on the x axis.
             **kwargs: arguments of ``SummaryWriter.add_images``.
         """
         self.experiment.add_images(self._prefix + key, images, self._next_step(step), **kwargs)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Record a matplotlib figure as an image; ``kwargs`` are those of ``SummaryWriter.add_figure``."""
+        """Log a matplotlib figure as an image; ``kwargs`` are arguments of ``SummaryWriter.add_figure``."""
         self.experiment.add_figure(self._prefix + key, figure, self._next_step(step), **kwargs)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
-        """Record a text, shown as Markdown in the Text tab."""
+        """Log a text, shown as Markdown in the Text tab."""
         self.experiment.add_text(self._prefix + name, text, self._next_step(step))
 
     def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
-        """Record the graph of ``model.forward``, if the logger was made with ``log_graph=True``.
+        """Log the graph of ``model.forward``, if the logger was created with ``log_graph=True``.
 
-        The model is traced with ``input_array``, or its ``example_input_array``, in eval mode and without gradients;
-        its modes and the random states are as before afterwards. A model that cannot be traced costs a warning only.
+        The model is traced with ``input_array``, or its ``example_input_array``, in eval mode and without gradients.
+        Its modes and the random states are restored afterwards. If tracing fails, there is only a warning.
         """
         if not self._log_graph or not messages.is_rank_zero():
             return
@@ -159,8 +159,8 @@ class TensorBoardLogger(FolderLogger):
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             messages.warn(
-                f"The graph of {type(model).__name__} was not recorded: tracing it failed with "
-                f"{type(error).__name__}: {reason} Set TensorBoardLogger(log_graph=False), or make forward traceable."
+                f"The graph of {type(model).__name__} was not logged: tracing it failed with {type(error).__name__}: "
+                f"{reason} Set TensorBoardLogger(log_graph=False), or make forward traceable."
             )
 
     def save(self) -> None:
@@ -197,17 +197,17 @@ class TensorBoardLogger(FolderLogger):
         self._hparams_due = self._hparams_due and not self._session_open
 
     def _files(self) -> list[Path]:
-        """The event files that this run has written, those of its plots' curves too."""
+        """Return this run's event files, including those of curves in one plot."""
         return sorted(Path(self.log_dir).rglob(f"*tfevents*{self._mark}*"))
 
     def _own_files(self) -> Iterator[Path]:
-        """Those without the curves'."""
+        """Return this run's event files without those of curves in one plot."""
         return Path(self.log_dir).glob(f"*tfevents*{self._mark}*")
 
     def finalize(self, status: str) -> None:
         if self._hparams_due:
             self._start_session()
-        if self._session_open:  # also where a resume has cut the end off and nothing was recorded after it
+        if self._session_open:  # also if a resume has cut off the end and nothing was logged after it
             self._record([_session_end(succeeded=status == "success")], 0, time.time())
             self._session_open = False
         self._close()
@@ -216,7 +216,7 @@ class TensorBoardLogger(FolderLogger):
         return not os.path.exists(self._file)
 
     def _begin_again(self) -> None:
-        with contextlib.suppress(OSError):  # its thread may have tried to write to what is gone
+        with contextlib.suppress(OSError):  # the writer's thread may have tried to write to the deleted file
             self._close()
         self._experiment = None
         self._hparams_due, self._session_open = self._hparams_due or self._session_open, False
@@ -228,7 +228,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def _mark(self) -> str:
-        """What the names of this run's event files hold."""
+        """Text in the names of this run's event files."""
         return f".run-{self._run[:12]}"
 
     def _dir_of(self, version: int | str) -> str:
@@ -252,11 +252,11 @@ class TensorBoardLogger(FolderLogger):
         writer = event_writer(self.experiment)
         try:
             writer.add_summary(summary, step, now)
-        except OSError as error:  # of its thread
+        except OSError as error:  # raised by the writer's thread
             raise self._explained(error) from error
 
     def _start_session(self) -> None:
-        """Tell the HParams tab the settings. TensorBoard takes the first record only, so it waits for the values."""
+        """Send the hyperparameters to the HParams tab, once all are known: TensorBoard uses only the first record."""
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         self._hparams_due = False
@@ -266,14 +266,14 @@ class TensorBoardLogger(FolderLogger):
 
 
 def _pass_second(names: Iterable[str]) -> None:
-    """Wait out the second in which the newest of these event files was made: their names sort by seconds."""
+    """Wait until the second in which the newest of these files was created is over: their names sort by seconds."""
     newest = max((int(name.split(".")[3]) for name in names), default=0)
     while newest <= time.time() < newest + 1:
         time.sleep(newest + 1 - time.time())
 
 
 def _session_end(succeeded: bool) -> Any:
-    """The record that tells the HParams tab how the run ended."""
+    """Return the record that tells the HParams tab how the run ended."""
     from tensorboard.plugins.hparams import metadata
 
     api, data = _tensorboard("plugins.hparams.api_pb2"), _tensorboard("plugins.hparams.plugin_data_pb2")
@@ -285,7 +285,7 @@ def _session_end(succeeded: bool) -> Any:
 
 
 def _tensorboard(module: str) -> Any:
-    """A module of TensorBoard's protobuf messages, whose members are made at run time."""
+    """Import a module of TensorBoard's protobuf messages, whose members are created at run time."""
     return import_module(f"tensorboard.{module}")
 
 

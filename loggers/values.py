@@ -1,22 +1,29 @@
-"""What users hand to a logger, brought into the forms that files can hold: numbers, and plain nested settings."""
+"""Conversion of logged values to numbers and plain nested data, and the words in their names."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import Any
+
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_NO_WORD = re.compile(r"[^a-z0-9]+")
+_DIGITS = re.compile(r"\d+")
+_STAGE = re.compile(r"(?:train|val|test)(?=[a-z])")
 
 
 def number(name: str, value: Any) -> float:
     """Return ``value`` as a Python number.
 
-    Takes numbers, and tensors or arrays of one element. For a tensor on an accelerator the host waits for the device;
-    what the trainer sends are Python numbers already.
+    Takes numbers, and tensors or arrays of one element. For a tensor on an accelerator, the host waits for the device.
+    The trainer sends Python numbers.
 
     Raises:
-        TypeError: It is not one number.
+        TypeError: If it is not one number.
     """
     if type(value) in (float, int):
         return value
@@ -27,24 +34,24 @@ def number(name: str, value: Any) -> float:
         return single.__float__()
     except (AttributeError, TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"The metric {name!r} cannot be recorded: {_describe(value)} is not one number. "
-            "Log a number or a tensor of one element: reduce it first, for example with .mean()."
+            f"The metric {name!r} cannot be logged: {_describe(value)} is not one number. Log a number or a tensor of "
+            "one element: reduce it first, for example with .mean()."
         ) from None
 
 
 def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return all values as Python numbers, nested mappings under joined names (``"loss/train"``)."""
+    """Return all values as Python numbers, with joined names for nested mappings (``"loss/train"``)."""
     return {prefix + name: number(name, value) for name, value in _leaves(metrics)}
 
 
 def record(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values under joined names (``"loss/train"``): what is a number as a Python number, the rest as it is."""
+    """Return values with joined names (``"loss/train"``): numbers as Python numbers, the rest unchanged."""
     leaves = ((prefix + name, value, _single(value)) for name, value in _leaves(values))
     return {name: number(name, value) if _is_number(single) else value for name, value, single in leaves}
 
 
 def present(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values without those that are None, also in nested mappings; one of which nothing is left goes too."""
+    """Return values without None, also in nested mappings, and without mappings that become empty."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -57,24 +64,24 @@ def present(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mapping(params: Any) -> dict[str, Any]:
-    """Return the settings of a dict, a ``Namespace`` or a dataclass as a dict; None is empty.
+    """Return a dict, ``Namespace`` or dataclass as a dict; None gives an empty dict.
 
     Raises:
-        TypeError: It is none of these.
+        TypeError: If it is none of these.
     """
     if params is None:
         return {}
     items = _items(params)
     if items is None:
         raise TypeError(
-            f"Hyperparameters cannot be recorded from {_describe(params)}: they need names. "
-            "Pass a dict, an argparse.Namespace or a dataclass."
+            f"Hyperparameters cannot be logged from {_describe(params)}: they need names. Pass a dict, an "
+            "argparse.Namespace or a dataclass."
         )
     return items
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` made of dicts, lists, numbers, strings and None only; what has no such form becomes its text."""
+    """Return ``value`` as plain dicts, lists, numbers, strings and None; other objects become text."""
     if isinstance(value, Enum):
         return value.name
     if value is None or type(value) in (bool, int, float, str):
@@ -94,9 +101,21 @@ def plain(value: Any) -> Any:
 
 
 def flat(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return nested settings under joined names (``"optimizer/lr"``); what is no number or string becomes text."""
+    """Return nested settings with joined names (``"optimizer/lr"``), anything but numbers and strings as text."""
     leaves = _leaves(plain(params))
     return {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in leaves}
+
+
+@lru_cache(1024)
+def words_in(name: str) -> frozenset[str]:
+    """Return the lower-case words of a name, with and without digits: ``"val/MSELoss2"`` has ``mse`` and ``loss``.
+
+    A name in camel case is read with and without splitting (``mIoU`` is also ``miou``), and a leading stage is a word
+    (``valacc``).
+    """
+    parts = [part for text in (_CAMEL.sub(" ", name), name) for part in _NO_WORD.split(text.lower())]
+    words = {*parts, *(word for part in parts for word in _DIGITS.split(part))}
+    return frozenset(words | {_STAGE.sub("", word, count=1) for word in words}) - {""}
 
 
 def _leaves(items: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -118,7 +137,7 @@ def _items(value: Any) -> dict[str, Any] | None:
 
 
 def _single(value: Any) -> Any:
-    """The element of a tensor or array that has only one; anything else unchanged. Needs neither torch nor numpy."""
+    """Return the element of a one-element tensor or array, else ``value``. Needs neither torch nor numpy."""
     if not hasattr(value, "item"):
         return value
     size = value.numel() if hasattr(value, "numel") else getattr(value, "size", None)

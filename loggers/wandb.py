@@ -1,4 +1,4 @@
-"""``WandbLogger``: the run on Weights & Biases, or in a local folder to be uploaded later."""
+"""``WandbLogger``: logs a run to Weights & Biases, or to a local folder for a later upload."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ if TYPE_CHECKING:
     import torch
     from wandb.sdk.wandb_run import Run
 
-#: Seconds between two writes of wandb's process to the run's file. Its default of 15 is too long to wait for.
+#: Seconds between two writes of wandb's process to the run's file. Its default of 15 is too long to wait.
 _FLUSH_SECONDS = 0.5
 _FLUSH_SETTING = "x_transaction_log_flush_interval"
-#: Seconds after which the end of a run no longer waits for wandb's process to write.
+#: Longest time that the end of a run waits for wandb's process to write.
 _PATIENCE_SECONDS = 10.0
 _STEP = "trainer/global_step"
-#: Defined, but never logged: its definition in the file shows that everything sent before is there too.
+#: Defined, but never logged: once its definition is in the file, everything sent before is there too.
 _MARK = "paceline/written"
 
 
 class WandbLogger(Logger):
-    """Sends a run to Weights & Biases; with ``offline=True`` it is kept in ``save_dir/wandb`` for ``wandb sync``.
+    """Log a run to Weights & Biases, or with ``offline=True`` to ``save_dir/wandb`` for ``wandb sync``.
 
-    A process of wandb's own does the writing and sending; it writes to the run's local file every half second. After a
-    success the run stays open, so that ``test`` or ``wandb.log`` can add to it until ``wandb.finish()`` or the end of
-    the program; a run that failed or was interrupted is finished as failed at once, and continued under its id if
-    the logger is used again. Where wandb has a run going already, the logger adds to that one.
+    A separate wandb process writes and sends the values; it writes to the run's local file every half second. After a
+    successful run the wandb run stays open, so that ``test`` or ``wandb.log`` can add to it until ``wandb.finish()`` or
+    the end of the program. A failed or interrupted run is finished as failed immediately, and continued under its id if
+    the logger is used again. If a wandb run is already open, the logger adds to that run.
 
-    A fit that goes on from a checkpoint goes on with the run that wrote it, under its id, unless you name another one.
-    What the service has of that run past the checkpoint is not sent again; offline, ``wandb/`` gets one more folder of
-    that run, whose rows begin where the checkpoint stood.
+    A resumed fit continues the wandb run that wrote the checkpoint, under its id, unless you give another id. Values
+    that the service already has from after the checkpoint are not sent again. Offline, ``wandb/`` gets another folder
+    for that run, whose rows begin at the checkpoint.
 
     The x axis of all charts is ``trainer/global_step``, the number of updates.
 
     Args:
-        name: the name shown for the run; None lets wandb choose one.
-        save_dir: the folder in which wandb makes its ``wandb`` folder; None means ``WANDB_DIR``, or where the program
-            runs.
-        version: the run's id; to continue a run, give the id it had.
-        offline: send nothing. wandb also takes this from ``WANDB_MODE=offline``.
+        name: display name of the run; None lets wandb choose one.
+        save_dir: the folder in which wandb creates its ``wandb`` folder; None means ``WANDB_DIR``, or the current
+            folder.
+        version: the run's id; give an earlier run's id to continue it.
+        offline: send nothing. ``WANDB_MODE=offline`` has the same effect.
         dir: the same as ``save_dir``.
         id: the same as ``version``.
         project: the project; None means ``WANDB_PROJECT``, or ``"paceline_logs"``.
-        log_model: upload checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run,
-            False not at all. Offline they are kept for ``wandb sync``.
-        experiment: a run of yours from ``wandb.init`` to use.
-        prefix: put before the name of each metric, with a dash.
-        checkpoint_name: the name of the model artifact; None means ``model-<id>``.
+        log_model: upload checkpoints as artifacts: ``"all"`` when they are written, True at the end of the run, False
+            never. Offline they are kept for ``wandb sync``.
+        experiment: an existing run from ``wandb.init`` to use.
+        prefix: prefix of each metric's name, followed by a dash.
+        checkpoint_name: name of the model artifact; None means ``model-<id>``.
         add_file_policy: ``"mutable"`` copies a checkpoint before it is uploaded, ``"immutable"`` does not, which is
             safe only if no checkpoint is overwritten or deleted.
         **kwargs: passed to ``wandb.init``: entity, tags, group, notes, config, settings, ...
@@ -96,10 +96,10 @@ class WandbLogger(Logger):
         self._has_unwritten = False
         self._checkpoint_callback: Any = None
         self._uploaded: dict[str, int] = {}
-        #: Where the first record after a resume belongs, and how many from there on the service has already.
+        #: Row of the first record after a resume, and how many records from there on the service already has.
         self._resumed_row: int | None = None
         self._known_rows = 0
-        #: The row that the run began with when it was opened.
+        #: First row of the run when it was opened.
         self._first_row = 0
 
     @property
@@ -126,16 +126,16 @@ class WandbLogger(Logger):
 
     @property
     def log_dir(self) -> str:
-        """Where checkpoints go. wandb's own files are in ``save_dir/wandb``."""
+        """The folder for checkpoints. wandb's own files are in ``save_dir/wandb``."""
         return os.path.join(self.root_dir, self.version)
 
     @property
     def records_dir(self) -> None:
-        """None: wandb itself says where its files are."""
+        """None, because wandb itself reports where its files are."""
 
     @property
     def experiment(self) -> Run:
-        """The run, for everything this class has no method for."""
+        """The run, for everything that this class has no method for."""
         if not messages.is_rank_zero():
             return Nothing()  # type: ignore[return-value]
         if self._experiment is None:
@@ -147,18 +147,18 @@ class WandbLogger(Logger):
         return self._experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Record the values of one step; without ``step`` they stand at the step recorded last."""
+        """Log the values of one step; ``step`` defaults to the last one."""
         self._log(numbers(metrics, self._prefix), step)
 
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Record whatever wandb shows: numbers, texts, images, tables; ``options`` are those of wandb's ``run.log``.
+        """Log anything that wandb shows: numbers, texts, images, tables; ``options`` are those of wandb's ``run.log``.
 
-        With ``commit=False`` the values go into one row with those that follow.
+        With ``commit=False`` the values share a row with the next ones.
         """
         self._log(record(values, self._prefix), step, **options)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
-        """Record a matplotlib figure as an image."""
+        """Log a matplotlib figure as an image."""
         import wandb
 
         self._log({self._prefix + key: wandb.Image(figure)}, step)
@@ -169,25 +169,25 @@ class WandbLogger(Logger):
         self._has_unwritten = True
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Add to the run's config, nested as they are; ``metrics`` are recorded at step 0."""
+        """Add to the run's config, keeping the nesting; ``metrics`` are logged at step 0."""
         self.experiment.config.update(plain(mapping(params)), allow_val_change=True)
         self._has_unwritten = True
         if metrics:
             self.log_metrics(metrics, step=0)
 
     def run_dirs(self) -> list[str]:
-        """The folders of all runs of the project; that of the run alone if the user named it."""
+        """Return the folders of all runs of the project, or only this run's if the user gave its id."""
         if self._is_named:
             return [self.log_dir]
         return [str(path) for path in sorted(Path(self.root_dir).glob("*")) if path.is_dir()]
 
     def state_dict(self) -> dict[str, Any]:
         run = self.experiment
-        run.status()  # answered after wandb's process, which outlives a kill of this one, has taken in all before
+        run.status()  # returns after wandb's process, which survives a kill of this one, has received everything
         return {"id": self.version, "project": self.name, "row": run.step}
 
     def recognizes(self, state: Mapping[str, Any]) -> bool:
-        """Whether the run is of this project, lies in ``save_dir``, and no other one was named."""
+        """Whether the run belongs to this project, is in ``save_dir``, and no other id was given."""
         mine = self.version if self._experiment is not None else self._id
         if state["project"] != self.name or mine not in (None, state["id"]):
             return False
@@ -199,7 +199,7 @@ class WandbLogger(Logger):
             self._resumed_row = state["row"]
 
     def withdraw(self) -> None:
-        """Finish a run of its own that is going and has no row yet, and forget its id unless that was given."""
+        """Finish a run that this logger opened if it has no rows yet, and forget its id unless the user gave it."""
         run = self._experiment
         if run is None or not self._is_own or run.step != self._first_row:
             return
@@ -214,7 +214,7 @@ class WandbLogger(Logger):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Record histograms of gradients or parameters every ``log_freq`` steps. Waits for the device each time."""
+        """Log histograms of gradients or parameters every ``log_freq`` steps. Waits for the device each time."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def log_table(
@@ -225,7 +225,7 @@ class WandbLogger(Logger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Record a table given by columns and rows, or by a pandas ``dataframe``; cells may be images or text."""
+        """Log a table, from columns and rows or a pandas ``dataframe``; cells may be images or text."""
         import wandb
 
         self._log({self._prefix + key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
@@ -238,24 +238,25 @@ class WandbLogger(Logger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Record texts as a table."""
+        """Log texts as a table."""
         self.log_table(key, columns, data, dataframe, step)
 
     def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Record images (arrays, tensors, PIL images or paths).
+        """Log images (arrays, tensors, PIL images or paths).
 
         Args:
             key: the name of the panel.
             images: the images of one step.
-            step: place on the x axis.
-            **kwargs: arguments of ``wandb.Image``, each a list with one value per image, as ``caption=["cat", "dog"]``.
+            step: position on the x axis.
+            **kwargs: arguments of ``wandb.Image``, each a list with one value per image, such as
+                ``caption=["cat", "dog"]``.
         """
         import wandb
 
         if isinstance(images, str | bytes) or not isinstance(images, Sequence):
             raise TypeError(
-                f"log_image({key!r}) got {messages.a(images)} for the images of one step, which is not a list. "
-                "Put a single image into a list: [image]."
+                f"log_image({key!r}) got {messages.a(images)} as the images of one step, which is not a list. Put a "
+                "single image into a list: [image]."
             )
         for option, values in kwargs.items():
             if len(values) != len(images):
@@ -267,7 +268,7 @@ class WandbLogger(Logger):
         self._log({self._prefix + key: panels}, step)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload what the ``ModelCheckpoint`` has written: now for ``log_model="all"``, else at the end of the run."""
+        """Upload the ``ModelCheckpoint``'s files: now with ``log_model="all"``, else at the end of the run."""
         if self._log_model == "all":
             self._upload_checkpoints(checkpoint_callback)
         elif self._log_model:
@@ -283,7 +284,7 @@ class WandbLogger(Logger):
             self._finish(exit_code=1)
 
     def close(self) -> None:
-        """Finish the run, unless it is one of yours."""
+        """Finish the run, unless the user opened it."""
         self.finalize("success")
         if self._experiment is not None and self._is_own:
             self._finish()
@@ -301,7 +302,7 @@ class WandbLogger(Logger):
             if self._id not in (None, wandb.run.id):
                 messages.warn(
                     f"WandbLogger(version={self._id!r}) adds to the run {wandb.run.id!r}, because that run is open in "
-                    "this process. Call wandb.finish() first to get a run of its own."
+                    "this process. Call wandb.finish() first to start a new run."
                 )
             return wandb.run
         self._is_own = True
@@ -328,7 +329,7 @@ class WandbLogger(Logger):
         self._has_unwritten = True
 
     def _wait_until_written(self) -> None:
-        """Return when wandb's process has brought to its file what it was sent; it does so at regular intervals."""
+        """Wait until wandb's process, which writes at regular intervals, has written everything to its file."""
         run = self._experiment
         interval = getattr(run.settings, _FLUSH_SETTING, None) or 0.0
         path = run.settings.sync_file
@@ -368,8 +369,8 @@ def _check(
 ) -> None:
     if version and id and version != id:
         raise ValueError(
-            f"WandbLogger(version={version!r}, id={id!r}) names two runs, but both arguments mean the run's id. "
-            "Give one of them."
+            f"WandbLogger(version={version!r}, id={id!r}) gives two ids, but both arguments mean the run's id. Give "
+            "one of them."
         )
     if log_model not in (True, False, "all"):
         raise ValueError(messages.unknown("log_model", log_model, ["all"], more=", True or False"))
@@ -382,7 +383,7 @@ def _check(
 
 
 def _holds_mark(path: str, since: int) -> bool:
-    """Whether a ``.wandb`` file has the definition of ``_MARK`` from byte ``since`` on.
+    """Whether a ``.wandb`` file contains the definition of ``_MARK`` at byte ``since`` or later.
 
     The file is a LevelDB log: blocks of 32 KiB, each beginning with a header of 7 bytes; records may cross blocks.
     """
@@ -399,7 +400,7 @@ def _holds_mark(path: str, since: int) -> bool:
 
 
 def _checkpoints(callback: Any) -> dict[str, float | None]:
-    """The files a checkpoint callback keeps, oldest first, with their scores."""
+    """Return the files that a checkpoint callback keeps, oldest first, with their scores."""
     scores: dict[str, Any] = dict(getattr(callback, "best_k_models", None) or {})
     best = getattr(callback, "best_model_path", None)
     scores.setdefault(best or "", getattr(callback, "best_model_score", None))
@@ -407,8 +408,8 @@ def _checkpoints(callback: Any) -> dict[str, float | None]:
     away = [path for path in scores if "://" in path]
     if away:
         messages.warn_once(
-            f"WandbLogger(log_model=...) uploads checkpoints from this machine; {away[0]} is not on it and "
-            "is not uploaded. Leave log_model out, or save to a local dirpath.",
+            f"WandbLogger(log_model=...) uploads local checkpoints only, so {away[0]} is not uploaded. Remove "
+            "log_model, or save to a local dirpath.",
             key="WandbLogger log_model",
         )
     there = [path for path in scores if path and os.path.exists(path)]

@@ -1,4 +1,4 @@
-"""What looks at where the time of a run goes: by name in ``Trainer(profiler=...)``, or an object of one's own."""
+"""Profilers, selected by name or object in ``Trainer(profiler=...)``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``profiler="advanced"``: cProfile, action by action."""
+"""``profiler="advanced"``: cProfile for each action."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .base import Profiler
 
 
 class AdvancedProfiler(Profiler):
-    """Every Python function that ran within an action, with its calls and seconds.
+    """Record every Python function that runs in an action, with its calls and seconds.
 
-    A call counts for the innermost action under way. It slows a step down several times: look at what is large, not at
-    how large it is.
+    A call counts for the innermost running action. The profiler slows a step down several times, so compare functions
+    with each other and do not rely on absolute times.
 
     Args:
         dirpath: see :class:`Profiler`.
         filename: see :class:`Profiler`.
-        line_count_restriction: lines of the table of an action: a number of them (int), or a share (float).
-        dump_stats: also write what cProfile found as ``.prof`` files, one an action, for tools that draw them.
+        line_count_restriction: lines of an action's table, as a number (int) or a fraction (float).
+        dump_stats: also write one ``.prof`` file per action with cProfile's results, for visualization tools.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class AdvancedProfiler(Profiler):
         self.profiled_actions, self._open = {}, []
 
     def start(self, action_name: str) -> None:
-        self._pause()  # a process has one profiler at a time
+        self._pause()  # a process can have only one active profiler
         self._open.append(action_name)
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
 

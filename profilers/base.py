@@ -1,7 +1,7 @@
-"""The interface of a profiler, and the one that does nothing.
+"""Interface of profilers, and a profiler that does nothing.
 
-Nothing of a run asks whether there is a profiler: what is to be timed is wrapped when it is bound (``wiring.py``), and
-only then.
+Running code never checks for a profiler: functions to be timed are wrapped once, when they are bound
+(``trainer/profiling.py``).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _END = object()
 
 
 class Profiler:
-    """Times named actions. Write one's own with :meth:`start`, :meth:`stop` and :meth:`summary`.
+    """Base class of profilers, which time named actions. Define :meth:`start`, :meth:`stop` and :meth:`summary`.
 
-    Actions have the names they have in Lightning: ``run_training_epoch``, ``run_training_batch``,
+    Actions have the same names as in Lightning: ``run_training_epoch``, ``run_training_batch``,
     ``[_TrainingEpochLoop].train_dataloader_next``, ``[Strategy]DDPStrategy.backward``, ``[Callback]Mine.on_fit_start``,
     ``[TrainingModule]Mine.on_train_start``, ``save_checkpoint``, ...
 
     Args:
-        dirpath: the folder of what is written; None: that of the run's logger, or the ``default_root_dir``.
-        filename: what files are named after (``fit-<filename>.txt``); None or ``"-"``: the report is said, not written.
+        dirpath: the folder for reports; None means the folder of the run's logger, or ``default_root_dir``.
+        filename: part of the files' names (``fit-<filename>.txt``); None or ``"-"`` prints the report instead.
     """
 
-    #: Whether there is anything to be wrapped.
+    #: Whether functions must be wrapped.
     active = True
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
@@ -46,28 +46,28 @@ class Profiler:
         self._stage: str | None = None
         self._local_rank = 0
 
-    # ---- what a profiler does --------------------------------------------------------------------
+    # ---- profiling -------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
-        """An action begins. Actions may be inside of each other."""
-        raise NotImplementedError(f"{type(self).__name__} has no start(action_name). Define it.")
+        """Start an action. Actions may be nested."""
+        raise NotImplementedError(f"{type(self).__name__} does not define start(action_name). Define it.")
 
     def stop(self, action_name: str) -> None:
-        """The action is over; also when it raised."""
-        raise NotImplementedError(f"{type(self).__name__} has no stop(action_name). Define it.")
+        """End an action, also after an exception."""
+        raise NotImplementedError(f"{type(self).__name__} does not define stop(action_name). Define it.")
 
     def summary(self) -> str:
-        """What was found, as text; an empty one says nothing."""
+        """Return the report as text; an empty text is not shown."""
         return ""
 
     def split(self) -> dict[str, float]:
-        """Seconds of the run so far by part, parts that do not overlap: for the page of a ``RunReport``.
+        """Return the run's seconds so far by part, without overlaps, for the page of a ``RunReport``.
 
-        Empty: there is no such split.
+        Empty if there is no such split.
         """
         return {}
 
-    # ---- around code --------------------------------------------------------------------
+    # ---- around code -----------------------------------------------------------------------------
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[Self]:
@@ -79,45 +79,45 @@ class Profiler:
             self.stop(action_name)
 
     def around(self, action_name: str, function: Callable[..., T]) -> Callable[..., T]:
-        """``function``, with each call timed."""
+        """Return ``function`` with each call timed."""
         return partial(_timed, self.start, self.stop, action_name, function)
 
     def iterate(self, action_name: str, iterator: Iterable[T]) -> Iterator[T]:
-        """``iterator``, with each ``next`` timed."""
+        """Iterate over ``iterator`` with each ``next`` timed."""
         fetch = self.around(action_name, partial(next, iter(iterator), _END))
         while (value := fetch()) is not _END:
             yield value  # type: ignore[misc]
 
-    # ---- a run --------------------------------------------------------------------
+    # ---- a run -----------------------------------------------------------------------------------
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | Path | None = None) -> None:
-        """A run begins, in every process.
+        """Called in every process when a run begins.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: this process's.
-            log_dir: where files go if no ``dirpath`` was given.
+            local_rank: this process's local rank.
+            log_dir: the folder for files if no ``dirpath`` was given.
         """
         self._stage, self._local_rank = stage, local_rank or 0
         self._folder = log_dir if self.dirpath is None else self.dirpath
 
     def connect(self, trainer: Trainer) -> None:
-        """Module and data of the run are known, nothing of them is bound yet."""
+        """Called when the run's module and data are known, before functions are bound."""
 
     def attach(self, trainer: Trainer) -> None:
-        """Everything is bound, and the first batch not yet fetched."""
+        """Called when everything is bound, before the first batch is fetched."""
 
     def finish(self, trainer: Trainer) -> None:
-        """The run has come to its end, on all ranks, which may still talk to each other."""
+        """Called when the run has ended normally on all ranks, which can still communicate."""
 
     def interrupted(self) -> None:
-        """An error or a signal ends the run here, in this process at least: others may not answer any more."""
+        """Called when an error or a signal ends the run in this process. Other processes may not respond any more."""
 
     def ended(self) -> None:
-        """A fit is over and everything torn down, in each process that called it."""
+        """Called after a fit and its teardown, in each process that called ``fit``."""
 
     def describe(self) -> None:
-        """Write the report, or say it: rank 0 alone says it, each process writes its own file."""
+        """Write or print the report: each process writes its own file, only rank 0 prints."""
         text = self.summary()
         if not text:
             return
@@ -129,13 +129,13 @@ class Profiler:
             messages.info(text)
 
     def teardown(self, stage: str | None) -> None:
-        """The run is over, also after an error; let go of what is held."""
+        """Release resources at the end of a run, also after an error."""
         self._stage = None
 
     def path(self, extension: str, *more: str) -> Path:
-        """The file for this stage and process: ``fit-<filename>-<more>-<rank>.<extension>``, rank 0 without its number.
+        """Return the file for this stage and process, in a folder that is created if needed.
 
-        The folder is made.
+        It is ``fit-<filename>-<more>-<rank>.<extension>``, without the rank for rank 0.
         """
         folder = Path(os.getcwd() if self._folder is None else self._folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def _timed(
 
 
 class PassThroughProfiler(Profiler):
-    """No profiler. ``trainer.profiler.profile(...)`` in a module's code costs next to nothing."""
+    """Profiler that does nothing, so that ``trainer.profiler.profile(...)`` in user code costs almost nothing."""
 
     active = False
 

@@ -15,31 +15,32 @@ from .base import Profiler
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
-#: Actions at whose end a step of the schedule is over.
+#: Actions whose end advances the profiler's schedule.
 _STEPS = ("run_training_batch", ".validation_step", ".test_step", ".predict_step")
 
 
 class PyTorchProfiler(Profiler):
-    """Records what torch does, on the host and on the GPU.
+    """Record torch's operators on the host and on the GPU.
 
     Args:
         dirpath: see :class:`Profiler`; traces go there too.
         filename: see :class:`Profiler`.
-        group_by_input_shapes: a line of the table for each shape of an operator's inputs (with ``record_shapes=True``).
+        group_by_input_shapes: one table line per shape of an operator's inputs (with ``record_shapes=True``).
         emit_nvtx: mark operators and actions as NVTX ranges for Nsight Systems instead of recording anything. Start the
-            program as ``nsys profile --capture-range=none -o out python train.py``.
-        export_to_chrome: write a trace, to be opened in chrome://tracing or https://ui.perfetto.dev.
-        row_limit: lines of the table; -1 for all.
-        sort_by_key: the column by which it is sorted, such as ``"cpu_time_total"`` (the default without a GPU),
+            program with ``nsys profile --capture-range=none -o out python train.py``.
+        export_to_chrome: write a trace for chrome://tracing or https://ui.perfetto.dev.
+        row_limit: lines of the table; -1 means all.
+        sort_by_key: the column to sort by, such as ``"cpu_time_total"`` (the default without a GPU),
             ``"device_time_total"`` or ``"self_cpu_memory_usage"``.
-        record_module_names: mark each submodule's forward by its name. Not under ``compile``, whose graphs have none.
+        record_module_names: mark each submodule's forward pass with its name. Not with ``compile``, whose graphs have
+            no modules.
         table_kwargs: further arguments of the table, such as ``{"max_name_column_width": 80}``.
         **profiler_kwargs: arguments of ``torch.profiler.profile``: ``activities``, ``schedule`` (by default one step is
-            left out, one is for warming up and three are recorded; None records all), ``on_trace_ready``,
-            ``record_shapes``, ``profile_memory``, ``with_stack``, ``with_flops``, ...
+            skipped, one is a warmup and three are recorded; None records all), ``on_trace_ready``, ``record_shapes``,
+            ``profile_memory``, ``with_stack``, ``with_flops``, ...
 
     Raises:
-        TypeError: an argument that torch's profiler does not have.
+        TypeError: for an argument that torch's profiler does not have.
         RuntimeError: ``emit_nvtx`` without CUDA.
     """
 
@@ -66,7 +67,7 @@ class PyTorchProfiler(Profiler):
         if emit_nvtx and not torch.cuda.is_available():
             raise RuntimeError(
                 "PyTorchProfiler(emit_nvtx=True) marks ranges for NVIDIA's tools, but this process sees no CUDA "
-                "device. Run it where there is one, or leave it out: PyTorchProfiler() records on a CPU, too."
+                "device. Run it on a machine with one, or remove emit_nvtx: PyTorchProfiler() also records on a CPU."
             )
         self.group_by_input_shapes = group_by_input_shapes
         self.emit_nvtx = emit_nvtx
@@ -86,7 +87,7 @@ class PyTorchProfiler(Profiler):
         self._hooks: list[Any] = []
         self._nvtx: Any = None
 
-    # ---- a run --------------------------------------------------------------------
+    # ---- a run -----------------------------------------------------------------------------------
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | Path | None = None) -> None:
         super().setup(stage, local_rank, log_dir)
@@ -111,7 +112,7 @@ class PyTorchProfiler(Profiler):
         self.profiler.__enter__()
 
     def _ready(self, then: Callable[[Any], Any] | None) -> Callable[[Any], None]:
-        """What is done with each trace."""
+        """Return the function that handles each trace."""
 
         def ready(profiler: Any) -> None:
             self._averages = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
@@ -144,7 +145,7 @@ class PyTorchProfiler(Profiler):
 
             self._hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
 
-    # ---- actions --------------------------------------------------------------------
+    # ---- actions ---------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
         from torch.profiler import record_function
@@ -163,7 +164,7 @@ class PyTorchProfiler(Profiler):
         if self.profiler is not None and action_name.endswith(_STEPS):
             self.profiler.step()
 
-    # ---- what was found --------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
     def describe(self) -> None:
         self._stop()

@@ -1,4 +1,4 @@
-"""``profiler="simple"``: how long each action took, as a table."""
+"""``profiler="simple"``: a table of the time that each action took."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from time import perf_counter
 from .. import messages
 from .base import Profiler
 
-#: Actions that a split names; the others are one part of it.
+#: Largest number of actions that a split names; the others are combined.
 MOST_PARTS = 9
 
 
 class _Running:
-    """An action under way: when it began, and the seconds of those inside of it."""
+    """A running action: its start time, and the seconds of the actions nested in it."""
 
     __slots__ = ("begun", "inside", "name")
 
@@ -23,12 +23,12 @@ class _Running:
 
 
 class SimpleProfiler(Profiler):
-    """Adds up the seconds of each action.
+    """Add up the seconds of each action.
 
     Args:
         dirpath: see :class:`Profiler`.
         filename: see :class:`Profiler`.
-        extended: also say how often, how long on average, and the share of the whole.
+        extended: also show each action's number of calls, mean time and percentage of the total.
 
     Attributes:
         recorded_durations: the seconds of each call, by action.
@@ -66,7 +66,7 @@ class SimpleProfiler(Profiler):
             running[at - 1].inside += seconds
 
     def split(self) -> dict[str, float]:
-        """Seconds of each action without those inside of it; and of what was no action."""
+        """Return each action's seconds without nested actions, and the seconds outside all actions."""
         largest = sorted(self._own.items(), key=lambda item: -item[1])
         found = dict(largest[:MOST_PARTS])
         if len(largest) > MOST_PARTS:

@@ -1,1 +1,1 @@
-"""What a run leaves behind: its record, and the page about it."""
+"""The record of a run and its report page."""

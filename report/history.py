@@ -1,4 +1,4 @@
-"""A record read back: the rows of a run, each once, its starts, and what follows from them. Needs no torch."""
+"""Reading of a run's record: its rows without repetitions, its starts, and derived values. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..checkpoint.storage import location
 from . import system_info
 from .record import FORMAT, NAME, PARTS, SUFFIX
 
-#: How many levels below their folder checkpoints are looked for.
+#: Depth of subfolders in which checkpoints are looked for.
 _DEPTH = 2
-#: Parts of the time in which a fit trains.
+#: Parts of the time that count as training.
 TRAINING = ("data", "step", "rest")
-#: Intervals over which speed is drawn, at most.
+#: Largest number of intervals in the speed chart.
 _STRETCHES = 120
 
 Points = list[tuple[float, float]]
@@ -30,16 +30,16 @@ Points = list[tuple[float, float]]
 
 @dataclass
 class Start:
-    """One process's part in a run.
+    """One start of a run: the part that one process ran.
 
     Attributes:
-        facts: what was known when it began.
-        rows: its rows that count.
-        repeated: how many of its rows a later start made again.
-        clock: seconds by part, as far as they are known.
-        end: how it ended; empty if nobody wrote that.
-        data: what a batch is; empty before training.
-        last: when its last line was written, in seconds since 1970.
+        facts: facts known when it began.
+        rows: its rows that no later start repeated.
+        repeated: number of its rows that a later start repeated.
+        clock: seconds by part, as far as known.
+        end: how it ended; empty if this was not written.
+        data: facts about the training batches; empty before training.
+        last: time of its last line, in seconds since 1970.
     """
 
     facts: dict[str, Any]
@@ -52,13 +52,13 @@ class Start:
 
     @property
     def training_seconds(self) -> float:
-        """The time without setting up, evaluation and checkpoints."""
+        """Seconds without setup, evaluation and checkpoints."""
         return sum(self.clock.get(part, 0.0) for part in TRAINING)
 
 
 @dataclass
 class Saved:
-    """A checkpoint that is there, or was."""
+    """A checkpoint that was saved; it may have been deleted."""
 
     path: str
     step: int
@@ -71,16 +71,16 @@ class Saved:
 
 @dataclass
 class History:
-    """A run, read back from its record.
+    """A run, read from its record.
 
     Attributes:
-        path: of the record.
-        run: its mark.
-        starts: in order; a run that was never resumed has one.
-        hyperparameters: what ``save_hyperparameters`` kept.
-        splits: further splits of the time, by who measured them.
-        saves: by path, the saves that were noted.
-        torn: lines that are no JSON: what was being written when a process was killed.
+        path: path of the record.
+        run: the run's mark.
+        starts: its starts in order; a run that was never resumed has one.
+        hyperparameters: hyperparameters from ``save_hyperparameters``.
+        splits: additional time splits by source.
+        saves: the recorded saves by path.
+        torn: number of lines that are not valid JSON because the process was killed while writing.
     """
 
     path: Path
@@ -91,16 +91,16 @@ class History:
     saves: dict[str, dict[str, Any]] = field(default_factory=dict)
     torn: int = 0
 
-    # ---- how it went -------------------------------------------------------------------------------------------------
+    # ---- the course of the run ---------------------------------------------------------------------------------------
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was known when the last start began."""
+        """Facts known when the last start began."""
         return self.starts[-1].facts if self.starts else {}
 
     @property
     def name(self) -> str:
-        """The log's name and version, or else the folder of the record; its own name, too, if there may be several."""
+        """The log's name and version, or else the record's folder; with the record's name if there may be several."""
         name = self.facts.get("experiment") or self.path.resolve().parent.name
         return name if self.path.stem == NAME else f"{name} / {self.path.stem}"
 
@@ -118,7 +118,7 @@ class History:
 
     @property
     def is_well(self) -> bool:
-        """It has come to its end, or is on the way there."""
+        """Whether the run has finished or is still running."""
         return self.status in ("finished", "running")
 
     @property
@@ -133,36 +133,36 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """How long it ran, all starts together, without the time between them."""
+        """Total run time of all starts, without the time between them."""
         return sum(self.clock.values())
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows that count, of all starts."""
+        """The rows of all starts, without repeated ones."""
         return [row for start in self.starts for row in start.rows]
 
     @property
     def steps(self) -> int:
-        """Updates made."""
+        """Number of optimizer updates."""
         return max((row["updates"] for row in self.rows), default=0)
 
     @property
     def epochs(self) -> int:
-        """The epoch that the run has come to."""
+        """The epoch that the run has reached."""
         return max((row["epoch"] for row in self.rows), default=0)
 
     # ---- curves ------------------------------------------------------------------------------------------------------
 
     def curves(self) -> dict[str, Points]:
-        """Every metric over the steps."""
+        """Return every metric over the steps."""
         return _curves((row["step"], row["values"]) for row in self.rows)
 
     def rates(self) -> dict[str, Points]:
-        """Every learning rate over the steps."""
+        """Return every learning rate over the steps."""
         return _curves((row["updates"], row["lr"]) for row in self.rows)
 
     def repeated_rates(self) -> set[str]:
-        """Metrics that are nothing but a learning rate, as LearningRateMonitor logs it: :meth:`rates` has them."""
+        """Return metrics that only repeat a learning rate from :meth:`rates`, as LearningRateMonitor logs it."""
         found: dict[str, set[float]] = {}
         others: set[str] = set()
         for row in self.rows:
@@ -175,7 +175,7 @@ class History:
         return {name for name in found.keys() - others if len(found[name]) > 1 or name.startswith("lr")}
 
     def speeds(self) -> tuple[Points, Points]:
-        """Updates and samples a second of training, over the steps; the second is empty if a batch has no size."""
+        """Return updates and samples per second of training over the steps; no samples if the batch size is unknown."""
         steps: Points = []
         samples: Points = []
         for start in self.starts:
@@ -187,7 +187,7 @@ class History:
         return steps, samples
 
     def speed(self) -> dict[str, float]:
-        """Updates and samples a second of training over the whole run, and the median of its stretches."""
+        """Return updates and samples per second of training over the whole run, and the median of its intervals."""
         seconds = updates = samples = 0.0
         for start in self.starts:
             found = list(_stretches(start))
@@ -203,7 +203,7 @@ class History:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Saved]:
-        """The checkpoints that were noted, and those that are there, with what their manifests say."""
+        """Return the recorded and the existing checkpoints, with facts from their manifests."""
         found: dict[str, Saved] = {}
         for path, save in self.saves.items():
             found[path] = Saved(path, save["step"], stall_seconds=save["seconds"])
@@ -214,7 +214,7 @@ class History:
         begin = min((start.facts["time"] for start in self.starts), default=0.0)
         for path, one in known.items():
             if path not in found and (_when(one.written) < begin - 1 or (marks and not marks & set(one.runs))):
-                continue  # another run's
+                continue  # belongs to another run
             save = found.setdefault(path, Saved(path, one.global_step))
             save.step, save.epoch, save.written = one.global_step, one.epoch, one.written
             save.size_bytes = sum(size for size, _ in one.files.values())
@@ -232,10 +232,10 @@ class History:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """The record that is meant by a path: itself, the page beside it, or the newest one in a folder or below.
+    """Return the record for a path: the record itself, its page, or the newest record in or below a folder.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: if there is none.
     """
     given = Path(path)
     if given.is_file():
@@ -247,13 +247,13 @@ def find(path: str | os.PathLike[str]) -> Path:
         if newest is not None:
             return newest
     raise FileNotFoundError(
-        f"There is no record of a run ({NAME}{SUFFIX}) in {str(given)!r} or below. A run has one if it is made with "
+        f"There is no record of a run ({NAME}{SUFFIX}) in {str(given)!r} or below. A run has one if it uses "
         "Trainer(callbacks=[RunReport()])."
     )
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """A record, each row once.
+    """Read a record, each row once.
 
     Raises:
         OSError: the file cannot be read.
@@ -272,7 +272,7 @@ def read(path: str | os.PathLike[str]) -> History:
                 _take(history, line, offset, places)
             offset += len(text)
     if not history.run:
-        raise ValueError(f"{os.fspath(path)!r} is no record of a run. Give the folder of a run that had a RunReport.")
+        raise ValueError(f"{os.fspath(path)!r} is not a record of a run. Give the folder of a run that used RunReport.")
     return history
 
 
@@ -285,13 +285,13 @@ def _line(text: bytes) -> dict[str, Any] | None:
 
 
 def _take(history: History, line: dict[str, Any], offset: int, places: list[tuple[int, Start, dict[str, Any]]]) -> None:
-    """Put one line where it belongs. ``places``: the rows so far, with where they stand in the file."""
+    """Add one line to the history. ``places``: the rows so far, with their offsets in the file."""
     what = line.pop("what")
     if what == "record":
         if line["format"] > FORMAT:
             raise ValueError(
-                f"{str(history.path)!r} was written by a later version of Paceline (format {line['format']}, known is "
-                f"{FORMAT}). Update Paceline."
+                f"{str(history.path)!r} was written by a later version of Paceline (format {line['format']}; this "
+                f"version reads {FORMAT}). Update Paceline."
             )
         history.run = line["run"]
     elif what == "go on":
@@ -325,7 +325,7 @@ def _take_of_start(
 
 
 def _drop(places: list[tuple[int, Start, dict[str, Any]]], made_again: Callable[[int, dict[str, Any]], bool]) -> None:
-    """Leave out rows that are made once more."""
+    """Drop rows that a later start repeats."""
     gone = [place for place in places if made_again(place[0], place[2])]
     if not gone:
         return
@@ -346,13 +346,13 @@ def _curves(rows: Iterable[tuple[int, Mapping[str, float]]]) -> dict[str, Points
 
 
 def _samples_in_batch(start: Start) -> int | None:
-    """Samples of one batch over all ranks."""
+    """Return the samples of one batch over all ranks."""
     size = start.data.get("batch_size")
     return size * start.data.get("ranks", 1) if size else None
 
 
 def _stretches(start: Start) -> Iterator[tuple[int, float, int, int]]:
-    """(last step, seconds of training, updates, batches) between rows that lie far enough apart."""
+    """Yield (last step, seconds of training, updates, batches) between rows that are far enough apart."""
     rows = [row for row in start.rows if row["lr"] or start.data]
     every = max(1, math.ceil(len(rows) / _STRETCHES))
     before = rows[0] if rows else None
@@ -381,7 +381,7 @@ def _when(written: str) -> float:
 
 
 def _is_alive(process: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote the record is there, as far as this machine can tell."""
+    """Whether the process that wrote the record still runs, as far as this machine can tell."""
     if process.get("host") != socket.gethostname() or not isinstance(process.get("pid"), int):
         return False
     try:
@@ -390,4 +390,4 @@ def _is_alive(process: Mapping[str, Any]) -> bool:
         return False
     except PermissionError:
         return True
-    return system_info.begun(process["pid"]) == process.get("begun")  # else another one has its number now
+    return system_info.begun(process["pid"]) == process.get("begun")  # else another process has this pid now

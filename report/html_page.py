@@ -1,6 +1,6 @@
-"""One HTML page that needs nothing else: text, tables and charts as inline SVG, for reports that open in a browser.
+"""A self-contained HTML page with text, tables and charts as inline SVG, for reports that open in a browser.
 
-Only the standard library is imported. Every function returns :class:`Html`; whatever else is put on a page is text, and
+Uses only the standard library. Every function returns :class:`Html`; anything else on a page is treated as text and
 escaped. Colors follow the reader's light or dark scheme.
 """
 
@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-#: Points that a line keeps; of more, the lowest and highest of each stretch are drawn.
+#: Largest number of points in a line; with more, only the lowest and highest of each interval are drawn.
 MOST_POINTS = 1600
 _WIDTH, _HEIGHT = 760, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 82, 12, 12, 34
-#: Of a character of a chart's text, at most.
+#: Largest width of a character in a chart's text.
 _CHARACTER = 7.5
-#: The colors of series and shares, told apart also without seeing red from green; by scheme.
+#: Colors of series and shares by scheme, distinguishable with red-green color blindness.
 _LIGHT = ("#3b6fb6", "#e08a1e", "#3a9a6a", "#b4467e", "#7a6bc4", "#8a8d93")
 _LIGHT += ("#c4a000", "#2fa3b5", "#a0522d", "#5b7c2a", "#1f4e79", "#d98cb3")
 _DARK = ("#7aa7e8", "#f0a94a", "#63c497", "#e07fb2", "#a99bee", "#a9adb5")
@@ -51,29 +51,29 @@ svg { max-width: 100%%; height: auto; display: block } svg text { fill: var(--so
 
 
 class Html(str):
-    """A piece of a page, ready: put on it as it is."""
+    """Finished HTML that is put on a page without escaping."""
 
     __slots__ = ()
 
 
 class Section(NamedTuple):
-    """A part of a page: a heading and what stands below it, pieces or plain text."""
+    """A section of a page: a heading and its contents, HTML or plain text."""
 
     heading: str
     parts: Sequence[str]
 
 
 def escaped(value: object) -> str:
-    """``value`` as it may stand on a page: pieces as they are, everything else as text."""
+    """Return ``value`` for a page: HTML unchanged, everything else escaped."""
     return value if isinstance(value, Html) else html.escape(str(value))
 
 
 def page(title: str, sections: Iterable[Section], lead: str = "") -> str:
-    """A whole page, self-contained.
+    """Return a complete, self-contained page.
 
     Args:
-        title: of the page and of the browser's tab.
-        sections: from top to bottom.
+        title: title of the page and of the browser tab.
+        sections: sections from top to bottom.
         lead: a line below the title.
     """
     colors = {"light": _variables(_LIGHT), "dark": _variables(_DARK)}
@@ -94,33 +94,33 @@ def _variables(colors: Sequence[str]) -> str:
 
 
 def color(index: int) -> str:
-    """The color of series or share number ``index``, as CSS; they begin again after the twelfth."""
+    """Return the CSS color of series or share number ``index``; colors repeat after the twelfth."""
     return f"var(--c{index % len(_LIGHT)})"
 
 
 def paragraph(text: object) -> Html:
-    """A line of text."""
+    """Return a paragraph of text."""
     return Html(f"<p>{escaped(text)}</p>")
 
 
 def verbatim(text: object) -> Html:
-    """Text with its line breaks, in a fixed width."""
+    """Return text in a fixed-width font with its line breaks."""
     return Html(f"<pre>{escaped(text)}</pre>")
 
 
 def card(heading: str, lines: Iterable[object], kind: str = "") -> Html:
-    """A box with a heading; ``kind`` is ``"good"``, ``"bad"`` or nothing."""
+    """Return a box with a heading; ``kind`` is ``"good"``, ``"bad"`` or empty."""
     body = "".join(paragraph(line) for line in lines)
     return Html(f'<div class="card {escaped(kind)}"><h3>{escaped(heading)}</h3>{body}</div>')
 
 
 def side_by_side(parts: Iterable[Html]) -> Html:
-    """Charts in a row, as far as the window is wide enough."""
+    """Return charts in a row, if the window is wide enough."""
     return Html(f'<div class="charts">{"".join(parts)}</div>')
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[object] = ()) -> Html:
-    """Rows of cells; columns of nothing but numbers stand to the right."""
+    """Return a table; columns of numbers are right-aligned."""
     rows = [list(row) for row in rows]
     words = {place for row in rows for place, cell in enumerate(row) if not _is_number(cell) and cell not in ("", None)}
 
@@ -144,7 +144,7 @@ def _shown(value: object) -> object:
 
 
 def legend(names: Sequence[str]) -> Html:
-    """Which color is what."""
+    """Return a legend of the series' colors."""
     items = (f'<li><i style="background:{color(i)}"></i>{escaped(name)}</li>' for i, name in enumerate(names))
     return Html(f'<ul class="legend">{"".join(items)}</ul>')
 
@@ -153,9 +153,9 @@ def legend(names: Sequence[str]) -> Html:
 
 
 def pie(shares: Mapping[str, float], caption: str = "", size: int = 190) -> Html:
-    """A pie of what is above zero, clockwise from the top, with its legend; shares are of their sum.
+    """Return a pie chart of the positive values, clockwise from the top, with a legend.
 
-    The colors go by the place in ``shares``, so that two pies of the same names can be compared.
+    Colors follow the order of ``shares``, so that two pies with the same names can be compared.
     """
     total = sum(value for value in shares.values() if value > 0)
     radius, at, wedges, names = size / 2, 0.0, [], []
@@ -186,7 +186,7 @@ def _wedge(start: float, part: float, radius: float, mark: str) -> str:
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], unit: str = "") -> Html:
-    """A bar a row, made of parts, all on one scale; the names of the parts are those of the first row."""
+    """Return one stacked bar per row, on a common scale."""
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
     most = max((sum(max(v, 0.0) for v in parts.values()) for parts in rows.values()), default=0.0) or 1.0
     room, height = _WIDTH - 230, 26
@@ -216,14 +216,14 @@ def line_chart(
     log: bool = False,
     caption: str = "",
 ) -> Html:
-    """Lines over a common x axis.
+    """Return a chart of lines over a common x axis.
 
     Args:
-        series: for each name its points (x, y), x ascending. Where y is not finite the line is broken.
-        x_label: what x is.
-        y_label: what y is, with its unit.
-        log: a logarithmic y axis; points that are not above zero are left out.
-        caption: a line below.
+        series: points (x, y) by name, x ascending. The line is interrupted where y is not finite.
+        x_label: label of the x axis.
+        y_label: label of the y axis, with its unit.
+        log: use a logarithmic y axis; points that are not positive are omitted.
+        caption: text below the chart.
     """
     lines = [_thinned([(x, y) for x, y in points if math.isfinite(x)]) for points in series.values()]
     seen = [(x, y) for points in lines for x, y in points if _has_place(y, log)]
@@ -287,7 +287,7 @@ def _stretch(places: list[tuple[float, float]], paint: str) -> str:
 
 
 def _x_label(middle: float, floor: float, text: str) -> str:
-    """A number below its place on the x axis; as far to the left as the chart's right edge asks."""
+    """Return a number below its position on the x axis, moved left if it would cross the chart's right edge."""
     middle = min(middle, _WIDTH - 1 - len(text) * _CHARACTER / 2)
     return f'<text x="{middle:.1f}" y="{floor}" text-anchor="middle">{text}</text>'
 
@@ -298,7 +298,7 @@ def _grid_line(height: float, value: float) -> str:
 
 
 def _ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from at or below ``low`` to at or above ``high``."""
+    """Return round numbers that span ``low`` to ``high``."""
     if high <= low:
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
     rough = (high - low) / wanted

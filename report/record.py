@@ -1,7 +1,7 @@
-"""The record of a run: what a report is made from, one line of JSON after the other, written during the run.
+"""The record of a run: JSON lines written during the run, from which a report is made.
 
-A written line stays, since a process may be killed at any moment. The line with which a resumed run continues marks
-what it repeats (``"after"``: the length of the file when the checkpoint was written).
+Written lines are never changed, because the process may be killed at any moment. The first line of a resumed run marks
+what it repeats (``"after"``: the file's length when the checkpoint was written).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .. import messages
 from ..loggers.base import DummyLogger
 from ..loggers.values import flat, mapping, numbers
 
-#: What records are called, and what they end in.
+#: File name and suffix of records.
 NAME, SUFFIX = "run_report", ".jsonl"
 FORMAT = 1
-#: Where the time goes, in the order of the report.
+#: Parts of the time, in the report's order.
 PARTS = ("setup", "data", "step", "evaluation", "checkpoint", "rest")
 
 
 class Clock:
-    """Splits the time of a run: each moment belongs to one part, so that the parts add up to the whole.
+    """Time split of a run. Each moment belongs to one part, so the parts add up to the total.
 
     Attributes:
-        seconds: by part.
-        part: the one that is running.
-        mark: when its time was last counted.
+        seconds: seconds by part.
+        part: the current part.
+        mark: time up to which seconds have been counted.
     """
 
     def __init__(self) -> None:
@@ -43,31 +43,31 @@ class Clock:
         self._before_save = ""
 
     def to(self, part: str) -> None:
-        """What was running ends here, and ``part`` begins."""
+        """End the current part and begin ``part``."""
         now = perf_counter()
         self.seconds[self.part] += now - self.mark
         self.mark, self.part = now, part
 
     def was(self, part: str) -> None:
-        """The time since the last mark was ``part``'s; the running part continues."""
+        """Count the time since the last mark for ``part``; the current part continues."""
         now = perf_counter()
         self.seconds[part] += now - self.mark
         self.mark = now
 
     def logged(self) -> None:
-        """Values were sent to the loggers: between two batches that is what the time since the last one was for."""
+        """Count the time since the last batch as logging, if values were sent to the loggers between two batches."""
         if self.part == "data":
             self.was("rest")
 
     def save(self) -> None:
-        """A checkpoint is gathered."""
+        """Begin a checkpoint."""
         if self.part != "checkpoint":
             self.logged()
             self._before_save = self.part
             self.to("checkpoint")
 
     def saved(self) -> float:
-        """A checkpoint is written, or one in the background has been waited for. Returns the seconds it took."""
+        """End a checkpoint, or the wait for one in the background. Return its seconds."""
         before = self.seconds["checkpoint"]
         if self.part == "checkpoint":
             self.to(self._before_save)
@@ -76,21 +76,21 @@ class Clock:
         return self.seconds["checkpoint"] - before
 
     def so_far(self) -> dict[str, float]:
-        """The seconds of each part until now."""
+        """Return the seconds of each part so far."""
         self.to(self.part)
         return {part: round(seconds, 6) for part, seconds in self.seconds.items()}
 
 
 class RunRecord(DummyLogger):
-    """A logger that writes the record; among the trainer's loggers only while a run lasts, and the last of them.
+    """Logger that writes the record. It is the last of the trainer's loggers, only during a run.
 
-    Nothing is in the folder before :meth:`settle`: only then is it known whether the run continues an existing record.
+    Nothing is written before :meth:`settle`, when it is known whether the run continues an existing record.
 
     Args:
-        folder: of the record; None on ranks that write nothing.
-        log_dir: what the trainer's folder was without this logger.
-        now: what each row is given besides the values: epoch, counters, learning rates.
-        clock: the time of this start.
+        folder: folder of the record; None on ranks that write nothing.
+        log_dir: the trainer's folder without this logger.
+        now: returns what each row contains besides the values: epoch, counters, learning rates.
+        clock: the clock of this start.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RunRecord(DummyLogger):
     def run_dirs(self) -> list[str]:
         return [] if self._log_dir is None else [self._log_dir]
 
-    # ---- what the trainer sends --------------------------------------------------------------------------------------
+    # ---- logger methods ----------------------------------------------------------------------------------------------
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if self.folder is None:
@@ -150,11 +150,11 @@ class RunRecord(DummyLogger):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.run, self._after = state["run"], state["length"]
-        if self.path is not None:  # the same process goes back to one of its checkpoints
+        if self.path is not None:  # the same process returns to one of its checkpoints
             self._go_on()
 
     def settle(self) -> None:
-        """From here on lines go to the file: the record of the resumed run if the folder has it, else a new one."""
+        """Start writing to the file: the resumed run's record if the folder has it, else a new one."""
         if self.folder is None or self.path is not None:
             return
         try:
@@ -170,7 +170,7 @@ class RunRecord(DummyLogger):
                 self._put({"what": "record", "format": FORMAT, **header})
             else:
                 if not found.read_bytes().endswith(b"\n"):
-                    self._file.write(b"\n")  # after a line that a killed process left torn
+                    self._file.write(b"\n")  # after an incomplete line of a killed process
                 self._go_on()
         except OSError as error:
             self._give_up(error)
@@ -188,13 +188,13 @@ class RunRecord(DummyLogger):
     # ---- lines -------------------------------------------------------------------------------------------------------
 
     def row(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """A line of numbers, with the time, the counters and where the time went so far."""
+        """Write a line of values, with the time, the counters and the time split so far."""
         now = self._now()
         at = now["updates"] if step is None else step
         self.write("row", step=at, **now, values=dict(values), clock=self._clock.so_far())
 
     def write(self, what: str, **facts: Any) -> None:
-        """A line of some kind."""
+        """Write a line of kind ``what``."""
         if self.folder is None:
             return
         line = {"what": what, "time": round(time.time(), 3), **facts}
@@ -215,10 +215,10 @@ class RunRecord(DummyLogger):
             self._give_up(error)
 
     def _write_again(self, path: Path) -> None:
-        """Somebody deleted the file, which this process still has open: write all of it once more."""
+        """Write the whole file again after it was deleted, from the handle that is still open."""
         messages.warn(
-            f"{messages.path(path)}, the record of the run report, was deleted while the run was writing to it. "
-            "It is written again as a whole."
+            f"{messages.path(path)}, the record of the run report, was deleted while the run was writing to it. The "
+            "whole record is written again."
         )
         self._file.seek(0)
         content = self._file.read()
@@ -230,7 +230,7 @@ class RunRecord(DummyLogger):
     def _give_up(self, error: OSError) -> None:
         messages.warn(
             f"The run continues without a report, because its record in {str(self.folder)!r} cannot be written "
-            f"({error.strerror or error}). Free space on the disk, or choose another folder: RunReport(dirpath=...)."
+            f"({error.strerror or error}). Free disk space, or choose another folder: RunReport(dirpath=...)."
         )
         self.folder = None
         self.close()
@@ -242,7 +242,7 @@ class RunRecord(DummyLogger):
             file.close()
 
     def open_again(self, now: Callable[[], dict[str, Any]], clock: Clock) -> None:
-        """A further run of the same trainer continues the file."""
+        """Continue the file in another run of the same trainer."""
         self._now, self._clock = now, clock
         if self.path is not None and self.folder is not None:
             self._file = open(self.path, "a+b")  # noqa: SIM115 - open as long as the run lasts
@@ -252,16 +252,16 @@ class RunRecord(DummyLogger):
 
 
 def _record_of(run: str, folder: Path) -> Path | None:
-    """The record of a run in a folder."""
+    """Return a run's record in a folder."""
     for path in sorted(folder.glob(f"{NAME}*{SUFFIX}")):
-        with open(path, "rb") as file, suppress(ValueError, AttributeError):  # torn, or somebody else's
+        with open(path, "rb") as file, suppress(ValueError, AttributeError):  # incomplete, or not a record
             if json.loads(file.readline()).get("run") == run:
                 return path
     return None
 
 
 def _claim(folder: Path) -> Path:
-    """A new file; another run's is left alone."""
+    """Create a new file without touching other runs' files."""
     number = 0
     while True:
         path = folder / f"{NAME}{f'-v{number}' if number else ''}{SUFFIX}"

@@ -1,4 +1,4 @@
-"""The page about a run, and the page that compares two runs. Needs no torch."""
+"""Report page of a run, and comparison page of two runs. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import html_page as pages
 from .history import History, Points, Start
 from .html_page import Html, Section
 
-#: Most charts of metrics on a page; the table has the values of the rest.
+#: Largest number of metric charts on a page; the table has the other values.
 MOST_CHARTS = 60
 #: Largest ratio of positive values on a linear axis; above it the axis is logarithmic.
 _DECADES = 1000.0
@@ -22,7 +22,7 @@ _STAGES = re.compile(r"^(train|val|valid|validation|test)(?=[_/.-]|$)[_/.-]?|(?<
 
 
 def write(path: str | os.PathLike[str], histories: Sequence[History]) -> str:
-    """Write the page about one run, or about two; whole or not at all. Returns its path."""
+    """Write the page about one run or two runs atomically. Return its path."""
     text = single(histories[0]) if len(histories) == 1 else pair(histories[0], histories[1])
     where = Path(path)
     where.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def write(path: str | os.PathLike[str], histories: Sequence[History]) -> str:
 
 
 def single(history: History) -> str:
-    """The page about one run."""
+    """Return the page about one run."""
     curves = history.curves()
     drawn = {name: points for name, points in curves.items() if name not in history.repeated_rates()}
     sections = [
@@ -66,7 +66,7 @@ def _ending(history: History) -> Html:
 
 
 def overview(history: History) -> dict[str, Any]:
-    """The run in a few lines."""
+    """Return a summary of the run."""
     facts = history.facts
     strategy, first = facts.get("strategy", {}), history.starts[0] if history.starts else None
     found: dict[str, Any] = {
@@ -90,7 +90,7 @@ def overview(history: History) -> dict[str, Any]:
 
 
 def _grouped(curves: Mapping[str, Points]) -> dict[str, dict[str, Points]]:
-    """Metrics grouped by name without stage and cadence."""
+    """Group metrics by their name without stage and cadence."""
     groups: dict[str, dict[str, Points]] = {}
     for name, points in curves.items():
         groups.setdefault(_STAGES.sub("", name) or name, {})[name] = points
@@ -110,10 +110,10 @@ def _line(series: Mapping[str, Points], what: str) -> Html:
 
 
 def _speed(history: History) -> list[Html]:
-    """One chart, since steps and samples a second have one shape."""
+    """Return one chart, because steps and samples per second have the same shape."""
     (steps, samples), speed = history.speeds(), history.speed()
     if not samples or len(samples) < len(steps):
-        unknown = "The loader does not say how many samples a batch has, so only steps are counted."
+        unknown = "The loader has no batch size, so only steps are counted."
         return [_line({"steps": steps}, "steps per second"), pages.paragraph(unknown)]
     each = speed["samples per second"] / speed["steps per second"]
     return [_line({"samples": samples}, f"samples per second ({each:.4g} in a step)")]
@@ -164,7 +164,7 @@ def _checkpoints(history: History) -> Html:
 
 
 def _settings(history: History) -> list[list[Any]]:
-    """Every argument and setting, those that differ from the defaults first."""
+    """Return every argument and setting, non-default ones first."""
     rows = history.facts.get("settings", [])
     return [[name, _shown(value), *where] for name, value, *where in sorted(rows, key=lambda row: row[2] == "default")]
 
@@ -174,7 +174,7 @@ def _shown(value: Any) -> str:
 
 
 def environment(history: History) -> dict[str, Any]:
-    """Versions, machine, process, git state."""
+    """Return versions, machine, process and git state."""
     facts = history.facts
     git, process, machine = facts.get("git", {}), facts.get("process", {}), facts.get("machine", {})
     found = {name: value for name, value in facts.get("versions", {}).items() if value is not None}
@@ -214,7 +214,7 @@ def _moment(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a person: ``"2 h 03 min"``."""
+    """Format seconds as text: ``"2 h 03 min"``."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -225,7 +225,7 @@ def duration(seconds: float) -> str:
 
 
 def pair(a: History, b: History) -> str:
-    """The page that compares two runs side by side."""
+    """Return a page that compares two runs side by side."""
     names = titles(a, b)
     each = dict(zip(names, (a, b), strict=True))
     curves = {
@@ -251,7 +251,7 @@ def pair(a: History, b: History) -> str:
 
 
 def titles(a: History, b: History) -> tuple[str, str]:
-    """Names for the two runs: the parts of their paths that differ."""
+    """Return names for the two runs: the parts of their paths that differ."""
     left, right = ([*one.path.resolve().parent.parts, one.path.stem] for one in (a, b))
     while left and right and left[0] == right[0]:
         left, right = left[1:], right[1:]
@@ -261,7 +261,7 @@ def titles(a: History, b: History) -> tuple[str, str]:
 
 
 def ratios(a: History, b: History) -> list[tuple[Any, ...]]:
-    """(what, of A, of B, B / A) of the speeds that both have, and of the time."""
+    """Return (name, A, B, B / A) for the speeds that both runs have, and for the time."""
     left, right = a.speed(), b.speed()
     rows = [(name, left[name], right[name], right[name] / left[name]) for name in left if name in right and left[name]]
     if a.seconds:
@@ -270,7 +270,7 @@ def ratios(a: History, b: History) -> list[tuple[Any, ...]]:
 
 
 def differences(a: History, b: History) -> list[tuple[str, str, str]]:
-    """What was changed from A to B: settings, hyperparameters, environment, code."""
+    """Return what changed from A to B: settings, hyperparameters, environment, code."""
     rows: list[tuple[str, str, str]] = []
     for found in (_given, lambda one: one.hyperparameters, _placed, environment):
         both = _both(found(a), found(b))
@@ -279,7 +279,7 @@ def differences(a: History, b: History) -> list[tuple[str, str, str]]:
 
 
 def last_values(a: History, b: History) -> list[tuple[Any, ...]]:
-    """(metric, last of A, last of B, difference)."""
+    """Return (metric, last value of A, last value of B, difference)."""
     rows = []
     for name, (x, y) in sorted(_both(a.curves(), b.curves()).items()):
         left, right = (points[-1][1] if points else None for points in (x, y))

@@ -1,4 +1,4 @@
-"""Facts about where a run is made: versions, machine, code. Only :func:`machine` imports torch."""
+"""Facts about a run's environment: versions, machine, code. Only :func:`machine` imports torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-#: Packages whose version says something about a run.
+#: Packages whose version is reported.
 PACKAGES = ("torch", "torchmetrics", "tensorboard", "wandb", "safetensors", "deepspeed", "transformers", "accelerate")
 _GIT_SECONDS = 5.0
 _SECRET = re.compile(r"(?i)(token|secret|passw|credential|api[-_]?key|auth)")
 
 
 def versions() -> dict[str, str | None]:
-    """Of the package, of python, and of :data:`PACKAGES`; None where one is not installed."""
+    """Return the versions of this package, Python and :data:`PACKAGES`; None for a package that is not installed."""
     own = sys.modules[__name__.partition(".")[0]].__version__
     return {"paceline": own, "python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
@@ -32,10 +32,10 @@ def _version(package: str) -> str | None:
 
 
 def machine(with_gpus: bool = True) -> dict[str, Any]:
-    """Operating system, processors, GPUs.
+    """Return operating system, processors and GPUs.
 
     Args:
-        with_gpus: ask CUDA, which takes time and memory in a process that does not use it otherwise.
+        with_gpus: query CUDA, which takes time and memory in a process that does not use it otherwise.
     """
     import torch
 
@@ -50,7 +50,7 @@ def machine(with_gpus: bool = True) -> dict[str, Any]:
 
 
 def process() -> dict[str, Any]:
-    """Host, process, folder and command; what looks like a secret in the command is left out."""
+    """Return host, process, folder and command; anything in the command that looks like a secret is removed."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -62,7 +62,7 @@ def process() -> dict[str, Any]:
 
 
 def begun(pid: int) -> int | None:
-    """When a process began, in ticks since the machine booted; None if it has ended or the system does not say."""
+    """Return a process's start time, in ticks since boot; None if it has ended or the system does not tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -81,10 +81,10 @@ def _command(words: list[str]) -> str:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit, branch and number of changed files of the code that runs; empty where there is no git to be asked.
+    """Return commit, branch and number of changed files of the running code; empty without git.
 
-    Asked for is the folder of the program, or the working directory if there is none. Files that git does not track
-    are not looked for: in a large tree that takes long.
+    The folder is the program's, or the working directory if there is none. Untracked files are not counted, because
+    that takes long in a large tree.
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = str(Path(main).resolve().parent) if main else os.getcwd()
@@ -101,7 +101,7 @@ def git_state() -> dict[str, Any]:
 
 
 def _git(folder: str, *words: str) -> str | None:
-    """What git answers; None if there is none, it fails, or it takes too long."""
+    """Return git's output; None if git is missing, fails or takes too long."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         found = subprocess.run(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import messages
-from ..loggers.words import words_in
+from ..loggers.values import words_in
 from ..strategies.item_weighting import ItemWindow
 
 if TYPE_CHECKING:

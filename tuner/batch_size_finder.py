@@ -1,4 +1,4 @@
-"""Chooses the largest batch that fits into memory when a run begins."""
+"""Callback that finds the largest batch size that fits into memory when a run begins."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
 
 class BatchSizeFinder(Callback):
-    """Runs ``Tuner.scale_batch_size`` when fit, validate, test or predict begins, and goes on with what it found.
+    """Run ``Tuner.scale_batch_size`` when fit, validate, test or predict begins, and use the size that it finds.
 
-    A fit that goes on from a checkpoint takes the size that was found for the run which wrote it, without a search.
+    A resumed fit does not search: it uses the size from the checkpoint.
 
     Args:
         mode: ``"power"`` doubles until a size does not fit; ``"binsearch"`` then closes in on the largest that does.
-        steps_per_trial: optimizer steps (batches, when evaluating) a size has to stand.
-        init_val: the first size. If it does not fit it is halved.
-        max_trials: sizes to try in all.
+        steps_per_trial: optimizer steps (batches, when evaluating) that a size has to survive.
+        init_val: the first size. If it does not fit, it is halved.
+        max_trials: how many sizes to try in total.
         batch_arg_name: the attribute or hyperparameter of the module or the DataModule that hooks read.
-        margin: share by which the result of ``"binsearch"`` is lowered where memory was the limit.
-        max_val: the largest size to try; None: only the data limit it.
-        effective_batch: samples that an update is to learn from, over all processes, or ``"keep"``: as many as with the
-            size and accumulation of now. ``accumulate_grad_batches`` is then raised or lowered to it. None: left alone.
+        margin: fraction by which the result of ``"binsearch"`` is lowered if memory was the limit.
+        max_val: the largest size to try; None means that only the data limits it.
+        effective_batch: samples per optimizer step, over all processes; ``"keep"`` keeps the present number.
+            ``accumulate_grad_batches`` is then changed to match. None leaves it alone.
 
     Attributes:
-        optimal_batch_size: what the last search found; None before.
-        trials: the sizes tried in it, with the memory that each took.
+        optimal_batch_size: result of the last search; None before the first.
+        trials: the sizes that the last search tried, with the memory that each took.
     """
 
     runs_first = True
@@ -61,7 +61,7 @@ class BatchSizeFinder(Callback):
         self._accumulate = 1
 
     def scale_batch_size(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Search here; on all ranks, before an epoch."""
+        """Search now. Call it on all ranks, before an epoch."""
         method = trainer.state.fn or "fit"
         found = Trials(trainer.current_run).find_size(self._settings, self._name, self._effective, method)
         if found is not None:

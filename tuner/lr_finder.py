@@ -1,4 +1,4 @@
-"""Chooses the learning rate by a range test when a fit begins, and again at epochs of choice."""
+"""Callback that finds a learning rate with a range test when a fit begins, and again at chosen epochs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class LearningRateFinder(Callback):
-    """Runs ``Tuner.lr_find`` within a fit, on module and optimizer as they are there, and goes on with the rate.
+    """Run ``Tuner.lr_find`` inside a fit, on its module and optimizer, and train with the rate that it finds.
 
-    All but the rate is put back. A fit that goes on from a checkpoint keeps the rate that it had.
+    Everything but the rate is restored. A resumed fit keeps its learning rate.
 
     Args:
         min_lr: the first rate.
-        max_lr: the last.
-        num_training_steps: optimizer steps.
+        max_lr: the last rate.
+        num_training_steps: optimizer steps of the test.
         mode: how the rate grows: ``"exponential"`` or ``"linear"``.
-        early_stop_threshold: end when the smoothed loss is so many times the lowest so far; None: never.
-        update_attr: train with the suggestion, and set it where the module keeps its rate.
-        attr_name: where that is; empty: ``lr`` or ``learning_rate``, an attribute or a hyperparameter.
-        milestones: epochs (0-based) before which to search again. Schedules then go on in proportion.
+        early_stop_threshold: stop when the smoothed loss exceeds this many times the lowest so far; None never stops.
+        update_attr: train with the suggested rate, and set the module's attribute to it.
+        attr_name: name of that attribute or hyperparameter; empty means ``lr`` or ``learning_rate``.
+        milestones: epochs (0-based) before which to search again. Schedules then continue in proportion.
 
     Attributes:
-        optimal_lr: what the last search found; None before.
+        optimal_lr: result of the last search; None before the first.
     """
 
     runs_first = True
@@ -59,7 +59,7 @@ class LearningRateFinder(Callback):
         self.optimal_lr: LRFinder | None = None
 
     def lr_find(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Search here; for a subclass that does so at other moments, on all ranks, between two accumulation windows."""
+        """Search now. A subclass may call it at other moments, on all ranks, between two accumulation windows."""
         found = Trials(trainer.current_run).find_lr(self._settings, self._update_attr, self._attr_name)
         self.optimal_lr = found or self.optimal_lr
 
@@ -70,6 +70,6 @@ class LearningRateFinder(Callback):
         self.lr_find(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        # Epoch 0 is searched for when the fit begins, and an epoch that a resume entered in the middle has its rate.
+        # on_fit_start searches for epoch 0, and an epoch resumed in the middle already has its rate.
         if trainer.current_epoch in self.milestones and trainer.current_epoch and trainer.state.next_batch == 0:
             self.lr_find(trainer, pl_module)

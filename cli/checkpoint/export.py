@@ -9,35 +9,35 @@ from ... import messages
 from ...checkpoint.storage import Location, location
 from .select import the_one
 
-#: What only a fit needs that goes on; and what of the section "paceline" says what the checkpoint is.
+#: Keys that only a resume needs, and keys of the section "paceline" that describe the checkpoint.
 _TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", "current_model_state")
 _ABOUT = ("format", "versions", "fn", "stage", "world_size", "data_ranks", "progress", "manifest", "runs")
 _FORMATS = ("safetensors", "full", "weights")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What the command takes."""
-    parser.add_argument("file", help="a checkpoint, file or folder, of Paceline or Lightning")
+    """Declare the arguments."""
+    parser.add_argument("file", help="a checkpoint file or folder from Paceline or Lightning")
     parser.add_argument("out", help="the file to write, which must not exist")
     parser.add_argument(
         "--format",
         choices=_FORMATS,
-        help="safetensors: the bare weights (the default for *.safetensors); full: one file that holds everything; "
+        help="safetensors: only the weights (the default for *.safetensors); full: one file with everything; "
         "weights: one file without optimizers, callbacks and random states",
     )
 
 
 def run(arguments: Namespace) -> int:
-    """Read, convert, write."""
+    """Read the checkpoint, convert it and write it."""
     from ...checkpoint import single_file
     from ...checkpoint.read import read
 
     out = location(arguments.out)
     kind = arguments.format or ("safetensors" if out.name.endswith(".safetensors") else None)
     if kind is None:
-        raise ValueError(f"{arguments.out!r} does not tell the format. Pass --format {', '.join(_FORMATS)}.")
+        raise ValueError(f"{arguments.out!r} has no known suffix. Pass --format {', '.join(_FORMATS)}.")
     if out.exists():
-        raise FileExistsError(f"There is something at {arguments.out!r} already. Choose another name, or delete it.")
+        raise FileExistsError(f"{arguments.out!r} already exists. Choose another name, or delete it.")
     checkpoint = read(the_one(arguments.file))
     if kind == "safetensors":
         _write_safetensors(checkpoint["state_dict"], out)
@@ -48,16 +48,16 @@ def run(arguments: Namespace) -> int:
 
 
 def _without_training(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What ``save_checkpoint(weights_only=True)`` writes."""
+    """Return the contents that ``save_checkpoint(weights_only=True)`` writes."""
     section = checkpoint.get("paceline", {})
     kept = {key: section[key] for key in _ABOUT if key in section}
     return {key: value for key, value in checkpoint.items() if key not in _TRAINING} | {"paceline": kept}
 
 
 def _write_safetensors(state: dict[str, Any], out: Location) -> None:
-    """The tensors of a ``state_dict``. One that has two names is written once; the metadata say which name is left out.
+    """Write the tensors of a ``state_dict``; a tensor with two names is written once.
 
-    ``safetensors.torch.load_model`` understands that.
+    The metadata list the omitted names, which ``safetensors.torch.load_model`` understands.
     """
     from ...checkpoint import atomic_write
     from ...checkpoint.safetensors_export import bare, write_safetensors
@@ -66,6 +66,6 @@ def _write_safetensors(state: dict[str, Any], out: Location) -> None:
     with atomic_write.written_aside(out) as temporary:
         write_safetensors(found.tensors, temporary, found.twins)
     for name, kind in found.others.items():
-        messages.answer(f"Left out {name}: it is {kind}, and the format holds tensors only.")
+        messages.answer(f"Left out {name}: it is {kind}, and the format only stores tensors.")
     for name, first in found.twins.items():
-        messages.answer(f"{name} is the same tensor as {first}, under which it is written.")
+        messages.answer(f"{name} is the same tensor as {first} and is written under that name.")

@@ -13,13 +13,13 @@ _HEADINGS = ("name", "save", "epoch", "step", "score", "kind", "ranks", "size", 
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What the command takes."""
-    parser.add_argument("folder", help="a folder or an address such as s3://bucket/run; all below it counts")
+    """Declare the arguments."""
+    parser.add_argument("folder", help="a folder or an address such as s3://bucket/run, with all subfolders")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
 
 
 def run(arguments: Namespace) -> int:
-    """Print one line for each."""
+    """Print one line per checkpoint."""
     found = list(checkpoints(arguments.folder))
     if arguments.json:
         messages.answer(json.dumps([_facts(one) for one in found], indent=1))
@@ -36,7 +36,7 @@ def _facts(one: Found) -> dict[str, object]:
 
 
 def _short(paths: list[str]) -> list[str]:
-    """The paths without what all of them begin with, whole names."""
+    """Return the paths without the folders that all of them start with."""
     parts = [path.split("/") for path in paths]
     same = 0
     while all(len(one) > same + 1 and one[same] == parts[0][same] for one in parts):

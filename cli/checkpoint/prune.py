@@ -15,22 +15,22 @@ from .select import Found, checkpoints
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What the command takes."""
+    """Declare the arguments."""
     parser.description = (
-        "Delete the checkpoints in a folder, except those to keep. These are checked first: damaged ones, and those\n"
-        "without a manifest, are neither counted nor deleted. Do not run it while a fit saves to the folder."
+        "Delete the checkpoints in a folder, except those to keep. These are verified first: checkpoints that are\n"
+        "damaged or have no manifest are neither counted nor deleted. Do not run it while a fit saves to the folder."
     )
-    parser.add_argument("folder", help="the folder that the checkpoints lie in; those in folders below stay")
-    parser.add_argument("--keep-last", type=int, default=0, metavar="N", help="the newest N that a fit can go on from")
-    parser.add_argument("--keep-best", type=int, default=0, metavar="K", help="the K with the best score")
-    parser.add_argument("--mode", choices=("min", "max"), default="min", help="whether a low or a high score is good")
-    parser.add_argument("--monitor", help="the metric of the scores, if those in the folder have several")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("folder", help="the folder with the checkpoints; subfolders are not touched")
+    parser.add_argument("--keep-last", type=int, default=0, metavar="N", help="keep the N newest resumable ones")
+    parser.add_argument("--keep-best", type=int, default=0, metavar="K", help="keep the K with the best score")
+    parser.add_argument("--mode", choices=("min", "max"), default="min", help="whether a low or high score is better")
+    parser.add_argument("--monitor", help="the metric to rank by, if the folder has scores of several metrics")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
 def run(arguments: Namespace) -> int:
-    """Decide, say so, ask, delete."""
+    """Print what is kept and deleted, ask, and delete."""
     if arguments.keep_last < 0 or arguments.keep_best < 0 or not arguments.keep_last + arguments.keep_best:
         raise ValueError("Nothing would be kept. Pass --keep-last N or --keep-best K, or both, of at least 1.")
     found = list(checkpoints(arguments.folder, depth=0))
@@ -55,7 +55,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _why_kept(found: list[Found], arguments: Namespace) -> dict[Location, str]:
-    """The checkpoints that stay, with the reason."""
+    """Return the checkpoints to keep, with the reason."""
     why = {one.path: f"({one.state}: not counted, and not deleted)" for one in found if one.state != "ok"}
     own = [one for one in found if one.path not in why]
     newest = sorted(own, key=_age, reverse=True)
@@ -91,7 +91,7 @@ def _best_first(newest: list[Found], arguments: Namespace) -> list[Found]:
 
 
 def _first_whole(candidates: Iterable[Found], number: int, why: dict[Location, str]) -> list[Found]:
-    """The first ``number`` that are what was written; one that is not is noted in ``why`` and so stays, uncounted."""
+    """Return the first ``number`` intact checkpoints; add damaged ones to ``why``, so that they are kept uncounted."""
     kept: list[Found] = []
     for one in candidates:
         if len(kept) == number:
@@ -107,6 +107,6 @@ def _first_whole(candidates: Iterable[Found], number: int, why: dict[Location, s
 def _agreed(total: str) -> bool:
     if not sys.stdin.isatty():
         raise RuntimeError(
-            f"Deleting {total} needs a yes, and there is no terminal to ask in. Pass --yes or --dry-run."
+            f"Deleting {total} needs confirmation, and there is no terminal to ask in. Pass --yes or --dry-run."
         )
     return input(f"Delete {total}? [y/N] ").strip().lower() in ("y", "yes")

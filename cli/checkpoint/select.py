@@ -1,4 +1,4 @@
-"""The checkpoints that a command is about."""
+"""Selection of the checkpoints for a command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...checkpoint.manifest import Manifest
 from ...checkpoint.storage import Location, Remote, location
 from ...checkpoint.verify import folder_problem
 
-#: How many levels of folders are looked through: name/version_N/checkpoints, and one that a file name makes.
+#: Depth of subfolders to search: name/version_N/checkpoints, and one folder from a file name template.
 DEPTH = 4
 
 
@@ -19,8 +19,8 @@ class Found(NamedTuple):
 
     Attributes:
         path: the file or folder.
-        known: what it says about itself; None if it has no manifest, or a broken one.
-        problem: what is wrong with it, as far as that shows without reading all of it; None if nothing.
+        known: its manifest; None if it has none, or a broken one.
+        problem: what is wrong with it, if that shows without reading it completely; None if nothing.
     """
 
     path: Location
@@ -29,12 +29,12 @@ class Found(NamedTuple):
 
     @property
     def state(self) -> str:
-        """In a word or a sentence."""
+        """Its state, in a word or a sentence."""
         return self.problem or ("no manifest" if self.known is None else "ok")
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Its size in bytes."""
         if not self.path.is_dir():
             return self.path.stat().st_size
         below = self.path.files_below() if isinstance(self.path, Remote) else self.path.rglob("*")
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Whether a fit can go on from it, and its form."""
+        """Its form, or ``"weights"`` if it contains only weights."""
         if self.known is None:
             return "sharded" if self.path.is_dir() else "file"
         form = "sharded" if self.known.kind == "folder" else "whole"
@@ -50,27 +50,27 @@ class Found(NamedTuple):
 
 
 def checkpoints(path: str, depth: int = DEPTH) -> Iterator[Found]:
-    """Those in a folder and below it, by folder and the number of the save; or the one that ``path`` is.
+    """Yield the checkpoints in and below a folder, by folder and save number, or the single one at ``path``.
 
     Raises:
-        FileNotFoundError: there is no such path.
-        ValueError: there is none in the folder.
+        FileNotFoundError: if there is no such path.
+        ValueError: if the folder contains none.
     """
     where = location(path)
     if not where.exists():
-        raise FileNotFoundError(f"There is nothing at {path!r}. Pass a checkpoint, or a folder that has some in it.")
+        raise FileNotFoundError(f"{path!r} does not exist. Pass a checkpoint, or a folder that contains some.")
     if not where.is_dir() or manifest.is_folder(where):
         yield _look_at(where)
         return
     found = [_look_at(inside) for inside in manifest.checkpoints_in(where, depth)]
     if not found:
-        raise ValueError(f"There is no checkpoint (*{manifest.SUFFIX}) in {path!r}. Pass the folder that has them.")
+        raise ValueError(f"There is no checkpoint (*{manifest.SUFFIX}) in {path!r}. Pass a folder that contains some.")
     found.sort(key=lambda one: (one.path.parent.parts, one.known.sequence if one.known else 0, one.path.name))
     yield from found
 
 
 def the_one(path: str) -> Location:
-    """The checkpoint that a path means; of a folder that ``Accelerator.save_state`` wrote, the state in it."""
+    """Return the checkpoint for a path; for a folder from ``Accelerator.save_state``, the state inside it."""
     where = location(path)
     inside = where / manifest.STATE
     return inside if inside.exists() else where
@@ -81,7 +81,7 @@ def _look_at(path: Location) -> Found:
         known = manifest.read(path)
         if known is None or known.kind == "file":
             return Found(path, known, None)
-        wrong = folder_problem(path, share=-1)  # the sizes only
+        wrong = folder_problem(path, share=-1)  # only the sizes
         return Found(path, known, wrong and f"damaged: {wrong.why}")
     except (OSError, ValueError) as error:
         return Found(path, None, f"damaged: {error}")

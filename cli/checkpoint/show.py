@@ -11,13 +11,13 @@ from .select import Found, checkpoints, the_one
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What the command takes."""
-    parser.add_argument("file", help="a checkpoint, file or folder")
+    """Declare the arguments."""
+    parser.add_argument("file", help="a checkpoint file or folder")
     parser.add_argument("--keys", action="store_true", help="also list tensors and hyperparameters (imports torch)")
 
 
 def run(arguments: Namespace) -> int:
-    """Print what the checkpoint says about itself."""
+    """Print the checkpoint's manifest, and its contents with --keys."""
     path = the_one(arguments.file)
     found = next(checkpoints(str(path)))
     if found.path != path:
@@ -51,7 +51,7 @@ def _facts(found: Found) -> Iterator[tuple[str, str]]:
 
 
 def _contents(found: Found) -> Iterator[str]:
-    """Its keys, its hyperparameters, and every tensor of its weights; none of them is loaded."""
+    """Yield the keys, hyperparameters and tensors of a checkpoint, without loading tensors."""
     from ...checkpoint.read import read
 
     checkpoint = read(found.path, map_location="meta")

@@ -10,12 +10,12 @@ from .select import checkpoints
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What the command takes."""
+    """Declare the arguments."""
     parser.add_argument("path", help="a checkpoint, or a folder whose checkpoints are all checked")
 
 
 def run(arguments: Namespace) -> int:
-    """Read everything; returns 1 if something is not what was written."""
+    """Verify every checkpoint completely; return 1 if one is damaged."""
     damaged = 0
     for one in checkpoints(arguments.path):
         wrong = problem(one.path)
@@ -25,4 +25,4 @@ def run(arguments: Namespace) -> int:
 
 
 def _verdict(foreign: bool) -> str:
-    return "ok, as far as its own records tell (it has no manifest)" if foreign else "ok"
+    return "ok, by its own checksums (it has no manifest)" if foreign else "ok"

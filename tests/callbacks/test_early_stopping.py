@@ -286,7 +286,7 @@ def test_verbose_tells_improvements_and_the_stop_is_always_told(
         ({"monitor": ""}, TypeError, r"monitor=''.*does not name a metric.*self\.log"),
         ({"monitor": None}, TypeError, r"monitor=None.*does not name a metric.*self\.log"),
         ({"monitor": "x", "mode": "mim"}, ValueError, r"mode of EarlyStopping 'mim'\. Did you mean 'min'\?.*is better"),
-        ({"monitor": "x", "min_delta": -0.1}, ValueError, r"min_delta=-0\.1.*gets worse.*0 or more"),
+        ({"monitor": "x", "min_delta": -0.1}, ValueError, r"min_delta=-0\.1.*a worse metric.*0 or more"),
         ({"monitor": "x", "patience": -1}, ValueError, r"patience=-1.*not a number of checks.*whole number"),
         ({"monitor": "x", "patience": 2.5}, ValueError, r"patience=2\.5.*not a number of checks.*whole number"),
     ],

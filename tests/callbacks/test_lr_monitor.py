@@ -165,7 +165,7 @@ def test_parameter_groups_are_named(names: Any, keys: set[str]) -> None:
 
 def test_two_groups_of_one_name_are_refused_when_training_starts() -> None:
     with pytest.raises(
-        ValueError, match=r"Two parameter groups of SGD have one name \(a, a\).*Give each group another"
+        ValueError, match=r"Two parameter groups of SGD have the same name \(a, a\).*Give each group a different"
     ):
         run(LearningRateMonitor(), Optimized(lambda module: groups(module, "a", "a")))
 

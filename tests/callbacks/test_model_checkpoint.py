@@ -504,7 +504,7 @@ def test_names_take_a_version_a_prefix_and_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_metric_in_the_name_that_is_not_logged_is_warned_about(tmp_path: Path) -> None:
-    with pytest.warns(PacelineWarning, match=r"'absent'.*name says nan.*'train_loss' or 'val_loss'"):
+    with pytest.warns(PacelineWarning, match=r"'absent'.*name contains nan.*'train_loss' or 'val_loss'"):
         fit(tmp_path, ModelCheckpoint(tmp_path, "{absent:.2f}-{val_loss:.0f}"), epochs=1)
     assert len(names(tmp_path)) == 1
     assert names(tmp_path)[0].startswith("absent=nan-val_loss=")
@@ -830,7 +830,7 @@ def test_a_signal_after_a_failed_write_in_the_background_still_saves(
     with pytest.raises(SystemExit):
         fit(tmp_path, Ends(), checkpoint)
     assert names(tmp_path) == ["step=3.ckpt"]
-    assert "The save before SIGTERM had failed: OSError: [Errno 28]" in capsys.readouterr().err
+    assert "The last save before SIGTERM failed: OSError: [Errno 28]" in capsys.readouterr().err
 
 
 def test_a_wait_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -985,14 +985,14 @@ def test_check_monitor_top_k_says_whether_a_score_would_be_kept(tmp_path: Path) 
         ({"save_top_k": 3}, ValueError, r"save_top_k=3, monitor=None.*no metric.*Pass monitor"),
         ({"monitor": 3}, TypeError, r"monitor=3.*does not name a metric.*self\.log"),
         ({"save_last": "yes"}, ValueError, r"save_last='yes'.*Pass True or False"),
-        ({"every_n_epochs": -1}, ValueError, r"every_n_epochs=-1.*not a number.*at least 1"),
+        ({"every_n_epochs": -1}, ValueError, r"every_n_epochs=-1.*not an interval.*at least 1"),
         ({"every_n_train_steps": 2.0}, ValueError, r"every_n_train_steps=2\.0.*at least 1"),
         (
             {"every_n_epochs": 1, "every_n_train_steps": 2},
             ValueError,
-            r"every_n_epochs=1, every_n_train_steps=2.*one rhythm",
+            r"every_n_epochs=1, every_n_train_steps=2.*one saving interval",
         ),
-        ({"every_n_epochs": 1, "train_time_interval": timedelta(0)}, ValueError, r"more than one rhythm.*Keep one"),
+        ({"every_n_epochs": 1, "train_time_interval": timedelta(0)}, ValueError, r"more than one.*Keep one"),
         ({"train_time_interval": 30}, TypeError, r"train_time_interval=.*30 of type int.*timedelta"),
         ({"filename": "{epoch"}, ValueError, r"filename=.*'\{epoch', which is not a template.*'\{epoch:02d\}'"),
         ({"filename": "{}"}, ValueError, r"without a metric's name"),

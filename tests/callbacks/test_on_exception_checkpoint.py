@@ -108,7 +108,7 @@ def test_a_failure_to_save_does_not_hide_the_exception(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dirpath": ".", "filename": ""}, r"filename=''.*without a name.*leave the argument out"),
+        ({"dirpath": ".", "filename": ""}, r"filename=''.*have no name.*leave the argument out"),
         ({"dirpath": "s4://bucket"}, r"'s4://bucket': Unknown protocol 's4'.*Choose 's3'"),
     ],
 )

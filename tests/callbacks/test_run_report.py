@@ -188,7 +188,7 @@ def test_a_learning_rate_that_a_monitor_logs_is_drawn_once(module: Any, interval
     fit(report := RunReport(), LearningRateMonitor(interval, log_momentum=True), module=module(), log_every_n_steps=1)
     assert "lr-SGD" in read("logs").curves()
     assert "lr-SGD<" not in section(report.path, "Curves")
-    assert "lr-SGD-momentum<" in section(report.path, "Curves"), "is no learning rate"
+    assert "lr-SGD-momentum<" in section(report.path, "Curves"), "is not a learning rate"
     assert section(report.path, "Learning rate").count("<svg") == 1
     assert "<td>lr-SGD</td>" in section(report.path, "Values")
 
@@ -513,7 +513,7 @@ def test_a_full_disk_ends_the_record_not_the_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_address_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"RunReport\(dirpath='s3://bucket/run'\) is an address"):
+    with pytest.raises(ValueError, match=r"RunReport\(dirpath='s3://bucket/run'\) is a remote address"):
         RunReport("s3://bucket/run")
 
 

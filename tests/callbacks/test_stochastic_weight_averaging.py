@@ -390,7 +390,9 @@ def test_a_resume_that_trains_nothing_says_that_the_mean_is_not_used(tmp_path: P
         trainer(tmp_path, swa, SaveAt(2, path), max_epochs=3, **settings).fit(Net(), loader(), **kwargs)
 
     run()
-    with pytest.warns(PacelineWarning, match=r"nothing left to train.*not the mean of the 2 epochs.*Raise max_epochs"):
+    with pytest.warns(
+        PacelineWarning, match=r"nothing left to train.*not the mean of the 2 averaged epochs.*Raise max_epochs"
+    ):
         run(ckpt_path=path)
 
 
@@ -398,7 +400,7 @@ def test_a_resume_without_the_callbacks_state_averages_the_epochs_left(tmp_path:
     path = tmp_path / "plain.ckpt"
     trainer(tmp_path, SaveAt(2, path), max_epochs=3).fit(Net(), loader())
     module, record, swa = Net(), Recorder(), StochasticWeightAveraging(0.05, swa_epoch_start=2)
-    with pytest.warns(PacelineWarning, match=r"starts in epoch 3, after its first epoch 1"):
+    with pytest.warns(PacelineWarning, match=r"starts in epoch 3, later than its first epoch 1"):
         trainer(tmp_path, record, swa, max_epochs=5).fit(module, loader(), ckpt_path=path)
     assert_close(module, mean(record.epochs))
 
@@ -409,17 +411,17 @@ def test_a_resume_without_the_callbacks_state_averages_the_epochs_left(tmp_path:
 @pytest.mark.parametrize(
     ("kwargs", "error", "words"),
     [
-        ({"swa_lrs": -0.1}, ValueError, ["swa_lrs=-0.1", "would not train", "Give positive"]),
-        ({"swa_lrs": [0.1, 0.0]}, ValueError, ["swa_lrs=[0.1, 0.0]", "would not train", "Give positive"]),
-        ({"swa_lrs": "0.1"}, TypeError, ["swa_lrs='0.1'", "no learning rate", "Give a positive number"]),
-        ({"swa_lrs": []}, TypeError, ["swa_lrs=[]", "no learning rate", "Give a positive number"]),
+        ({"swa_lrs": -0.1}, ValueError, ["swa_lrs=-0.1", "cannot train", "Give positive"]),
+        ({"swa_lrs": [0.1, 0.0]}, ValueError, ["swa_lrs=[0.1, 0.0]", "cannot train", "Give positive"]),
+        ({"swa_lrs": "0.1"}, TypeError, ["swa_lrs='0.1'", "not a learning rate", "Give a positive number"]),
+        ({"swa_lrs": []}, TypeError, ["swa_lrs=[]", "not a learning rate", "Give a positive number"]),
         ({"swa_epoch_start": 0}, ValueError, ["swa_epoch_start=0", "out of range", "at least 1"]),
         ({"swa_epoch_start": 1.5}, ValueError, ["swa_epoch_start=1.5", "out of range", "0.0 to 1.0"]),
         ({"swa_epoch_start": "5"}, TypeError, ["swa_epoch_start='5'", "str", "integer counted from 1"]),
         ({"annealing_epochs": -1}, ValueError, ["annealing_epochs=-1", "too small", "at least 0"]),
         ({"annealing_strategy": "cosine"}, ValueError, ["'cosine'", "Did you mean 'cos'?", "Choose 'cos' or 'linear'"]),
         ({"avg_fn": 2}, TypeError, ["avg_fn=2", "cannot be called", "Give a function"]),
-        ({"device": "gpu0"}, ValueError, ["device='gpu0'", "no device", "Give 'cpu'"]),
+        ({"device": "gpu0"}, ValueError, ["device='gpu0'", "not a device", "Give 'cpu'"]),
     ],
 )
 def test_an_invalid_argument_is_told_with_value_reason_and_remedy(
@@ -470,7 +472,7 @@ def test_manual_optimization_and_several_optimizers_are_refused(tmp_path: Path) 
         count = 2
 
     for cls, words in (
-        (Manual, r"Manual optimizes manually.*Use WeightAveraging"),
+        (Manual, r"Manual uses manual optimization.*Use WeightAveraging"),
         (Two, r"Two.*returned 2\. Use EMA"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -239,7 +239,7 @@ def test_half_precision_weights_are_averaged_in_float32() -> None:
             EMAWeightAveraging,
             {"update_every_n_steps": 1.5},
             TypeError,
-            ["update_every_n_steps=1.5", "counts", "integer"],
+            ["update_every_n_steps=1.5", "is a count", "integer"],
         ),
         (EMAWeightAveraging, {"update_starting_at_step": -1}, ValueError, ["update_starting_at_step=-1", "at least 0"]),
         (
@@ -249,11 +249,11 @@ def test_half_precision_weights_are_averaged_in_float32() -> None:
             ["update_starting_at_epoch=True", "integer"],
         ),
         (EMAWeightAveraging, {"dekay": 0.9}, TypeError, ["'dekay'", "Did you mean 'decay'?", "Choose"]),
-        (EMAWeightAveraging, {"avg_fn": max}, TypeError, ["avg_fn", "from decay", "Use WeightAveraging(avg_fn=...)"]),
+        (EMAWeightAveraging, {"avg_fn": max}, TypeError, ["avg_fn", "with decay", "Use WeightAveraging(avg_fn=...)"]),
         (WeightAveraging, {"avgfn": max}, TypeError, ["'avgfn'", "Did you mean 'avg_fn'?", "Choose"]),
         (WeightAveraging, {"avg_fn": 3}, TypeError, ["avg_fn=3", "cannot be called", "Give a function"]),
         (WeightAveraging, {"avg_fn": max, "multi_avg_fn": max}, ValueError, ["both", "only one", "Give avg_fn"]),
-        (WeightAveraging, {"device": "gpu0"}, ValueError, ["device='gpu0'", "no device", "Give 'cpu'"]),
+        (WeightAveraging, {"device": "gpu0"}, ValueError, ["device='gpu0'", "not a device", "Give 'cpu'"]),
         (WeightAveraging, {"device": 1.5}, TypeError, ["device=1.5", "float", "Give a name"]),
     ],
 )
@@ -635,7 +635,7 @@ def test_a_checkpoint_without_average_starts_a_new_one(tmp_path: Path, caplog: p
     module, record, ema = Net(), Recorder(), EMAWeightAveraging(decay=0.8)
     record.steps = [{} for _ in range(5)]
     trainer(tmp_path, record, ema, max_epochs=2).fit(module, loader(), ckpt_path=path)
-    assert "holds no average of EMAWeightAveraging" in caplog.text
+    assert "contains no average of EMAWeightAveraging" in caplog.text
     assert ema.n_averaged == 5
     assert_close(module, fold(record.steps[5:], 0.8))
 

@@ -45,7 +45,7 @@ QUESTIONS = [
     "What GPU(s) (by id) should be used for training on this machine?",
     "Would you like to enable numa efficiency? (NVIDIA only)",
     "Do you wish to use mixed precision? (no, fp16, bf16)",
-    "How many micro-batches make one update?",
+    "How many micro-batches should be accumulated per optimizer step?",
 ]
 
 
@@ -233,7 +233,7 @@ def test_u22_a_file_that_is_there_is_not_written_over_and_the_status_is_1(
     assert main(["config", "default", "--mixed_precision", "bf16"]) == 1
     assert own.read_text() == before
     said = capsys.readouterr().err
-    assert f"{own} is there already" in said
+    assert f"{own} already exists" in said
     assert "--force" in said
     assert main(["config", "default", "--mixed_precision", "bf16", "--force"]) == 0
     assert read_file(own).values["mixed_precision"] == "bf16"
@@ -270,7 +270,7 @@ def test_update_reads_a_file_of_accelerate_and_leaves_it_alone(
 
 def test_update_without_a_file_says_so(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "update"]) == 2
-    assert "no file of settings to update" in capsys.readouterr().err
+    assert "no settings file to update" in capsys.readouterr().err
 
 
 def test_u22_what_the_environment_says_is_taken_over(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

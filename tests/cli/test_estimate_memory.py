@@ -92,11 +92,11 @@ def test_i8_a_model_that_does_not_fit_is_told_with_what_would(factory: str, caps
     nothing = asked(capsys, *arguments, "--device_memory", "25MB", "--strategy", "fsdp")
     assert {row["fits"] for row in nothing["training"]} == {"no"}
     said = " ".join(nothing["verdict"])
-    assert "What would: " in said
+    assert "These would fit: " in said
     assert "fsdp x32 in bf16-mixed (" in said
     assert "fsdp_cpu_offload x2 in bf16-mixed (" in said
     small = asked(capsys, *arguments, "--device_memory", "10MB", "--dtypes", "float32", "int8")
-    assert "Loaded in float32 it does not fit on one device of 9.54 MiB. In int8 (3.83 MiB) it does." in " ".join(
+    assert "Loaded in float32, it does not fit on one device of 9.54 MiB. In int8 (3.83 MiB), it does." in " ".join(
         small["verdict"]
     )
 
@@ -124,7 +124,7 @@ def test_the_table_has_a_row_for_each_dtype_and_strategy(factory: str, capsys: p
 def test_a_model_that_no_machine_could_hold_takes_no_memory(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, f"{factory}:huge", "--dtypes", "bfloat16", "--device_memory", "80GiB")
     assert found["parameters"] == 200_000 * 200_001
-    assert any("gave no batch, so activations are left out" in note for note in found["notes"])
+    assert any("returned no batch, so activations are not included" in note for note in found["notes"])
     assert found["training"][0]["activations"] is None
     assert found["training"][0]["training"] > 4 * 2 * 40 * 10**9
 
@@ -155,7 +155,7 @@ def test_u21_files_of_safetensors_are_read_by_their_headers_alone(
         assert found["parameters"] == 4010
         assert [row["weights"] for row in found["loading"]] == [16_080, 4_080]
         assert found["training"] == []
-        assert "activations are left out" in found["notes"][0]
+        assert "activations are not included" in found["notes"][0]
     # Data that is not there is noticed, data that is wrong is never looked at.
     whole = (folder / "2.safetensors").read_bytes()
     (folder / "2.safetensors").write_bytes(whole[:-12000] + b"\xff" * 12000)
@@ -165,14 +165,14 @@ def test_u21_files_of_safetensors_are_read_by_their_headers_alone(
     assert f"has {len(whole) - 1} bytes, but its header says {len(whole)}" in capsys.readouterr().err
     (folder / "2.safetensors").write_bytes(struct.pack("<Q", 2**60))
     assert main(["estimate-memory", str(folder)]) == FAILED
-    assert "is no whole file of safetensors" in capsys.readouterr().err
+    assert "is not a complete safetensors file" in capsys.readouterr().err
 
 
 def test_u21_a_name_of_the_hub_is_told_what_to_do_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate-memory", "mistralai/Mixtral-8x7B-v0.1"]) == FAILED
     said = capsys.readouterr().err
     assert "There is no file or folder 'mistralai/Mixtral-8x7B-v0.1' here." in said
-    assert "nothing is fetched" in said
+    assert "nothing is downloaded" in said
     assert "gated" not in said
     assert "hf download mistralai/Mixtral-8x7B-v0.1 config.json" in said
 
@@ -180,12 +180,12 @@ def test_u21_a_name_of_the_hub_is_told_what_to_do_without_a_network(capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["mine.py"], "Name what makes the model in it: mine.py:build_model"),
+        (["mine.py"], "Add the function that makes the model: mine.py:build_model"),
         (["mine.py:bild"], "no function or class 'bild'. Did you mean 'build'?"),
         (["mine.py:torch"], "no function or class 'torch'"),
         (["mine.py:build", "--device_memory", "much"], "--device_memory='muchB' is not a size"),
-        (["mine.py:build", "--batch_size", "0"], "--batch_size 0 is none"),
-        (["mine.py:fixed", "--sequence_length", "8"], "takes none. Give it a parameter sequence_length"),
+        (["mine.py:build", "--batch_size", "0"], "--batch_size 0 is too small"),
+        (["mine.py:fixed", "--sequence_length", "8"], "has no parameter sequence_length"),
         (["mine.py:Net", "--optimizer", "adamv"], "Unknown optimizer 'adamv'"),
     ],
 )

@@ -106,7 +106,7 @@ def test_c7_one_process_is_the_script_itself_as_under_python() -> None:
     (without,) = told(plain.stdout)
     added = {"CUDA_VISIBLE_DEVICES", "PACELINE_CPU", "PACELINE_LAUNCH_FLAGS"}
     assert {key: value for key, value in found.items() if key not in added} == without
-    assert done.stderr == "paceline launch: 1 process on the CPU (--cpu); CPU threads as torch chooses.\n"
+    assert done.stderr == "paceline launch: 1 process on the CPU (--cpu); CPU threads chosen by torch.\n"
 
 
 @pytest.mark.parametrize("words", [["-m", "package.train"], ["package"], ["python", "-m", "package.train"]])
@@ -137,7 +137,7 @@ def test_c8_python_before_the_script_is_left_out(capfd: pytest.CaptureFixture[st
     status, _, err = launched(capfd, "--cpu", "python", "-u", name)
     assert status == FAILED
     assert err == (
-        "paceline launch: Leave 'python' out: paceline launch runs the script by itself. Write what is behind it.\n"
+        "paceline launch: Remove 'python': paceline launch runs Python itself. Write only what follows it.\n"
     )
 
 
@@ -344,8 +344,8 @@ def test_e11_processes_keep_to_the_cores_of_their_nodes(
         (["--tpu", "train.py"], "--tpu: Paceline runs on what torch itself drives"),
         (["--megatron-lm-tp-degree", "2", "train.py"], "--megatron-lm-tp-degree: Megatron-LM is not supported."),
         (["--fp8_backend", "te", "train.py"], "--fp8_backend: 8-bit training is not supported."),
-        (["--aws_access_key_id", "x", "train.py"], "--aws_access_key_id: nothing is started on AWS"),
-        (["--mpirun_hostfile", "x", "train.py"], "--mpirun_hostfile: processes need no mpirun."),
+        (["--aws_access_key_id", "x", "train.py"], "--aws_access_key_id: starting on AWS is not supported"),
+        (["--mpirun_hostfile", "x", "train.py"], "--mpirun_hostfile: mpirun is not needed."),
         (["--deepspeed_hostfile", "x", "train.py"], "--deepspeed_hostfile is for DeepSpeed's own launcher"),
         (["--mixed_precision", "fp8", "train.py"], "--mixed_precision: mixed_precision 'fp8' is not supported"),
         (["--num_processes", "3", "--num_machines", "2", "train.py"], "--num_processes is 3, which 2 machines cannot"),

@@ -34,10 +34,10 @@ def test_weights_become_one_file_of_safetensors(out: str, tmp_path: Path) -> Non
     [
         (
             ["merge-weights", "x", "y", "--unsafe_serialization"],
-            "--unsafe_serialization: only safetensors are",
+            "--unsafe_serialization: only safetensors files are",
         ),
-        (["merge-weights", "x", "y", "--remove-checkpoint-dir"], "--remove_checkpoint_dir: training can continue only"),
-        (["to-fsdp2", "--config_file", "x"], "FSDP is version 2 here"),
+        (["merge-weights", "x", "y", "--remove-checkpoint-dir"], "--remove_checkpoint_dir: training can resume only"),
+        (["to-fsdp2", "--config_file", "x"], "Paceline uses FSDP 2"),
         (["tpu-config"], "There is nothing to configure"),
     ],
 )

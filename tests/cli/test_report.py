@@ -94,9 +94,9 @@ def test_the_page_is_made_without_torch() -> None:
     [
         (["nowhere"], "There is no file or folder 'nowhere'"),
         (["empty"], "There is no record of a run"),
-        (["text.jsonl"], "'text.jsonl' is no record of a run"),
+        (["text.jsonl"], "'text.jsonl' is not a record of a run"),
         (["newer.jsonl"], "was written by a later version"),
-        (["known.jsonl", "known.jsonl"], "mean the same record"),
+        (["known.jsonl", "known.jsonl"], "are the same record"),
         (
             ["known.jsonl", "empty", "known.jsonl"],
             "3 runs were given ('known.jsonl', 'empty' and 'known.jsonl'). Give one",

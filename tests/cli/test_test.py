@@ -58,10 +58,10 @@ def wrong_checkpoint(accelerator: Accelerator) -> None:
     ("spoil", "name", "said"),
     [
         (wrong_group, "the processes form one group", "3 processes were started, but the group has 2"),
-        (wrong_collectives, "collectives are right", "gather gave"),
+        (wrong_collectives, "collectives are correct", "gather gave"),
         (wrong_data, "each sample comes once", "gather_for_metrics gave"),
-        (wrong_training, "training equals one process", "the trained model's outputs are off by"),
-        (wrong_checkpoint, "a saved state comes back", "the model computes something else after load_state"),
+        (wrong_training, "training matches one process", "the trained model's outputs are off by"),
+        (wrong_checkpoint, "a saved state is restored", "the model's outputs changed after load_state"),
     ],
 )
 def test_c14_a_failed_check_is_named_and_the_status_is_1(

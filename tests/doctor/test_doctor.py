@@ -261,7 +261,7 @@ def test_of_several_processes_that_fail_the_first_is_judged_alone() -> None:
     assert second is None
     report = Report.from_dict(first)
     assert [facts.steps for facts in report.ranks] == [30 - WARM_UP]
-    assert "Only rank 0 of 2 is judged" in report.verdict()
+    assert "covers only rank 0 of 2" in report.verdict()
     assert not keys(report) & {"communication_bound", "model_too_small", "stragglers"}, "which take all of them"
 
 

@@ -493,7 +493,7 @@ AGAIN = {"function": "forward", "times": 4, "reason": ""}
 @pytest.mark.parametrize(
     ("key", "planted", "words"),
     [
-        ("host_syncs", {"lines": [LINE]}, "read them every n steps, all together"),
+        ("host_syncs", {"lines": [LINE]}, "read them every n steps, all at once"),
         ("batch_too_small", {"operators": 200}, "Accelerator(dynamo_backend='inductor')"),
         ("recompiles", {"recompilations": [AGAIN]}, "TorchDynamoPlugin(dynamic=True)"),
         ("evaluation_share", {"seconds": {"forward": 1.0, "evaluation": 1.0}}, "Evaluate less often"),
@@ -584,7 +584,7 @@ def test_a_straggler_is_named_and_where_it_is_late() -> None:
     report = two(seconds=(0.002, 0.03))
     finding = only(report, "stragglers")
     assert finding.what.startswith("Rank 1 takes 28 ms longer for a step than the others, and rank 0 waits 93 % of")
-    assert finding.why == "It spends 28 ms a step more on forward."
+    assert finding.why == "It spends 28 ms more per step on forward."
     assert not keys(report) & {"communication_bound", "model_too_small"}, report.text()
 
 
@@ -594,7 +594,7 @@ def test_a_straggler_that_is_late_in_a_hook_has_it_named() -> None:
     second.hooks = {"Mine.on_train_batch_end": 0.99}
     finding = findings.stragglers([first, second])
     assert finding is not None
-    assert finding.why == "It spends 10 ms a step more on callbacks and hooks: Mine.on_train_batch_end (25 %)."
+    assert finding.why == "It spends 10 ms more per step on callbacks and hooks: Mine.on_train_batch_end (25 %)."
 
 
 def test_two_healthy_processes_are_no_finding() -> None:

@@ -46,7 +46,7 @@ def test_ranks_stand_in_order_and_communication_comes_out_of_backward() -> None:
 
 def test_the_words_give_the_number_the_reason_the_change_and_the_gain() -> None:
     text = REPORT.text()
-    assert "A step takes 20 ms, 800 samples a second." in text
+    assert "A step takes 20 ms, 800 samples per second." in text
     assert "Waiting for data takes 50 % of each step (10 ms) with num_workers=1." in text
     assert "\n   Why: loading a batch takes about 20 ms and the rest of the step 10 ms.\n" in text
     assert "\n   Change: set num_workers=3 and persistent_workers=True; each process has 4 cores.\n" in text
@@ -59,7 +59,7 @@ def test_a_note_is_a_sentence_of_its_own() -> None:
     lines = [line, {**line, "number": 4}]
     text = Report.of([replace(FACTS, lines=lines), replace(FACTS, rank=1)]).text()
     assert "\nNote: 2 lines of the step make the host wait for the device: train.py:3 'loss.item()'; " in text
-    assert "\n   Change: keep values as tensors: self.log(name, tensor) reads them later, all together." in text
+    assert "\n   Change: keep values as tensors: self.log(name, tensor) reads them later, all at once." in text
 
 
 @pytest.mark.parametrize("columns", [80, None])

@@ -226,7 +226,7 @@ def test_a_table_that_was_deleted_during_the_run_starts_anew(tmp_path: Path, rea
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.save()
     (Path(logger.log_dir) / "metrics.csv").unlink()
-    with pytest.warns(PacelineWarning, match="was deleted while the run was writing it, so what it held is lost"):
+    with pytest.warns(PacelineWarning, match="was deleted while the run was writing it, so its contents are lost"):
         logger.log_metrics({"loss": 2.0}, step=1)
     logger.save()
     assert [row["loss"] for row in read_csv(logger.log_dir)] == ["2.0"]

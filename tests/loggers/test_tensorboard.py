@@ -208,7 +208,7 @@ def test_a_graph_without_example_input_is_asked_for_once(tmp_path: Path) -> None
 def test_a_model_that_cannot_be_traced_costs_a_warning_only(tmp_path: Path, read_events: Read) -> None:
     logger = TensorBoardLogger(tmp_path, log_graph=True)
     model = Net(torch.zeros(2, 5))
-    with pytest.warns(PacelineWarning, match=r"graph of Net was not recorded.*RuntimeError.*log_graph=False"):
+    with pytest.warns(PacelineWarning, match=r"graph of Net was not logged.*RuntimeError.*log_graph=False"):
         logger.log_graph(model)
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.finalize("success")

@@ -225,7 +225,7 @@ def test_other_ranks_start_no_run(offline_wandb: Path) -> None:
     [
         ({"log_model": "alle"}, "Unknown log_model 'alle'. Did you mean 'all'.*True or False"),
         ({"add_file_policy": "copy"}, "Unknown add_file_policy 'copy'.*'mutable' or 'immutable'"),
-        ({"version": "a", "id": "b"}, "names two runs.*Give one"),
+        ({"version": "a", "id": "b"}, "gives two ids.*Give one"),
         ({"offline": True, "mode": "online"}, "mode='online'.*two modes.*Leave one"),
     ],
 )
@@ -326,5 +326,5 @@ def test_what_the_user_has_defined_of_the_steps_stays(offline_wandb: Path, read_
 
 def test_checkpoints_behind_an_address_are_not_uploaded_which_is_said(offline_wandb: Path) -> None:
     logger = WandbLogger(save_dir=offline_wandb, offline=True, log_model="all")
-    with pytest.warns(PacelineWarning, match=r"s3://bucket/x.ckpt is not on it and is not uploaded"):
+    with pytest.warns(PacelineWarning, match=r"s3://bucket/x.ckpt is not uploaded"):
         logger.after_save_checkpoint(SimpleNamespace(best_model_path="s3://bucket/x.ckpt"))
