@@ -6,8 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..tuner.batch_size_finder import BatchSizeFinder
+    from ..tuner.lr_finder import LearningRateFinder
     from .base import Callback
-    from .batch_size_finder import BatchSizeFinder
     from .checkpoint_retention import Checkpoint
     from .device_stats_monitor import DeviceStatsMonitor
     from .early_stopping import EarlyStopping
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from .hang_detector import HangDetector
     from .lambda_callback import LambdaCallback
     from .loss_guard import LossGuard
-    from .lr_finder import LearningRateFinder
     from .lr_monitor import LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint
     from .model_summary import ModelSummary, RichModelSummary
@@ -66,7 +66,7 @@ __all__ = [
 
 _FILES = {
     "base": ("Callback",),
-    "batch_size_finder": ("BatchSizeFinder",),
+    ".tuner.batch_size_finder": ("BatchSizeFinder",),
     "checkpoint_retention": ("Checkpoint",),
     "device_stats_monitor": ("DeviceStatsMonitor",),
     "early_stopping": ("EarlyStopping",),
@@ -76,7 +76,7 @@ _FILES = {
     "hang_detector": ("HangDetector",),
     "lambda_callback": ("LambdaCallback",),
     "loss_guard": ("LossGuard",),
-    "lr_finder": ("LearningRateFinder",),
+    ".tuner.lr_finder": ("LearningRateFinder",),
     "lr_monitor": ("LearningRateMonitor",),
     "model_checkpoint": ("ModelCheckpoint",),
     "model_summary": ("ModelSummary", "RichModelSummary"),

@@ -109,6 +109,9 @@ class Callback:
     monitors_metrics: bool = False
     """Whether ``on_train_epoch_end`` of this callback runs after the module's, when all metrics are known."""
 
+    runs_first: bool = False
+    """Whether this callback comes before all others, which then see what it changed."""
+
     runs_last: bool = False
     """Whether ``on_train_batch_end`` and ``on_validation_end`` of this callback run after the module's."""
 

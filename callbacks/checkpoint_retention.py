@@ -344,7 +344,7 @@ class CheckpointKeeper(Checkpoint):
     def _protected(trainer: Trainer) -> str | None:
         """The file that the fit goes on from, if somebody named it; what was found for a word is one of many."""
         path = trainer.ckpt_path
-        return None if not path or path == trainer._newest else storage.absolute(path)
+        return None if not path or path == trainer.current_run.newest else storage.absolute(path)
 
     def _tell(self, trainer: Trainer, path: str, score: Tensor | None = None) -> None:
         """Tell the user and the loggers that a save is done."""
@@ -476,7 +476,7 @@ class CheckpointKeeper(Checkpoint):
         if saved and saved in kept:
             self._saved_step, self._saved_path = state["saved_step"], saved
         at_step = trainer.is_global_zero and self._files.step_of(self.last_model_path) == state.get("last_step")
-        goes_on = trainer.ckpt_path is not None and trainer.ckpt_path == trainer._newest
+        goes_on = trainer.ckpt_path is not None and trainer.ckpt_path == trainer.current_run.newest
         goes_on, at_step = trainer.strategy.broadcast((goes_on, at_step))
         self._last_step = state.get("last_step", -1) if at_step else -1
         if goes_on:

@@ -289,7 +289,7 @@ class _WayBack:
 
         Of the files that are there, those are its own that led to where it begins: none, if it counts from step 0.
         """
-        path, newest, before = trainer.ckpt_path, trainer._saves, 0
+        path, newest, before = trainer.ckpt_path, trainer.current_run.saves, 0
         if trainer.global_step and trainer.is_global_zero:
             known = None if path is None else _manifest(path)
             before = newest if path is None else known.sequence if known is not None else 0
@@ -374,7 +374,7 @@ class _Before:
     """What a training step changes besides gradients, to be put back: buffers, random states, what was logged."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.module, self.metrics = trainer.training_module, trainer._metrics
+        self.module, self.metrics = trainer.training_module, trainer.current_run.metrics
         device = trainer.strategy.device
         self.cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
         self.moving: list[Tensor] | None = None

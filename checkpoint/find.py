@@ -14,22 +14,22 @@ from .storage import Location, absolute, is_remote, location
 from .verify import problem
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from ..trainer.run import Run
 
 
-def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> Location | None:
+def find_checkpoint(run: Run, ckpt_path: Any, fn: str, reused: bool) -> Location | None:
     """The file for ``"best"``, ``"last"``, ``"auto"``, a path or None.
 
     Args:
-        trainer: whose checkpoint callbacks know their files.
+        run: whose checkpoint callbacks know their files.
         ckpt_path: as given to the entry point.
         fn: the entry point.
         reused: the module is that of the run before; then None means its best checkpoint, if there is one.
     """
     if ckpt_path is None:
-        return _best(trainer) if reused and fn != "fit" else None
+        return _best(run) if reused and fn != "fit" else None
     if ckpt_path == "best":
-        best = _best(trainer)
+        best = _best(run)
         if best is None:
             raise ValueError(
                 f"Trainer.{fn}(ckpt_path='best'): no checkpoint has been saved as the best one. Train with a "
@@ -37,24 +37,24 @@ def find_checkpoint(trainer: Trainer, ckpt_path: Any, fn: str, reused: bool) -> 
             )
         return best
     if ckpt_path in ("last", "auto"):
-        newest = _newest(trainer, ckpt_path, fn)
+        newest = _newest(run, ckpt_path, fn)
         if newest is not None and fn == "fit":
-            if trainer._claims.take([str(newest.parent)], alone=True):
+            if run.claims.take([str(newest.parent)], alone=True):
                 remove_temporaries(newest.parent)
-            trainer._newest = newest
+            run.newest = newest
         return newest
     return location(ckpt_path)
 
 
-def _best(trainer: Trainer) -> Location | None:
-    return next((location(c.best_model_path) for c in trainer.checkpoint_callbacks if c.best_model_path), None)
+def _best(run: Run) -> Location | None:
+    return next((location(c.best_model_path) for c in run.trainer.checkpoint_callbacks if c.best_model_path), None)
 
 
-def _newest(trainer: Trainer, word: str, fn: str) -> Location | None:
+def _newest(run: Run, word: str, fn: str) -> Location | None:
     """The newest valid checkpoint in the folders this run saves to; for a fit one that can be resumed from."""
-    own, earlier = _folders(trainer)
+    own, earlier = _folders(run)
     folders = own + earlier
-    chosen, passed_over = newest_valid(_checkpoints(trainer, folders), fn)
+    chosen, passed_over = newest_valid(_checkpoints(run, folders), fn)
     listed = ", ".join(f"{path} ({why})" for path, why in passed_over.items())
     harmless = all(why == _WEIGHTS_ONLY for why in passed_over.values())
     if chosen is None:
@@ -141,42 +141,42 @@ def newer_of_its_run(path: Location) -> Location | None:
     return next(later, None)
 
 
-def highest_sequence(trainer: Trainer) -> int:
+def highest_sequence(run: Run) -> int:
     """The highest number of a save in the folders of this run, 0 if there is none.
 
     Of earlier runs, in version folders, only the newest that saved anything is looked at: it began above the others.
     """
-    own, earlier = _folders(trainer)
-    highest = _highest(trainer, own)
-    return max(highest, next(filter(None, (_highest(trainer, [folder]) for folder in earlier)), 0))
+    own, earlier = _folders(run)
+    highest = _highest(run, own)
+    return max(highest, next(filter(None, (_highest(run, [folder]) for folder in earlier)), 0))
 
 
-def _highest(trainer: Trainer, folders: Iterable[Location]) -> int:
-    order, _ = _newest_first(_checkpoints(trainer, folders))
+def _highest(run: Run, folders: Iterable[Location]) -> int:
+    order, _ = _newest_first(_checkpoints(run, folders))
     return max((known.sequence for _, known in order if known), default=0)
 
 
-def _checkpoints(trainer: Trainer, folders: Iterable[Location]) -> Iterator[Location]:
-    names = (getattr(callback, "filename", None) or "" for callback in _savers(trainer))
+def _checkpoints(run: Run, folders: Iterable[Location]) -> Iterator[Location]:
+    names = (getattr(callback, "filename", None) or "" for callback in _savers(run))
     depth = max((name.count("/") for name in names), default=0)
     for folder in folders:
         yield from manifest.checkpoints_in(folder, depth)
 
 
-def _savers(trainer: Trainer) -> list[Any]:
+def _savers(run: Run) -> list[Any]:
     """The callbacks that have a folder for checkpoints, known or not yet."""
-    return [callback for callback in trainer.callbacks if hasattr(callback, "dirpath")]
+    return [callback for callback in run.trainer.callbacks if hasattr(callback, "dirpath")]
 
 
-def _folders(trainer: Trainer) -> tuple[list[Location], list[Location]]:
+def _folders(run: Run) -> tuple[list[Location], list[Location]]:
     """Where the callbacks save; and, if that is (or will be) the default folder, those of the runs before.
 
     Nobody's folder is settled by asking: of a fit that goes on, the loggers' are that of the run that it continues.
     """
-    root = trainer.default_root_dir
-    asked = [callback.dirpath for callback in _savers(trainer)]
+    root = run.trainer.default_root_dir
+    asked = [callback.dirpath for callback in _savers(run)]
     folders = list(dict.fromkeys(location(folder) for folder in asked if folder))
-    runs = trainer.loggers[0].run_dirs() if trainer.loggers and not is_remote(root) else [root]
+    runs = run.trainer.loggers[0].run_dirs() if run.trainer.loggers and not is_remote(root) else [root]
     default = [location(absolute(run)) / "checkpoints" for run in runs]
     if None not in asked and not any(folder in folders for folder in default):
         return folders, []

@@ -19,16 +19,16 @@ from .storage import Remote, is_remote, location
 
 if TYPE_CHECKING:
     from ..loggers.base import Logger
-    from ..trainer.trainer import Trainer
+    from ..trainer.run import Run
 
 
-def gather(trainer: Trainer) -> dict[str, Any]:
+def gather(run: Run) -> dict[str, Any]:
     """The state of each logger by its class and its number among those of the class; empty on other ranks than 0."""
-    pairs = named(trainer.loggers if trainer.is_global_zero else [])
+    pairs = named(run.trainer.loggers if run.strategy.is_global_zero else [])
     return {name: state for name, logger in pairs if (state := logger.state_dict())}
 
 
-def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
+def take_over(run: Run, path: str | os.PathLike[str] | Remote) -> None:
     """Let the loggers be those of the run that wrote a checkpoint, if they can be, before anybody asks for a folder.
 
     Rank 0 looks; every rank must call. A run that was resumed from an older one of its checkpoints is another run from
@@ -36,7 +36,7 @@ def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
     """
 
     def look() -> dict[str, Any]:
-        found = _recognized(trainer, section_of(path)) if trainer.is_global_zero else {}
+        found = _recognized(run, section_of(path)) if run.strategy.is_global_zero else {}
         newer = newer_of_its_run(location(path)) if found else None
         if newer is not None:
             messages.info(
@@ -45,14 +45,14 @@ def take_over(trainer: Trainer, path: str | os.PathLike[str] | Remote) -> None:
             )
             return {}
         if found and not is_remote(path):
-            trainer._claims.take([str(location(path).parent)], alone=True)
+            run.claims.take([str(location(path).parent)], alone=True)
         return found
 
-    found = trainer.strategy.broadcast(together(trainer.strategy, "taken over", look))
-    for name, logger in named(trainer.loggers):
+    found = run.strategy.broadcast(together(run.strategy, "taken over", look))
+    for name, logger in named(run.trainer.loggers):
         if name in found:
             logger.take_over(found[name])
-    say_where("Logging continues in", (logger for name, logger in named(trainer.loggers) if name in found))
+    say_where("Logging continues in", (logger for name, logger in named(run.trainer.loggers) if name in found))
 
 
 def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
@@ -63,11 +63,11 @@ def say_where(beginning: str, loggers: Iterable[Logger]) -> None:
         messages.info_once(f"{beginning} {text}", key=f"records in {text}")
 
 
-def restore(trainer: Trainer, section: Mapping[str, Any]) -> None:
+def restore(run: Run, section: Mapping[str, Any]) -> None:
     """Let the loggers that are the run's go on where they stood."""
-    if trainer.is_global_zero:
-        found = _recognized(trainer, section)
-        for name, logger in named(trainer.loggers):
+    if run.strategy.is_global_zero:
+        found = _recognized(run, section)
+        for name, logger in named(run.trainer.loggers):
             if name in found:
                 logger.load_state_dict(found[name])
 
@@ -81,9 +81,9 @@ def named(loggers: Iterable[Logger]) -> Iterator[tuple[str, Logger]]:
         seen[kind] += 1
 
 
-def _recognized(trainer: Trainer, section: Mapping[str, Any]) -> dict[str, Any]:
+def _recognized(run: Run, section: Mapping[str, Any]) -> dict[str, Any]:
     states = section.get("loggers") or {}
-    pairs = [(name, logger) for name, logger in named(trainer.loggers) if name in states]
+    pairs = [(name, logger) for name, logger in named(run.trainer.loggers) if name in states]
     return {name: states[name] for name, logger in pairs if logger.recognizes(states[name])}
 
 

@@ -39,7 +39,7 @@ class PlannedDoctor(Doctor):
         """Use the changed training loader, and write checkpoints where no other run finds them."""
         if trainer.state.fn != "fit":
             return
-        change, source = loader_change(self.plan.change), trainer._source
+        change, source = loader_change(self.plan.change), trainer.current_run.source
         if change:
             load: Callable[[str], Any] = source._load
             source._load = lambda stage: changed(load(stage), **change) if stage == "train" else load(stage)

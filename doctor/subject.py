@@ -82,7 +82,7 @@ class TrainerSubject:
     @property
     def loader(self) -> Any:
         """The training loader, as it is divided."""
-        return self._trainer._source.train_loader
+        return self._trainer.current_run.source.train_loader
 
     def measure_communication(self) -> None:
         """Let the strategy measure."""

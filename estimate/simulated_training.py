@@ -161,8 +161,8 @@ class Rehearsal:
             max_steps=1000, max_epochs=-1, barebones=True, accelerator=find_kind(self.strategy.device.type), devices=1
         )
         trainer.strategy = self.strategy
-        trainer._hooks = _NoHooks()
-        trainer._module = module
+        trainer.current_run.hooks = _NoHooks()  # type: ignore[assignment]
+        trainer.current_run.module = module
         module.trainer = trainer
         for one in module.modules():
             if isinstance(one, TrainingModule):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..strategies.base import Strategy
-    from ..trainer.trainer import Trainer
+    from ..trainer.run import Run
 
 _EXPLAINED = "_paceline_explained"
 
@@ -98,23 +98,23 @@ class Situation(NamedTuple):
     training: bool
 
 
-def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException | None:
+def out_of_memory(run: Run, error: BaseException) -> BaseException | None:
     """An error that says what to change; None if ``error`` is something else."""
     if not needs_words(error):
         return None
-    batch = trainer._metrics.batch
-    module = trainer._module
+    batch = run.metrics.batch
+    module = run.module
     return explained(
         error,
         Situation(
             TRAINER,
-            trainer.state.where(),
-            trainer.strategy,
+            run.state.where(),
+            run.strategy,
             [] if module is None else [module],
-            list(trainer.optimizers),
+            list(run.optimizers),
             None if batch is None else batch_size_of(batch),
-            trainer.accumulate_grad_batches,
-            trainer.state.stage == "train",
+            run.trainer.accumulate_grad_batches,
+            run.state.stage == "train",
         ),
     )
 

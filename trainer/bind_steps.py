@@ -16,7 +16,7 @@ from .module import TrainingModule
 from .profiling import wrap_bound
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .run import Run
 
 
 def takes_iterator(step: Callable[..., Any]) -> bool:
@@ -24,36 +24,36 @@ def takes_iterator(step: Callable[..., Any]) -> bool:
     return next(iter(inspect.signature(step).parameters), "") == "dataloader_iter"
 
 
-def bind_step(trainer: Trainer, name: str, several_loaders: bool = False) -> Callable[..., Any]:
+def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..., Any]:
     """The module's step as the loop calls it: ``(batch, batch_idx)`` or, with several loaders, also ``dataloader_idx``.
 
     Raises:
         NotImplementedError: the module does not define it.
         TypeError: it takes other arguments.
     """
-    module = trainer.training_module
+    module = run.module
     step = method_of(module, name, TrainingModule)
     if name != "predict_step" and overridden(module, name, TrainingModule) is None:
         raise NotImplementedError(f"{type(module).__name__} has no {name}. Define {name}(self, batch, batch_idx).")
     called = _with_arguments(step, name, type(module).__name__, several_loaders)  # type: ignore[arg-type]
-    if trainer.strategy.splits_batches:
-        called = JoiningStep(called, name, module, trainer._metrics)
-    bound = trainer.strategy.bind_step(called, trainer.model, training=name == "training_step")
-    bound = around_training_step(trainer, bound) if name == "training_step" else bound
-    if name == "training_step" and scope_of(trainer.compile) in ("step", "graphs"):
+    if run.strategy.splits_batches:
+        called = JoiningStep(called, name, module, run.metrics)
+    bound = run.strategy.bind_step(called, run.model, training=name == "training_step")
+    bound = around_training_step(run, bound) if name == "training_step" else bound
+    if name == "training_step" and scope_of(run.trainer.compile) in ("step", "graphs"):
         return bound  # it is traced, not called
-    return wrap_bound(trainer, name, bound)
+    return wrap_bound(run, name, bound)
 
 
-def around_training_step(trainer: Trainer, bound: Callable[..., Any]) -> Callable[..., Any]:
+def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., Any]:
     """The training step inside what looks at each loss before its backward."""
-    module = trainer.training_module
-    if trainer.detect_anomaly:
-        finite, step = LossReader(module, trainer.strategy).finite, bound
+    module = run.module
+    if run.trainer.detect_anomaly:
+        finite, step = LossReader(module, run.strategy).finite, bound
         bound = lambda batch, batch_idx: finite(step(batch, batch_idx))  # noqa: E731
-    for callback in trainer.callbacks:
+    for callback in run.trainer.callbacks:
         if isinstance(callback, LossGuard):
-            bound = callback.around_training_step(trainer, module, bound)
+            bound = callback.around_training_step(run.trainer, module, bound)
     return bound
 
 
@@ -104,18 +104,18 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
     return step if takes >= passed else lambda batch, batch_idx: step(batch)
 
 
-def bind_mover(trainer: Trainer, dataloader_idx: int) -> Callable[[Any], Any] | None:
+def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
     """What happens to a batch between the loader and the step; None when nothing does."""
     from ..data.datamodule import DataModule
 
     hooks: dict[str, Callable[..., Any] | None] = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-        data = overridden(trainer.datamodule, name, DataModule) if trainer.datamodule is not None else None
-        hooks[name] = data or overridden(trainer.training_module, name, TrainingModule)
-    strategy = trainer.strategy
+        data = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None
+        hooks[name] = data or overridden(run.module, name, TrainingModule)
+    strategy = run.strategy
     move = strategy.batch_mover()
     if move is not None:
-        move = wrap_bound(trainer, "batch_to_device", move)
+        move = wrap_bound(run, "batch_to_device", move)
     if not any(hooks.values()):
         return move
     before, transfer, after = hooks.values()
@@ -133,5 +133,5 @@ def bind_mover(trainer: Trainer, dataloader_idx: int) -> Callable[[Any], Any] | 
         metrics.back(place)
         return batch
 
-    metrics = trainer._metrics
+    metrics = run.metrics
     return through_hooks

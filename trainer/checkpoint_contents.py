@@ -14,7 +14,7 @@ from ..data.loaders import samples_in_batch
 from .resume import Resumed, gather_ranks, progress
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .run import Run
 
 
 class Left(NamedTuple):
@@ -33,85 +33,85 @@ class Left(NamedTuple):
     lacks: str = ""
 
 
-def left_for_checkpoints(trainer: Trainer) -> Left:
+def left_for_checkpoints(run: Run) -> Left:
     """What this run leaves, for another process; every rank must call."""
-    return Left(gather_ranks(trainer), _batch_samples(trainer), trainer.strategy.num_data_ranks)
+    return Left(gather_ranks(run), _batch_samples(run), run.strategy.num_data_ranks)
 
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
 
-def gather(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
+def gather(run: Run, weights_only: bool = False) -> dict[str, Any]:
     """Collect everything a run needs to go on from here; every rank must call it.
 
     Args:
-        trainer: a trainer that has a module.
+        run: a trainer that has a module.
         weights_only: only the weights, hyperparameters and counters: enough to use the model, not to train on. The
             hooks ``on_save_checkpoint`` run all the same, so that averaged weights, for one, are what is saved.
     """
-    module = trainer.training_module
-    left, holder = trainer._left, trainer._holder
+    module = run.module
+    left, holder = run.left, run.holder
     if not weights_only and left is not None and left.lacks:
         raise RuntimeError(
             "The optimizers and schedulers are in the processes that trained, since they cannot be pickled "
             f"({left.lacks}), so no checkpoint to resume from can be saved here. Save in the run, with a "
             "ModelCheckpoint, or save the weights: save_checkpoint(path, weights_only=True)."
         )
-    ranks = [] if weights_only else gather_ranks(trainer) if left is None else left.ranks
-    counters = progress(trainer, ranks)
+    ranks = [] if weights_only else gather_ranks(run) if left is None else left.ranks
+    counters = progress(run, ranks)
     checkpoint: dict[str, Any] = {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
+        "epoch": run.state.epoch,
+        "global_step": run.state.global_step,
         "pytorch-lightning_version": lightning_format.LAYOUT_VERSION,
         "state_dict": holder.model_state(module),
         "loops": lightning_format.loops(counters),
-        "paceline": _section(trainer, counters),
+        "paceline": _section(run, counters),
     }
     if not weights_only:
-        _add_training(trainer, checkpoint)
+        _add_training(run, checkpoint)
         checkpoint["paceline"]["ranks"] = ranks
     _add_hyperparameters(module, "hparams_name", "hyper_parameters", checkpoint)
-    if trainer.datamodule is not None:
-        _add_datamodule(trainer.datamodule, checkpoint)
-    for hook in trainer._hooks.on_save_checkpoint:
+    if run.datamodule is not None:
+        _add_datamodule(run.datamodule, checkpoint)
+    for hook in run.hooks.on_save_checkpoint:
         hook(checkpoint)
     return checkpoint
 
 
-def _section(trainer: Trainer, counters: dict[str, Any]) -> dict[str, Any]:
-    left = trainer._left
+def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
+    left = run.left
     return {
         "format": FORMAT,
         "versions": versions(),
-        "fn": trainer.state.fn,
-        "stage": trainer.state.stage,
-        "world_size": trainer.world_size,
-        "data_ranks": trainer.strategy.num_data_ranks if left is None else left.data_ranks,
-        "batch_samples": _batch_samples(trainer) if left is None else left.batch_samples,
+        "fn": run.state.fn,
+        "stage": run.state.stage,
+        "world_size": run.strategy.world_size,
+        "data_ranks": run.strategy.num_data_ranks if left is None else left.data_ranks,
+        "batch_samples": _batch_samples(run) if left is None else left.batch_samples,
         "progress": counters,
-        "manifest": {"sequence": trainer._count_save()},
+        "manifest": {"sequence": run.count_save()},
     }
 
 
-def _batch_samples(trainer: Trainer) -> int | None:
+def _batch_samples(run: Run) -> int | None:
     """Samples in a full batch of all ranks; before the loader of a resumed fit is there, those of its checkpoint."""
-    resumed = trainer._fit.resumed if trainer._fit is not None else None
-    if trainer.train_dataloader is None and resumed is not None:
+    resumed = run.fit.resumed if run.fit is not None else None
+    if run.source.train_loader is None and resumed is not None:
         return resumed.batch_samples
-    return samples_in_batch(trainer.train_dataloader, trainer.strategy.num_data_ranks)
+    return samples_in_batch(run.source.train_loader, run.strategy.num_data_ranks)
 
 
-def _add_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    strategy, holder = trainer.strategy, trainer._holder
-    states = ((callback.state_key, callback.state_dict()) for callback in trainer.callbacks)
+def _add_training(run: Run, checkpoint: dict[str, Any]) -> None:
+    strategy, holder = run.strategy, run.holder
+    states = ((callback.state_key, callback.state_dict()) for callback in run.trainer.callbacks)
     checkpoint["callbacks"] = {key: state for key, state in states if state}
-    checkpoint["optimizer_states"] = [holder.optimizer_state(trainer.model, o) for o in trainer.optimizers]
-    checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    checkpoint["optimizer_states"] = [holder.optimizer_state(run.model, o) for o in run.optimizers]
+    checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in run.lr_scheduler_configs]
     checkpoint["paceline"] |= {
-        "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+        "optimizers": [type(optimizer).__name__ for optimizer in run.optimizers],
         "precision": strategy.precision.state_dict(),
-        "metrics": trainer._metrics.state_dict(),
-        "loggers": logger_positions.gather(trainer),
+        "metrics": run.metrics.state_dict(),
+        "loggers": logger_positions.gather(run),
     }
 
 
@@ -151,34 +151,34 @@ def _say_left_out(owner: str, left_out: dict[str, str]) -> None:
 # ---- restore ---------------------------------------------------------------------------------------------------------
 
 
-def restore_model(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> None:
+def restore_model(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> None:
     """Give a checkpoint's weights to the module, and its state to the data module and the callbacks.
 
     Args:
-        trainer: a trainer whose module is set up.
+        run: a run whose module is set up.
         checkpoint: what ``file.read`` returned; hooks may change it.
         parts: without ``"callbacks"`` these stay as they are, as for validate, test and predict.
 
     Raises:
         RuntimeError: the weights do not fit the module.
     """
-    module = trainer.training_module
+    module = run.module
     call(module, "on_load_checkpoint", checkpoint)
-    datamodule = trainer.datamodule
+    datamodule = run.datamodule
     if "model" in parts:
-        load_weights(module, checkpoint["state_dict"], is_strict(module), trainer.strategy.load_model_state)
+        load_weights(module, checkpoint["state_dict"], is_strict(module), run.strategy.load_model_state)
         state = checkpoint.get(type(datamodule).__qualname__)
         if datamodule is not None and state is not None:
             datamodule.load_state_dict(state)
     if "callbacks" in parts:
-        _restore_callbacks(trainer, checkpoint)
+        _restore_callbacks(run, checkpoint)
 
 
-def _restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    for callback in trainer.callbacks:
-        call(callback, "on_load_checkpoint", trainer, trainer.training_module, checkpoint)
+def _restore_callbacks(run: Run, checkpoint: dict[str, Any]) -> None:
+    for callback in run.trainer.callbacks:
+        call(callback, "on_load_checkpoint", run.trainer, run.module, checkpoint)
     states = dict(checkpoint.get("callbacks", {}))
-    for callback in trainer.callbacks:
+    for callback in run.trainer.callbacks:
         state = states.pop(callback.state_key, None)
         if state is not None:
             callback.load_state_dict(state)
@@ -190,7 +190,7 @@ def _restore_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         )
 
 
-def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> Resumed:
+def restore_training(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...] = PARTS) -> Resumed:
     """Give a checkpoint's optimizers, schedulers, loss scale and counters to a run whose optimizers exist.
 
     Returns:
@@ -203,7 +203,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[
     if parts != ("model",) and "optimizer_states" not in checkpoint:
         raise ValueError(
             "The checkpoint holds weights only (it was saved with weights_only=True or save_weights_only=True), so a "
-            f"fit cannot continue from it. Use its weights in a new fit: {type(trainer.training_module).__name__}."
+            f"fit cannot continue from it. Use its weights in a new fit: {type(run.module).__name__}."
             "load_from_checkpoint(path), then trainer.fit without ckpt_path; or trainer.fit(..., restore=['model'])."
         )
     if parts != ("model",) and "accelerator" in section:
@@ -213,17 +213,17 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[
             "trainer.fit(..., restore=['model'])."
         )
     if "optimizer" in parts:
-        _restore_optimizers(trainer, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
-        restore_precision(trainer.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
+        _restore_optimizers(run, checkpoint["optimizer_states"], section.get("optimizers"), "schedulers" in parts)
+        restore_precision(run.strategy.precision, section.get("precision") or checkpoint.get("MixedPrecision"))
     if "schedulers" in parts:
-        _restore_schedulers(trainer, checkpoint.get("lr_schedulers", []))
-    resumed = Resumed(trainer, checkpoint, parts)
+        _restore_schedulers(run, checkpoint.get("lr_schedulers", []))
+    resumed = Resumed(run, checkpoint, parts)
     if "loops" in parts:
-        counters = trainer.state.state_dict() | (section.get("progress") or lightning_format.progress(checkpoint))
-        trainer.state.load_state_dict(resumed.position(counters, trainer.accumulate_grad_batches))
+        counters = run.state.state_dict() | (section.get("progress") or lightning_format.progress(checkpoint))
+        run.state.load_state_dict(resumed.position(counters, run.trainer.accumulate_grad_batches))
         if "metrics" in section:
-            trainer._metrics.load_state_dict(section["metrics"])
-        logger_positions.restore(trainer, section)
+            run.metrics.load_state_dict(section["metrics"])
+        logger_positions.restore(run, section)
     if not section:
         messages.info(
             "The checkpoint was not written by Paceline: epoch and step were derived from its counters, and it holds "
@@ -232,8 +232,8 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[
     return resumed
 
 
-def _restore_schedulers(trainer: Trainer, states: list[dict[str, Any]]) -> None:
-    configs = trainer.lr_scheduler_configs
+def _restore_schedulers(run: Run, states: list[dict[str, Any]]) -> None:
+    configs = run.lr_scheduler_configs
     _same_count("learning rate schedulers", len(states), len(configs))
     for config, state in zip(configs, states, strict=True):
         config.scheduler.load_state_dict(state)
@@ -247,11 +247,9 @@ def _same_count(what: str, saved: int, given: int) -> None:
         )
 
 
-def _restore_optimizers(
-    trainer: Trainer, states: list[dict[str, Any]], names: list[str] | None, settings: bool
-) -> None:
-    _same_count("optimizers", len(states), len(trainer.optimizers))
-    for index, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
+def _restore_optimizers(run: Run, states: list[dict[str, Any]], names: list[str] | None, settings: bool) -> None:
+    _same_count("optimizers", len(states), len(run.optimizers))
+    for index, (optimizer, state) in enumerate(zip(run.optimizers, states, strict=True)):
         problem = optimizer_problem(optimizer, state, names[index] if names else "another optimizer")
         if problem:
             raise ValueError(
@@ -260,7 +258,7 @@ def _restore_optimizers(
                 "(load_from_checkpoint) and start a new fit."
             )
         own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        trainer.strategy.load_optimizer_state(trainer.model, optimizer, state)
+        run.strategy.load_optimizer_state(run.model, optimizer, state)
         if not settings:
             for group, before in zip(optimizer.param_groups, own, strict=True):
                 group.update(before)

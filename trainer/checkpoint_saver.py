@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a trainer, one at a time, and in the background where training need not wait."""
+"""Writes the checkpoints of a run, one at a time, and in the background where training need not wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .checkpoint_contents import gather
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
-    from .trainer import Trainer
+    from .run import Run
 
 #: Smaller states are written at once. Measured: 1 MiB to a disk 28 ms, copied for a thread 0.4 ms; 64 MiB 204 and 22.
 WORTH_BYTES = 1 << 20
@@ -72,9 +72,9 @@ class Saver:
         failed: a write in the background has failed on this process; ``wait`` raises its error.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, run: Run) -> None:
         self.failed = False
-        self._trainer = trainer
+        self._run = run
         self._buffers = Buffers()
         self._write: _Write | None = None
         self._thread: threading.Thread | None = None
@@ -103,7 +103,7 @@ class Saver:
         self.wait()
         self._claim(paths)
         checkpoint, in_parts = self._gathered(weights_only)
-        strategy = self._trainer._holder
+        strategy = self._run.holder
         if background is None:
             slow = any(storage.is_remote(path) for path in paths)
             background = strategy.broadcast(slow or size_bytes(checkpoint) >= WORTH_BYTES)
@@ -116,35 +116,35 @@ class Saver:
             self.wait()
             strategy.barrier("save_checkpoint")
         elif checkpoint:
-            self._thread = threading.Thread(target=self._run, args=[self._write], name="paceline-save")
+            self._thread = threading.Thread(target=self._write_out, args=[self._write], name="paceline-save")
             self._thread.start()
 
-    def _run(self, write: _Write) -> None:
+    def _write_out(self, write: _Write) -> None:
         write.run()
         self.failed = write.error is not None
 
     def _claim(self, paths: Sequence[Any]) -> None:
         """Hold the folders while the run lasts; they are made here, so that they can be held."""
-        if self._trainer.state.fn is None or not self._trainer.is_global_zero:
+        if self._run.state.fn is None or not self._run.strategy.is_global_zero:
             return
         places = [storage.location(path) for path in paths]
         folders = {place.parent for place in places if isinstance(place, Path)}
         with suppress(OSError):  # that it cannot be written to is said by the write
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
-        self._trainer._claims.take(map(str, folders))
+        self._run.claims.take(map(str, folders))
 
     def _gathered(self, weights_only: bool) -> tuple[dict[str, Any], bool]:
-        trainer = self._trainer
-        trainer._metrics.drain()
-        for logger in trainer.loggers if trainer.is_global_zero else []:
+        run = self._run
+        run.metrics.drain()
+        for logger in run.trainer.loggers if run.strategy.is_global_zero else []:
             logger.save()
-        place = trainer._metrics.enter(phases.SAVE)
+        place = run.metrics.enter(phases.SAVE)
         try:
-            with trainer._holder.states_in_parts() as in_parts:
-                return gather(trainer, weights_only), in_parts
+            with run.holder.states_in_parts() as in_parts:
+                return gather(run, weights_only), in_parts
         finally:
-            trainer._metrics.back(place)
+            run.metrics.back(place)
 
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """A copy that training does not change; what a file cannot hold is an error here, not in the thread."""
@@ -165,7 +165,7 @@ class Saver:
         self.failed, error = False, write.error
         try:
             if together:
-                sharded_folder.together(self._trainer._holder, "saved", partial(_raise, error))
+                sharded_folder.together(self._run.holder, "saved", partial(_raise, error))
             else:
                 _raise(error)
         except BaseException as known:

@@ -26,7 +26,7 @@ from .step import Outputs, TrainStep
 
 if TYPE_CHECKING:
     from .loss import LossReader
-    from .trainer import Trainer
+    from .run import Run
 
 
 #: So many shapes of batches have a graph of their own; further ones share one for shapes that change.
@@ -81,7 +81,7 @@ class WholeStep:
     """The compiled functions of a fit, and what they read.
 
     Args:
-        trainer: with its module and optimizer set up.
+        run: with its module and optimizer set up.
         forward: the training step, bound.
 
     Attributes:
@@ -89,24 +89,27 @@ class WholeStep:
         primed: the optimizer has made its state, so the graph can be compiled once for all steps.
     """
 
-    def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
+    def __init__(self, run: Run, forward: Callable[..., Any]) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        self.trainer, self.forward, self.strategy = trainer, forward, trainer.strategy
-        self.owner = type(trainer.training_module).__name__
-        self.module, self.store = trainer.training_module, trainer._metrics
-        self.accumulate = trainer.accumulate_grad_batches
-        self.clip_value, self.clips_value = trainer.gradient_clip_val, trainer.gradient_clip_algorithm == "value"
-        self.optimizer = TracedOptimizer(trainer.optimizers[0], cycles_momentum(trainer))
+        self.run, self.forward, self.strategy = run, forward, run.strategy
+        self.owner = type(run.module).__name__
+        self.module, self.store = run.module, run.metrics
+        self.accumulate = run.trainer.accumulate_grad_batches
+        self.clip_value, self.clips_value = (
+            run.trainer.gradient_clip_val,
+            run.trainer.gradient_clip_algorithm == "value",
+        )
+        self.optimizer = TracedOptimizer(run.optimizers[0], cycles_momentum(run))
         self.primed = False
         self.number = next(_fits)
         self.unit: float | None = None
         self.heard: list[Heard] = []
-        self.replays = scope_of(trainer.compile) == "graphs"
+        self.replays = scope_of(run.trainer.compile) == "graphs"
         self.failures, self.limit = (TorchDynamoException, FailOnRecompileLimitHit), FailOnRecompileLimitHit
         self.switches = _switches.install()
         self.watch = watch_compiling()
-        self.arguments = {**arguments_of(trainer.compile), "fullgraph": True}
+        self.arguments = {**arguments_of(run.trainer.compile), "fullgraph": True}
         self.by_shape = "dynamic" not in self.arguments
         self.batch_steps: dict[Any, Callable[..., Any]] = {}
         self.window_end = self.compiled("window_end", lambda *args: self.trace_update(*args))
@@ -120,7 +123,7 @@ class WholeStep:
             more: arguments for ``torch.compile``.
         """
         function.__code__ = function.__code__.replace(co_name=f"{self.owner}_{name}_of_fit_{self.number}")
-        return wrap_bound(self.trainer, "training_step", torch.compile(function, **{**self.arguments, **more}))
+        return wrap_bound(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
 
     def batch_step(self, batch: Any) -> Callable[..., Any]:
         """What runs a batch: for each shape a graph of its own, so that it does not matter which came first.
@@ -216,7 +219,7 @@ class WholeStep:
 
     # ---- what the step calls ---------------------------------------------------------------------------------------
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call one of the compiled functions, then log what was logged in it.
 
         Raises:
@@ -234,7 +237,7 @@ class WholeStep:
         for call in self.heard:
             if call.options.enable_graph:
                 raise ValueError(
-                    f"self.log({call.name!r}, enable_graph=True) under Trainer(compile={self.trainer.compile!r}): "
+                    f"self.log({call.name!r}, enable_graph=True) under Trainer(compile={self.run.trainer.compile!r}): "
                     "backward has used up the graph behind the value inside of the compiled step. Leave enable_graph "
                     "out, or use compile=True."
                 )
@@ -277,8 +280,8 @@ class WholeStep:
         Args:
             losses: knows the form of the losses.
         """
-        check_trainer(self.trainer)
-        return CompiledStep(self.trainer, self.forward, losses, self)
+        check_trainer(self.run.trainer)
+        return CompiledStep(self.run, self.forward, losses, self)
 
     def prime(self) -> None:
         """The optimizer has its state: from here on steps are compiled."""
@@ -286,20 +289,20 @@ class WholeStep:
         self.primed = True
 
 
-def compiled_whole(trainer: Trainer, forward: Callable[..., Any]) -> WholeStep | None:
+def compiled_whole(run: Run, forward: Callable[..., Any]) -> WholeStep | None:
     """What compiles the whole training step of a fit; None if that was not asked for.
 
     Args:
-        trainer: with its module and optimizers set up.
+        run: with its module and optimizers set up.
         forward: the training step, bound.
 
     Raises:
         ValueError: an optimizer that does not go with it.
     """
-    if scope_of(trainer.compile) not in ("step", "graphs"):
+    if scope_of(run.trainer.compile) not in ("step", "graphs"):
         return None
-    check_optimizers(trainer)
-    return WholeStep(trainer, forward)
+    check_optimizers(run)
+    return WholeStep(run, forward)
 
 
 class CompiledStep(TrainStep):
@@ -309,11 +312,11 @@ class CompiledStep(TrainStep):
     ``training_step`` show as what they are.
     """
 
-    def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader, whole: WholeStep) -> None:
-        super().__init__(trainer, forward, losses)
+    def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader, whole: WholeStep) -> None:
+        super().__init__(run, forward, losses)
         self.whole = whole
         whole.accumulate = self.accumulate
-        if trainer._resumes and self.state.updates and not whole.primed:
+        if run.resumes and self.state.updates and not whole.primed:
             whole.prime()
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
@@ -325,7 +328,7 @@ class CompiledStep(TrainStep):
         factor = None if not complete or filled == self.accumulate else self.accumulate / filled
         whole.unit = losses.window.unit
         by_items = losses.by_items if losses.form_known else whole.unit is not None
-        output, learned, items = whole.run(
+        output, learned, items = whole.call(
             whole.batch_step(batch), batch, batch_idx, by_items, self.items(), complete, factor
         )
         if whole.replays:
@@ -344,7 +347,7 @@ class CompiledStep(TrainStep):
         items = self.losses.window.items
         if not self.state.window or not self.losses.by_items:
             return None
-        return torch.as_tensor(items, dtype=torch.float64, device=self.trainer.strategy.device)
+        return torch.as_tensor(items, dtype=torch.float64, device=self.run.strategy.device)
 
     def left_out(self, output: Any) -> Outputs:
         """A batch without a loss to learn from: to be skipped, or the error that says what is wrong with it."""
@@ -366,7 +369,7 @@ class CompiledStep(TrainStep):
         factor: Any = self.accumulate / self.state.window
         if self.losses.by_items:
             factor = self.losses.finish_window()
-        self.whole.run(self.whole.window_end, factor)
+        self.whole.call(self.whole.window_end, factor)
         self.count_update()
 
     def count_update(self) -> None:

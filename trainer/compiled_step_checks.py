@@ -14,6 +14,7 @@ from .bind_steps import takes_iterator
 from .hooks import overridden
 
 if TYPE_CHECKING:
+    from .run import Run
     from .trainer import Trainer
 
 #: Hooks that run in the middle of a step.
@@ -61,63 +62,63 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
-def check_module(trainer: Trainer) -> None:
+def check_module(run: Run) -> None:
     """Raise for what a module and callbacks do in the middle of a step, where a graph has no place for it.
 
     Raises:
         ValueError: the name of what hinders, and what to do.
     """
-    check_trainer(trainer)  # a callback may have changed it since
-    module, owner = trainer.training_module, type(trainer.training_module).__name__
+    check_trainer(run.trainer)  # a callback may have changed it since
+    module, owner = run.module, type(run.module).__name__
     from .module import TrainingModule
 
     if not module.automatic_optimization:
-        _refuse(trainer, f"{owner} optimizes by hand (automatic_optimization=False)", "Let the trainer do it")
+        _refuse(run, f"{owner} optimizes by hand (automatic_optimization=False)", "Let the trainer do it")
     if takes_iterator(module.training_step):
-        _refuse(trainer, f"{owner}.training_step takes dataloader_iter", "Use training_step(batch, batch_idx)")
+        _refuse(run, f"{owner}.training_step takes dataloader_iter", "Use training_step(batch, batch_idx)")
     for name in METHODS:
         if overridden(module, name, TrainingModule) is not None:
-            _refuse(trainer, f"{owner}.{name} is not part of the graph", "Leave it out")
-    for callback in trainer.callbacks:
+            _refuse(run, f"{owner}.{name} is not part of the graph", "Leave it out")
+    for callback in run.trainer.callbacks:
         if isinstance(callback, LossGuard):
-            _refuse(trainer, f"{type(callback).__name__} looks at the loss before its backward", "Leave it out")
+            _refuse(run, f"{type(callback).__name__} looks at the loss before its backward", "Leave it out")
     for name in HOOKS:
-        for hook in getattr(trainer._hooks, name):
+        for hook in getattr(run.hooks, name):
             who = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None)
             what = f"{owner if who is None else type(who).__name__}.{name}"
-            _refuse(trainer, f"{what} would have to run in the middle of the graph", "Leave it out")
+            _refuse(run, f"{what} would have to run in the middle of the graph", "Leave it out")
 
 
-def check_optimizers(trainer: Trainer) -> None:
+def check_optimizers(run: Run) -> None:
     """Raise for optimizers whose step is more than one pass of their own code.
 
     Raises:
         ValueError: the name of what hinders, and what to do.
     """
-    found = trainer.optimizers
+    found = run.optimizers
     if len(found) != 1:
-        _refuse(trainer, f"there are {len(found)} optimizers", "Return one from configure_optimizers")
+        _refuse(run, f"there are {len(found)} optimizers", "Return one from configure_optimizers")
     optimizer, name = found[0], type(found[0]).__name__
     if isinstance(optimizer, LBFGS):
-        _refuse(trainer, f"{name} evaluates the loss several times a step", "Use another optimizer")
+        _refuse(run, f"{name} evaluates the loss several times a step", "Use another optimizer")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        _refuse(trainer, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
-    if cycles_momentum(trainer) and scope_of(trainer.compile) == "graphs":
-        _refuse(trainer, "a scheduler changes momentum, which a CUDA graph holds fixed", "Pass cycle_momentum=False")
+        _refuse(run, f"{name}(differentiable=True) keeps the graph of its step", "Leave differentiable out")
+    if cycles_momentum(run) and scope_of(run.trainer.compile) == "graphs":
+        _refuse(run, "a scheduler changes momentum, which a CUDA graph holds fixed", "Pass cycle_momentum=False")
     hooks: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     if any(hooks):
-        _refuse(trainer, f"{name} has hooks of its step", "Do what they do in on_train_batch_end")
+        _refuse(run, f"{name} has hooks of its step", "Do what they do in on_train_batch_end")
     own = vars(optimizer).get("step")
     if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
-        _refuse(trainer, f"step of this {name} was replaced", "Define step in a class")
+        _refuse(run, f"step of this {name} was replaced", "Define step in a class")
     if overridden(optimizer, "zero_grad", Optimizer) is not None:
-        _refuse(trainer, f"{name}.zero_grad is not part of the graph", "Leave it out")
+        _refuse(run, f"{name}.zero_grad is not part of the graph", "Leave it out")
 
 
-def cycles_momentum(trainer: Trainer) -> bool:
+def cycles_momentum(run: Run) -> bool:
     """Whether a scheduler changes more than the learning rate."""
-    return any(getattr(config.scheduler, "cycle_momentum", False) for config in trainer.lr_scheduler_configs)
+    return any(getattr(config.scheduler, "cycle_momentum", False) for config in run.lr_scheduler_configs)
 
 
-def _refuse(trainer: Trainer, why: str, fix: str) -> None:
-    raise ValueError(f"Trainer(compile={trainer.compile!r}): {why}. {fix}, {_INSTEAD}.")
+def _refuse(run: Run, why: str, fix: str) -> None:
+    raise ValueError(f"Trainer(compile={run.trainer.compile!r}): {why}. {fix}, {_INSTEAD}.")

@@ -24,7 +24,7 @@ from ..data.sharding import batch_indices, last_share, shard_evaluation, shard_t
 from .hooks import overridden
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .run import Run
 
 INF = float("inf")
 
@@ -42,12 +42,12 @@ class DataSource:
     """The loaders of one run: given to the entry point, or made by the hooks of the DataModule or the module.
 
     Args:
-        trainer: whose limits apply.
+        run: whose limits apply.
         given: loaders by stage (``"train"``, ``"validate"``, ``"test"``, ``"predict"``); None where there are none.
     """
 
-    def __init__(self, trainer: Trainer, given: dict[str, Any]) -> None:
-        self.trainer = trainer
+    def __init__(self, run: Run, given: dict[str, Any]) -> None:
+        self.run = run
         self.given = given
         self.train_loader: Any = None
         self.num_training_batches: int | float = INF
@@ -68,7 +68,7 @@ class DataSource:
     def require(self, stage: str) -> None:
         """Raise if there are no loaders for a stage."""
         if not self.defined(stage):
-            owner = type(self.trainer.training_module).__name__
+            owner = type(self.run.trainer.training_module).__name__
             raise ValueError(
                 f"There is no data for {STEP[stage]}: no loader was passed and neither {owner} nor a DataModule "
                 f"defines {HOOK[stage]}(). Pass a loader, or define the hook."
@@ -77,9 +77,9 @@ class DataSource:
     def _hook(self, stage: str) -> Callable[[], Any] | None:
         from .module import TrainingModule
 
-        trainer, name = self.trainer, HOOK[stage]
-        found = overridden(trainer.datamodule, name, DataModule) if trainer.datamodule is not None else None
-        return found or overridden(trainer.training_module, name, TrainingModule)
+        run, name = self.run, HOOK[stage]
+        found = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None
+        return found or overridden(run.trainer.training_module, name, TrainingModule)
 
     def _load(self, stage: str) -> Any:
         if self.given.get(stage) is not None:
@@ -92,12 +92,14 @@ class DataSource:
 
     def limit(self, stage: str) -> int | float | None:
         """``limit_*_batches`` of a stage with ``overfit_batches`` and ``fast_dev_run`` applied."""
-        trainer = self.trainer
-        if trainer.fast_dev_run:
-            return int(trainer.fast_dev_run)
+        run = self.run
+        if run.trainer.fast_dev_run:
+            return int(run.trainer.fast_dev_run)
         name = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}[stage]
-        limit = getattr(trainer, f"limit_{name}_batches")
-        return trainer.overfit_batches if trainer.overfit_batches and name in ("train", "val") and limit else limit
+        limit = getattr(run.trainer, f"limit_{name}_batches")
+        return (
+            run.trainer.overfit_batches if run.trainer.overfit_batches and name in ("train", "val") and limit else limit
+        )
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -105,26 +107,26 @@ class DataSource:
         """Make the training loader, once."""
         if self.train_loader is None and not self._is_elsewhere:
             loader = train_loader(self._load("train"))
-            if self.trainer.overfit_batches:
+            if self.run.trainer.overfit_batches:
                 loader = without_shuffling(loader)
             whole, loader = loader, self._mine(loader, shard_training)
             self._is_mine = loader is not whole
             self.num_training_batches = count_batches(loader, self.limit("train"), "train_dataloader")
             self.train_loader = loader
             self.last_share = last_share(loader) if self.num_training_batches == length_of(loader) else 1.0
-            self._loaded_at = self.trainer.state.epoch
+            self._loaded_at = self.run.state.epoch
         return self.train_loader
 
     def _mine(self, loader: Any, shard: Callable[[Any, int, int], Any]) -> Any:
         """This rank's part of a loader."""
-        strategy = self.trainer.strategy
-        if strategy.num_data_ranks == 1 or not self.trainer.use_distributed_sampler:
+        strategy = self.run.strategy
+        if strategy.num_data_ranks == 1 or not self.run.trainer.use_distributed_sampler:
             return loader
         return shard(loader, strategy.data_rank, strategy.num_data_ranks)
 
     def agree_on_length(self) -> None:
         """Let all ranks make as many training batches as the one with the fewest; said once, with the numbers."""
-        strategy = self.trainer.strategy
+        strategy = self.run.strategy
         if strategy.world_size == 1 or self._agreed_on is self.train_loader:
             return
         self._agreed_on = self.train_loader
@@ -144,14 +146,14 @@ class DataSource:
 
     def keeps_step(self) -> Callable[[bool], bool] | None:
         """What asks, batch by batch, whether every rank has one; None where the number is known beforehand."""
-        strategy = self.trainer.strategy
+        strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
             return None
         return partial(strategy.agree, all=True)
 
     def reload_if_due(self) -> None:
         """Call the loader hooks again, every ``reload_dataloaders_every_n_epochs``."""
-        every, epoch = self.trainer.reload_dataloaders_every_n_epochs, self.trainer.state.epoch
+        every, epoch = self.run.trainer.reload_dataloaders_every_n_epochs, self.run.state.epoch
         if every and epoch - self._loaded_at >= every:
             self.train_loader = None
             self.eval.pop("validate", None)
@@ -160,9 +162,9 @@ class DataSource:
 
     def val_check_batch(self) -> int | float:
         """After how many batches to validate; inf: after the epoch's last."""
-        interval, batches = self.trainer.val_check_interval, self.num_training_batches
+        interval, batches = self.run.trainer.val_check_interval, self.num_training_batches
         if isinstance(interval, int) and not isinstance(interval, bool):
-            if interval > batches and self.trainer.check_val_every_n_epoch is not None:
+            if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
                     f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an "
                     "epoch, so "
@@ -185,17 +187,17 @@ class DataSource:
         """Whether this fit can validate: it has a loader, a step, and is not limited to 0 batches."""
         from .module import TrainingModule
 
-        trainer = self.trainer
+        run = self.run
         loader = self.defined("validate")
-        step = overridden(trainer.training_module, "validation_step", TrainingModule) is not None
+        step = overridden(run.trainer.training_module, "validation_step", TrainingModule) is not None
         if self.limit("validate") == 0:
             return False
-        owner = type(trainer.training_module).__name__
+        owner = type(run.trainer.training_module).__name__
         if loader and not step:
             messages.warn_once(
                 f"A val_dataloader was given but {owner} has no validation_step: there is no validation."
             )
-        if step and not loader and trainer.state.fn == "fit":
+        if step and not loader and run.state.fn == "fit":
             messages.warn_once(
                 f"{owner}.validation_step exists, but there is no val_dataloader: there is no validation."
             )
@@ -203,20 +205,20 @@ class DataSource:
 
     def evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
         """The loaders of a stage, shuffled for this epoch, and how many batches of each to take."""
-        trainer = self.trainer
+        run = self.run
         loaders, limits = self.load_evaluation(kind)
         for loader in loaders:
-            seed_shuffling(loader, trainer.state.shuffle_seed, trainer.state.epoch)
-        if trainer.state.stage == "sanity_check" and trainer.num_sanity_val_steps != -1:
-            limits = [min(limit, trainer.num_sanity_val_steps) for limit in limits]
+            seed_shuffling(loader, run.state.shuffle_seed, run.state.epoch)
+        if run.state.stage == "sanity_check" and run.trainer.num_sanity_val_steps != -1:
+            limits = [min(limit, run.trainer.num_sanity_val_steps) for limit in limits]
         return loaders, limits
 
     def load_evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
         """Make the loaders of a stage, once; with them the number of batches each gives."""
-        trainer = self.trainer
+        run = self.run
         if kind not in self.eval:
             loaders = eval_loaders(self._load(kind))
-            if trainer.overfit_batches and kind == "validate":
+            if run.trainer.overfit_batches and kind == "validate":
                 loaders = [without_shuffling(loader) for loader in loaders]
             loaders = [self._mine(loader, shard_evaluation) for loader in loaders]
             limits = [count_batches(one, self.limit(kind), HOOK[kind]) for one in loaders]
@@ -275,4 +277,4 @@ class DataSource:
     def looks_ahead(self, loader: Any) -> bool:
         """Whether batches are fetched one ahead: to overlap copies to a device, or to know the last one."""
         unknown = self.length(loader) == INF or (loader is self.train_loader and self.num_training_batches == INF)
-        return self.trainer.strategy.device.type == "cuda" or unknown
+        return self.run.strategy.device.type == "cuda" or unknown

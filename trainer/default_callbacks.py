@@ -134,15 +134,13 @@ def _default(kind: type[Callback]) -> Callback:
 
 def order(callbacks: list[Callback]) -> list[Callback]:
     """Callbacks that tune come first, so that the others see what was found; those that save last."""
-    from ..callbacks.batch_size_finder import BatchSizeFinder
-    from ..callbacks.lr_finder import LearningRateFinder
     from ..callbacks.model_checkpoint import ModelCheckpoint
     from ..callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 
-    first, last = (BatchSizeFinder, LearningRateFinder), (ModelCheckpoint, OnExceptionCheckpoint)
-    tuning = [c for c in callbacks if isinstance(c, first)]
+    last = (ModelCheckpoint, OnExceptionCheckpoint)
     saving = [c for c in callbacks if isinstance(c, last)]
-    return [*tuning, *(c for c in callbacks if not isinstance(c, (*first, *last))), *saving]
+    others = [c for c in callbacks if not isinstance(c, last)]
+    return [*(c for c in others if c.runs_first), *(c for c in others if not c.runs_first), *saving]
 
 
 def check_state_keys(callbacks: list[Callback]) -> None:

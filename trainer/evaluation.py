@@ -16,9 +16,10 @@ from . import phases, profiling
 from .bind_steps import bind_mover, bind_step
 from .hooks import check_signature, method_of, overridden
 from .shared_step_values import keep_step, stand_by
+from .state import Pending
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .run import Run
 
 Kind = Literal["validate", "test", "predict"]
 
@@ -30,40 +31,40 @@ class EvalLoop:
     """Runs the module over every batch of every loader of a stage, without gradients.
 
     Args:
-        trainer: attached, with its module set up.
+        run: prepared, with its module set up.
         kind: ``"validate"``, ``"test"`` or ``"predict"``.
         keep_predictions: collect what ``predict_step`` returns; otherwise nothing outlives its batch.
         gather: collect it from all ranks.
     """
 
-    def __init__(self, trainer: Trainer, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
-        self.trainer = trainer
+    def __init__(self, run: Run, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
+        self.run = run
         self.kind = kind
         self.word = WORDS[kind]
         self.keep = keep_predictions
         self.gather = gather
-        self.metrics = trainer._metrics
+        self.metrics = run.metrics
         self.predictions: list[list[Any]] = []
 
     def hooks(self, moment: str) -> tuple[Callable[..., Any], ...]:
         """The bound hooks ``on_<stage>_<moment>``."""
-        return getattr(self.trainer._hooks, f"on_{self.word}_{moment}")
+        return getattr(self.run.hooks, f"on_{self.word}_{moment}")
 
-    def run(self, zero_grad: bool = False) -> list[dict[str, float]]:
+    def evaluate(self, zero_grad: bool = False) -> list[dict[str, float]]:
         """One pass. Returns the logged epoch values by name, a dict per loader (empty for predict).
 
         Args:
             zero_grad: tell the module that gradients may be freed (validation between two windows of a fit).
         """
-        trainer = self.trainer
-        loaders, limits = trainer._source.evaluation(self.kind)
+        run = self.run
+        loaders, limits = run.source.evaluation(self.kind)
         self.metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_MODE)
         if zero_grad and self.kind == "validate":
             self.switch("zero_grad")
-        with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+        with torch.inference_mode() if run.trainer.inference_mode else torch.no_grad():
             self.switch("eval")
             try:
-                results = self.evaluate(loaders, limits)
+                results = self.run_loaders(loaders, limits)
             finally:
                 self.switch("train")
         return results
@@ -72,32 +73,33 @@ class EvalLoop:
         """Call the module's ``on_<stage>_model_<what>``."""
         from .module import TrainingModule
 
-        method_of(self.trainer.training_module, f"on_{self.word}_model_{what}", TrainingModule)()
+        method_of(self.run.module, f"on_{self.word}_model_{what}", TrainingModule)()
 
-    def evaluate(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
+    def run_loaders(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
         """The hooks and batches of the pass, with gradients off and the module in eval mode."""
-        trainer, metrics = self.trainer, self.metrics
+        run, metrics = self.run, self.metrics
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_START)
         if self.started():
-            loaders, limits = trainer._source.evaluation(self.kind)
-        trainer.strategy.before_evaluation(trainer.training_module)
-        step = bind_step(trainer, f"{self.word}_step", several_loaders=len(loaders) > 1)
+            loaders, limits = run.source.evaluation(self.kind)
+        run.strategy.before_evaluation(run.module)
+        step = bind_step(run, f"{self.word}_step", several_loaders=len(loaders) > 1)
         if len(loaders) > 1:
             self.check_hooks()
-        self.predictions, trainer.predict_batch_indices, trainer.current_batch_indices = [], [], None
+        self.predictions, run.predict_batch_indices, run.current_batch_indices = [], [], None
         for idx, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
             self.run_loader(step, loader, limit, idx if len(loaders) > 1 else None)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_EPOCH_END)
         metrics.end_epoch()
         if self.kind == "predict":
-            trainer.predictions = self.predictions if len(loaders) > 1 else self.predictions[0]
+            run.predictions = self.predictions if len(loaders) > 1 else self.predictions[0]
         for hook in self.hooks("epoch_end"):
             hook()
         found = metrics.finish_epoch()
         numbers = {}
-        trainer.state.pending = trainer.state.pending.replace("validation", "plateaus")
-        if trainer.state.stage != "sanity_check":
-            numbers = metrics.send_epoch(found, trainer.state.updates, trainer.state.epoch)
+        if run.state.pending is Pending.VALIDATION:
+            run.state.pending = Pending.PLATEAUS
+        if run.state.stage != "sanity_check":
+            numbers = metrics.send_epoch(found, run.state.updates, run.state.epoch)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.ON_EVAL_END)
         for hook in self.hooks("end"):
             hook()
@@ -113,21 +115,21 @@ class EvalLoop:
         for moment in ("start", "epoch_start"):
             for hook in self.hooks(moment):
                 hook()
-        return self.kind not in self.trainer._source.eval
+        return self.kind not in self.run.source.eval
 
     def run_loader(  # noqa: C901 - one straight line: fewer calls a batch, read in one go
         self, step: Callable[..., Any], loader: Any, limit: float, dataloader_idx: int | None
     ) -> None:
         """Every batch of one loader. ``dataloader_idx`` is passed on when there are several."""
-        trainer, state, metrics = self.trainer, self.trainer.state, self.metrics
+        run, state, metrics = self.run, self.run.state, self.metrics
         starts, ends = self.hooks("batch_start"), self.hooks("batch_end")
         extra = () if dataloader_idx is None else (dataloader_idx,)
         metrics.enter(phases.PREDICT if self.kind == "predict" else phases.EVAL_BATCH, dataloader_idx)
-        source = trainer._source
+        source = run.source
         known = source.length(loader)
         batches = Batches(
             loader,
-            bind_mover(trainer, dataloader_idx or 0),
+            bind_mover(run, dataloader_idx or 0),
             lookahead=source.looks_ahead(loader),
             limit=limit if limit < known else float("inf"),
         )
@@ -137,9 +139,9 @@ class EvalLoop:
         indices = source.track_indices(loader) if self.kind == "predict" and self.writes() else None
         batch_idx = -1
         after_step, after_hooks = places = metrics.sharings()
-        stops, may_stop = trainer._stops, self.may_stop(known)
+        stops, may_stop = run.stops, self.may_stop(known)
         with closing(batches):
-            for batch, is_mine in profiling.fetched(trainer, self.in_step(batches, known), self.kind):
+            for batch, is_mine in profiling.fetched(run, self.in_step(batches, known), self.kind):
                 batch_idx += 1
                 state.evaluated += 1
                 state.passed += may_stop
@@ -147,13 +149,13 @@ class EvalLoop:
                     raise stops.by_signal()
                 metrics.batch = batch
                 if batch_idx >= counted or not is_mine:
-                    with metrics.muted(trainer.training_module):
+                    with metrics.muted(run.module):
                         step(batch, batch_idx, *extra)
                     stand_by(places)
                     continue
                 if indices is not None:
-                    trainer.current_batch_indices = indices()
-                    taken.append(trainer.current_batch_indices)
+                    run.current_batch_indices = indices()
+                    taken.append(run.current_batch_indices)
                 for hook in starts:
                     hook(batch, batch_idx, *extra)
                 outputs = step(batch, batch_idx, *extra)
@@ -170,7 +172,7 @@ class EvalLoop:
         self.check_length(batch_idx + 1, limit, known)
         keep_step(places)
         self.predictions.append(self.of_all_ranks(kept) if self.gather else kept)
-        trainer.predict_batch_indices.append(taken)
+        run.predict_batch_indices.append(taken)
 
     def check_length(self, seen: int, limit: float, known: float) -> None:
         """Raise if a loader that knows its length yielded another number of batches."""
@@ -186,13 +188,13 @@ class EvalLoop:
         Nor is a pass left whose batches are not as many on all ranks, as far as is ``known``: those that are done would
         wait for the others at its end.
         """
-        trainer = self.trainer
-        alike = known != float("inf") or trainer.strategy.communicates_forward or trainer.world_size == 1
-        return alike and trainer.state.fn != "fit"
+        run = self.run
+        alike = known != float("inf") or run.strategy.communicates_forward or run.strategy.world_size == 1
+        return alike and run.state.fn != "fit"
 
     def of_all_ranks(self, kept: list[Any]) -> list[Any]:
         """Every rank's outputs in the data's order: a round of one batch a rank after the other, in rank order."""
-        strategy = self.trainer.strategy
+        strategy = self.run.strategy
         outputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), kept)
         found = strategy.gather_objects((strategy.data_rank, outputs))
         shares = [share for _, share in sorted(dict(reversed(found)).items())]  # each share of the data once
@@ -201,7 +203,7 @@ class EvalLoop:
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
         """The batches, each with whether it counts."""
-        strategy = self.trainer.strategy
+        strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)
         return zip(batches, repeat(True), strict=False)
@@ -211,7 +213,7 @@ class EvalLoop:
 
         A rank that is done repeats its last one, which counts for nothing, until all are.
         """
-        strategy = self.trainer.strategy
+        strategy = self.run.strategy
         iterator, end, last = iter(batches), object(), None
         while strategy.agree((batch := next(iterator, end)) is not end):
             if batch is end and last is None:
@@ -231,8 +233,8 @@ class EvalLoop:
         from ..callbacks.base import Callback
         from .module import TrainingModule
 
-        trainer = self.trainer
-        owners = [*((callback, Callback) for callback in trainer.callbacks), (trainer.training_module, TrainingModule)]
+        run = self.run
+        owners = [*((callback, Callback) for callback in run.trainer.callbacks), (run.module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):
             name = f"on_{self.word}_{moment}"
             for owner, base in owners:

@@ -122,7 +122,7 @@ class HookTable:
         self.on_train_epoch_end_monitors = tuple(_bind(monitors, "on_train_epoch_end"))
         self.prepare_data = tuple(_bind([*data, *own], "prepare_data"))
         if trainer.profiler.active:
-            wrap_hooks(trainer, self)
+            wrap_hooks(trainer.profiler, self)
 
     def __getattr__(self, name: str) -> tuple[Bound, ...]:
         raise AttributeError(f"There is no hook {name!r}")

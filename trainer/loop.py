@@ -17,50 +17,56 @@ from .compiled_step import compiled_whole
 from .loss import LossReader, LossWatch
 from .lr_schedules import Schedules
 from .manual_step_check import HandSteps
+from .state import Pending
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
 from .validation import Validation
 
 if TYPE_CHECKING:
     from .resume import Resumed
+    from .run import Run
     from .stopping import Reason
-    from .trainer import Trainer
+
+
+#: Read once: an enum's members are slow to look up.
+NOTHING, SCHEDULERS, LOGGING, PLATEAUS = Pending.NOTHING, Pending.SCHEDULERS, Pending.LOGGING, Pending.PLATEAUS
 
 
 class FitLoop:
     """One fit. Everything that depends on the configuration is bound before the first batch.
 
     Args:
-        trainer: attached, with its module set up.
+        run: prepared, with its module set up.
         resumed: what this rank has of the checkpoint that this fit goes on from, or None.
 
     Attributes:
         at_epoch_start: the random states of the host when the batches of the epoch under way were first asked for.
     """
 
-    def __init__(self, trainer: Trainer, resumed: Resumed | None) -> None:
-        self.trainer, self.state = trainer, trainer.state
-        self.hooks, self.metrics = trainer._hooks, trainer._metrics
+    def __init__(self, run: Run, resumed: Resumed | None) -> None:
+        self.run, self.state = run, run.state
+        self.hooks, self.metrics = run.hooks, run.metrics
         self.resumed = resumed
-        self.validation = Validation(trainer)
-        self.stops = trainer._stops
-        self.takes_iterator = takes_iterator(trainer.training_module.training_step)
-        self.guarded = any(isinstance(callback, LossGuard) for callback in trainer.callbacks)
-        self.losses = LossReader(trainer.training_module, trainer.strategy, together=self.guarded)
+        self.validation = Validation(run)
+        self.stops = run.stops
+        self.takes_iterator = takes_iterator(run.module.training_step)
+        self.guarded = any(isinstance(callback, LossGuard) for callback in run.trainer.callbacks)
+        self.losses = LossReader(run.module, run.strategy, together=self.guarded)
+        self.log_every = run.trainer.log_every_n_steps
         self.at_epoch_start: dict[str, Any] | None = None
         self._fetched: Batches | None = None
-        self.hand_steps = HandSteps(trainer, self)
-        trainer._fit = self
-        profiling.wrap_fit(trainer, self)
+        self.hand_steps = HandSteps(run, self)
+        run.fit = self
+        profiling.wrap_fit(run, self)
 
-    def run(self) -> None:
+    def train(self) -> None:
         """Train until a limit is reached, somebody stops it, or an exception ends it."""
-        trainer, state, metrics = self.trainer, self.state, self.metrics
+        run, state, metrics = self.run, self.state, self.metrics
         if self.resumed is None:
             self.validation.sanity_check()
         owed = self.owed()
-        if state.epoch_done and owed != "values":
+        if state.epoch_done and owed is not Pending.EPOCH_VALUES:
             self.enter_next_epoch()
-        if trainer.limit_train_batches == 0 or (self.finished() and not owed):
+        if run.trainer.limit_train_batches == 0 or (self.finished() and owed is Pending.NOTHING):
             self.train_nothing()
             return
         state.stage = "train"
@@ -71,33 +77,34 @@ class FitLoop:
         metrics.enter(phases.ON_TRAIN_START)
         for hook in self.hooks.on_train_start:
             hook()
-        if self.resumed is not None and (owed in ("values", "end") or state.next_batch == 0):
+        if self.resumed is not None and (owed in (Pending.EPOCH_VALUES, Pending.TRAIN_END) or state.next_batch == 0):
             self.resumed.go_on()
-        if owed == "values":
+        if owed is Pending.EPOCH_VALUES:
             self.finish_epoch()
-        elif owed and owed != "end":
+        elif owed not in (Pending.NOTHING, Pending.TRAIN_END):
             self.run_epoch(state.next_batch)
         while not self.finished():
             self.run_epoch(state.next_batch)
-        state.pending = ""
+        state.pending = Pending.NOTHING
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
             hook()
 
     def bind(self) -> None:
         """Bind the training step to the module, and compile it if it is to be one graph with its update."""
-        self.forward = bind_step(self.trainer, "training_step")
-        self.whole = compiled_whole(self.trainer, self.forward)
+        self.forward = bind_step(self.run, "training_step")
+        self.whole = compiled_whole(self.run, self.forward)
 
-    def owed(self) -> str:
+    def owed(self) -> Pending:
         """What was still to be done where the checkpoint was written, which comes before any limit.
 
         The end of the training, or of an epoch that was cut short, is not, where there is more to train now.
         """
         state = self.state
-        ends = state.pending == "end" or (state.pending == "values" and not state.epoch_done)
+        cut_short = state.pending is Pending.EPOCH_VALUES and not state.epoch_done
+        ends = state.pending is Pending.TRAIN_END or cut_short
         if self.resumed is None or (ends and not self.at_limit()):
-            state.pending = ""
+            state.pending = Pending.NOTHING
         return state.pending
 
     def train_nothing(self) -> None:
@@ -108,20 +115,21 @@ class FitLoop:
 
     def load_data(self) -> None:
         """Make the loaders, and find the place of the resume in theirs."""
-        self.trainer._source.train()
+        self.run.source.train()
         if self.resumed is not None:
             self.resumed.find_batch()
         if self.validation.comes():
-            self.trainer._source.load_evaluation("validate")
+            self.run.source.load_evaluation("validate")
 
     def run_epoch(self, start_batch: int) -> None:  # noqa: C901 - one straight line: fewer calls a batch, read in one go
         """One pass over the training data, from ``start_batch`` on."""
-        trainer, state, hooks, metrics, validation = self.trainer, self.state, self.hooks, self.metrics, self.validation
+        run, state, hooks, metrics, validation = self.run, self.state, self.hooks, self.metrics, self.validation
         self.start_epoch()
-        step, schedules, batches = self.step(), Schedules(trainer), self.batches(start_batch)
+        step, schedules, batches = self.step(), Schedules(run), self.batches(start_batch)
         starts, ends, stops = hooks.on_train_batch_start, hooks.on_train_batch_end, self.stops
-        log_every, max_steps = trainer.log_every_n_steps, limit(trainer.max_steps)
-        num_batches, validates = trainer.num_training_batches, validation.plan_epoch()
+        num_batches, max_steps = run.source.num_training_batches, limit(run.trainer.max_steps)
+        log_every = self.log_every = run.trainer.log_every_n_steps
+        often = validation.plan_epoch() or bool(schedules.step_plateaus)
         after_step, after_hooks = metrics.sharings()
         batch_idx, complete, outputs = start_batch - 1, False, None
         with closing(batches):
@@ -141,12 +149,12 @@ class FitLoop:
                 if after_step.on:
                     after_step.meet()
                 state.batches += 1
-                state.next_batch, state.pending = batch_idx + 1, "schedulers"
+                state.next_batch, state.pending = batch_idx + 1, SCHEDULERS
                 if not state.window:
                     state.settled = state.batches
                 if schedules.per_batch:
                     schedules.after_batch()
-                state.pending = "batch"
+                state.pending = LOGGING
                 if ends:
                     outputs = detached(outputs)
                     for hook in ends:
@@ -155,13 +163,10 @@ class FitLoop:
                     after_hooks.meet()
                 state.passed += 1
                 reason = stops.at(state.passed) if state.stop else ""
-                if state.stepped and (state.updates % log_every == 0 or reason == "asked"):
-                    metrics.flush_step(state.updates, state.epoch, outputs)
-                if validates and validation.due(batch_idx, reason):
-                    reason = validation.run()
-                if schedules.step_plateaus and state.stepped:
-                    schedules.advance(schedules.step_plateaus, state.updates)
-                state.pending = ""
+                if often or reason or (state.stepped and state.updates % log_every == 0):
+                    reason = self.after_hooks(schedules, reason, outputs)
+                else:
+                    state.pending = NOTHING
                 if state.window:
                     continue  # a window is never left half-way
                 if reason or state.global_step >= max_steps:
@@ -176,7 +181,7 @@ class FitLoop:
     def start_epoch(self) -> None:
         """What comes before the first batch is fetched."""
         self.hand_steps.let_go()
-        self.trainer._source.reload_if_due()
+        self.run.source.reload_if_due()
         self.metrics.enter(phases.ON_TRAIN_EPOCH_START)
         for hook in self.hooks.on_train_epoch_start:
             hook()
@@ -187,17 +192,17 @@ class FitLoop:
         if self.whole is not None:
             step: ManualStep = self.whole.step(self.losses)
         else:
-            step = choose_step(self.trainer, self.forward, self.losses)
-        profiling.wrap_parts(self.trainer, step)
+            step = choose_step(self.run, self.forward, self.losses)
+        profiling.wrap_parts(self.run, step)
         if self.whole is None:
             self.hand_steps.watch(step)
-        if self.trainer._source.last_share == 0.0:
+        if self.run.source.last_share == 0.0:
             step = EmptyLastStep(step)
-        return profiling.wrap_step(self.trainer, IteratorStep(step) if self.takes_iterator else step)
+        return profiling.wrap_step(self.run, IteratorStep(step) if self.takes_iterator else step)
 
     def batches(self, start_batch: int) -> Any:
         """The epoch's batches on the device, in an order that (seed, epoch) alone decide."""
-        trainer, state, source = self.trainer, self.state, self.trainer._source
+        run, state, source = self.run, self.state, self.run.source
         loader = source.train_loader
         seed_shuffling(loader, state.shuffle_seed, state.epoch)
         lookahead = source.looks_ahead(loader) or self.takes_iterator
@@ -207,12 +212,12 @@ class FitLoop:
         skip = 0 if knows_position and not ended else start_batch
         found = self._fetched = Batches(
             loader,
-            bind_mover(trainer, 0),
+            bind_mover(run, 0),
             lookahead,
             skip if ended else source.cut() - (start_batch - skip),
             skip,
             source.keeps_step(),
-            seed=mixed(state.shuffle_seed, state.epoch, trainer.strategy.data_rank),
+            seed=mixed(state.shuffle_seed, state.epoch, run.strategy.data_rank),
             remember=what_fetching_changes(loader) if lookahead else None,
             prepare=None if resumed is None or not start_batch else resumed.before_fetch,
         )
@@ -228,7 +233,7 @@ class FitLoop:
         if resumed is not None and start_batch > 0:
             resumed.enter_epoch()
         self.at_epoch_start = host_random_states()
-        iterator = profiling.started(self.trainer, batches)
+        iterator = profiling.started(self.run, batches)
         if resumed is not None and start_batch > 0:
             resumed.go_on()
             self.finish_batch(schedules)
@@ -242,38 +247,49 @@ class FitLoop:
             return {"ended": batches is not None}
         return batches.before_ahead or {}
 
+    def after_hooks(self, schedules: Schedules, reason: Reason, outputs: Any = None) -> Reason:
+        """What follows a batch's last hooks: logging, validation, plateau schedulers; on a resume, the rest of it.
+
+        Args:
+            schedules: the epoch's.
+            reason: why the run stops after this batch, if it does.
+            outputs: of the step.
+
+        Returns:
+            Why the run stops, which may have come up while it validated.
+        """
+        state, validation = self.state, self.validation
+        if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):
+            self.metrics.flush_step(state.updates, state.epoch, outputs)
+        if state.pending is not PLATEAUS and validation.every is not None and validation.due(state.batch_idx, reason):
+            reason = validation.validate()
+        if schedules.step_plateaus and state.stepped:
+            schedules.advance(schedules.step_plateaus, state.updates)
+        state.pending = NOTHING
+        return reason
+
     def finish_batch(self, schedules: Schedules) -> None:
         """Do what was still to be done after the batch at which a checkpoint was written."""
-        trainer, state = self.trainer, self.state
-        if state.pending == "schedulers":
+        state = self.state
+        if state.pending is SCHEDULERS:
             schedules.after_batch()
-            state.pending = "batch"
-        pending = state.pending
-        if pending == "batch" and state.stepped and state.updates % trainer.log_every_n_steps == 0:
-            self.metrics.flush_step(state.updates, state.epoch)
-        if pending in ("batch", "validation") and self.validation.every and self.validation.due(state.batch_idx, ""):
-            self.validation.run()
-        if pending and schedules.step_plateaus and state.stepped:
-            schedules.advance(schedules.step_plateaus, state.updates)
-        state.pending = ""
+            state.pending = LOGGING
+        if state.pending is not NOTHING:
+            self.after_hooks(schedules, "")
 
     def skip_rest(self, step: ManualStep, schedules: Schedules) -> None:
         """End an epoch whose remaining batches a hook skips: complete the window, then do what follows an epoch."""
-        state = self.state
+        state, validation = self.state, self.validation
         step.finish_window()
-        state.is_last_batch = True
-        schedules.after_batch()
-        if state.stepped and state.updates % self.trainer.log_every_n_steps == 0:
-            self.metrics.flush_step(state.updates, state.epoch)
-        if state.stepped:
-            schedules.advance(schedules.step_plateaus, state.updates)
+        state.is_last_batch, state.pending, validation.every = True, SCHEDULERS, None
+        self.finish_batch(schedules)
 
     def finish_epoch(self) -> None:
         """Do what was still to be done after ``on_train_epoch_end``, in which a checkpoint was written."""
         self.resumed = None
         self.metrics.enter(phases.ON_TRAIN_EPOCH_END)
         self.metrics.end_epoch()
-        self.close_epoch(Schedules(self.trainer), complete=self.state.epoch_done)
+        self.close_epoch(Schedules(self.run), complete=self.state.epoch_done)
 
     def end_epoch(self, schedules: Schedules, complete: bool, outputs: Any) -> None:
         """Everything that follows the last batch, whose ``outputs`` these are.
@@ -281,7 +297,7 @@ class FitLoop:
         An epoch that was cut short is not over: a later fit continues it.
         """
         state, hooks, metrics = self.state, self.hooks, self.metrics
-        state.epoch_done, state.pending = complete, "values"
+        state.epoch_done, state.pending = complete, Pending.EPOCH_VALUES
         metrics.enter(phases.ON_TRAIN_EPOCH_END)
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end:
@@ -296,15 +312,15 @@ class FitLoop:
             schedules.advance(schedules.epoch_plateaus, state.epoch + 1)
         metrics.send_epoch(results, state.updates, state.epoch)
         metrics.look_at_losses(outputs)
-        state.pending = "end"
+        state.pending = Pending.TRAIN_END
         metrics.end_epoch()
         for hook in hooks.on_train_epoch_end_monitors:
             hook()
-        state.pending = ""
+        state.pending = Pending.NOTHING
         metrics.send_epoch(metrics.finish_epoch(), state.updates, state.epoch)  # what the monitors logged themselves
-        if state.updates == 0 and not self.trainer.training_module.automatic_optimization:
+        if state.updates == 0 and not self.run.module.automatic_optimization:
             messages.warn_once(
-                f"{type(self.trainer.training_module).__name__}.training_step stepped none of self.optimizers() in a "
+                f"{type(self.run.module).__name__}.training_step stepped none of self.optimizers() in a "
                 "whole epoch, so global_step stands still and no step metrics reach the loggers. Call "
                 "self.optimizers().step() rather than step() of the optimizer itself."
             )
@@ -319,22 +335,22 @@ class FitLoop:
 
     def advise(self) -> None:
         """Say what probably is not meant: a run that is over, modules in eval mode, too few steps to log."""
-        trainer = self.trainer
+        run = self.run
         if self.at_limit():
             self.say_finished()
             return
-        asleep = sum(not module.training for module in trainer.training_module.modules())
+        asleep = sum(not module.training for module in run.module.modules())
         if asleep:
             messages.warn_once(
-                f"{asleep} submodules of {type(trainer.training_module).__name__} are in eval mode at the start of "
+                f"{asleep} submodules of {type(run.module).__name__} are in eval mode at the start of "
                 "the fit and "
                 "stay in it. Call module.train() before, unless they are meant to be frozen."
             )
-        updates = trainer.estimated_stepping_batches
-        if trainer.loggers and not trainer.fast_dev_run and updates < trainer.log_every_n_steps < 2**62:
+        updates = run.trainer.estimated_stepping_batches
+        if run.trainer.loggers and not run.trainer.fast_dev_run and updates < run.trainer.log_every_n_steps < 2**62:
             messages.info_once(
                 f"This fit makes {updates} updates, so no step metrics reach the loggers with "
-                f"log_every_n_steps={trainer.log_every_n_steps}. Lower it to see them."
+                f"log_every_n_steps={run.trainer.log_every_n_steps}. Lower it to see them."
             )
 
     # ---- the end ---------------------------------------------------------------------------------------------------
@@ -356,23 +372,23 @@ class FitLoop:
 
     def at_limit(self) -> bool:
         """Whether all epochs or steps have been made."""
-        trainer, state = self.trainer, self.state
+        run, state = self.run, self.state
         epochs = state.epoch + state.epoch_done
-        return state.global_step >= limit(trainer.max_steps) or epochs >= limit(trainer.max_epochs)
+        return state.global_step >= limit(run.trainer.max_steps) or epochs >= limit(run.trainer.max_epochs)
 
     def say_finished(self) -> None:
         """Say that there is nothing to train, why, and what would change that."""
-        trainer, state = self.trainer, self.state
-        if trainer.limit_train_batches == 0:
+        run, state = self.run, self.state
+        if run.trainer.limit_train_batches == 0:
             messages.info_once("Nothing to train: limit_train_batches=0.", key="nothing to train")
             return
         epochs = state.epoch + state.epoch_done
         made = {"max_epochs": epochs, "max_steps": state.global_step}
-        reached = [name for name, number in made.items() if number >= limit(getattr(trainer, name))]
+        reached = [name for name, number in made.items() if number >= limit(getattr(run.trainer, name))]
         advice = f" Raise {' and '.join(reached)} to continue." if reached else ""
         messages.info_once(
             f"Nothing to train: the run has made {epochs} epoch{'s' * (epochs != 1)} and {state.global_step} steps, "
-            f"the limits are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}.{advice}",
+            f"the limits are max_epochs={run.trainer.max_epochs} and max_steps={run.trainer.max_steps}.{advice}",
             key="nothing to train",
         )
 
@@ -384,8 +400,8 @@ class FitLoop:
         """
         if getattr(batches, "left_over", False):
             messages.info_anywhere(
-                f"Rank {self.trainer.global_rank} had batches left when another rank's train_dataloader ended after "
-                f"{seen} in epoch {self.state.epoch}: they are left out, so that no rank waits."
+                f"Rank {self.run.strategy.global_rank} had batches left when another rank's train_dataloader ended "
+                f"after {seen} in epoch {self.state.epoch}: they are left out, so that no rank waits."
             )
         if seen == 0:
             raise RuntimeError(
@@ -393,14 +409,14 @@ class FitLoop:
                 "once: pass a "
                 "DataLoader, a list, or an object whose __iter__ starts over."
             )
-        if seen < self.trainer.num_training_batches and self.trainer._source.length_known():
+        if seen < self.run.source.num_training_batches and self.run.source.length_known():
             raise RuntimeError(self.length_lie(f"only {seen}"))
         return True
 
     def length_lie(self, seen: str) -> str:
         """The error for a loader that yields more or fewer batches than it says."""
         return (
-            f"The train_dataloader has a length of {self.trainer.num_training_batches} batches, but yielded {seen} "
+            f"The train_dataloader has a length of {self.run.source.num_training_batches} batches, but yielded {seen} "
             "in epoch "
             f"{self.state.epoch}. Windows, validation and schedules are planned from the length: correct __len__, or "
             "remove it so that Paceline looks one batch ahead instead."

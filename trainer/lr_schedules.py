@@ -11,7 +11,7 @@ from .module import TrainingModule
 from .optimizers import SchedulerConfig
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .run import Run
 
 
 class Schedules:
@@ -23,11 +23,11 @@ class Schedules:
         epoch_plateaus: plateau schedulers with interval ``"epoch"``.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.own = overridden(trainer.training_module, "lr_scheduler_step", TrainingModule) is not None
-        self.step_one = method_of(trainer.training_module, "lr_scheduler_step", TrainingModule)
-        found = trainer.lr_scheduler_configs if trainer.training_module.automatic_optimization else []
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.own = overridden(run.module, "lr_scheduler_step", TrainingModule) is not None
+        self.step_one = method_of(run.module, "lr_scheduler_step", TrainingModule)
+        found = run.lr_scheduler_configs if run.module.automatic_optimization else []
         self.step = [c for c in found if c.interval == "step" and not c.reduce_on_plateau]
         self.epoch = [c for c in found if c.interval == "epoch" and not c.reduce_on_plateau]
         self.step_plateaus = [c for c in found if c.interval == "step" and c.reduce_on_plateau]
@@ -36,7 +36,7 @@ class Schedules:
 
     def after_batch(self) -> None:
         """Advance what follows this batch: "step" schedulers if it stepped, "epoch" ones if it was the last."""
-        state = self.trainer.state
+        state = self.run.state
         if state.stepped and self.step:
             self.advance(self.step, state.updates)
         if state.is_last_batch and self.epoch:
@@ -44,7 +44,7 @@ class Schedules:
 
     def advance(self, configs: list[SchedulerConfig], count: int) -> None:
         """Step each scheduler whose frequency divides ``count``, with the value it monitors."""
-        trainer, metrics = self.trainer, self.trainer._metrics
+        run, metrics = self.run, self.run.metrics
         if self.own:
             metrics.enter(phases.LR_SCHEDULER_STEP)
         for config in configs:
@@ -52,17 +52,17 @@ class Schedules:
                 continue
             value = None
             if config.reduce_on_plateau:
-                value = trainer.callback_metrics.get(config.monitor or "")
+                value = run.trainer.callback_metrics.get(config.monitor or "")
                 if value is None:
                     self.missing_monitor(config)
                     continue
             self.step_one(config.scheduler, value)
         if self.own:
-            metrics.enter(phases.ON_TRAIN_EPOCH_END if trainer.state.epoch_done else phases.TRAIN_BATCH)
+            metrics.enter(phases.ON_TRAIN_EPOCH_END if run.state.epoch_done else phases.TRAIN_BATCH)
 
     def missing_monitor(self, config: SchedulerConfig) -> None:
         """A plateau scheduler's value was not logged: raise, or warn where the user said so."""
-        logged = messages.names(sorted(self.trainer.callback_metrics), "and") or "nothing"
+        logged = messages.names(sorted(self.run.trainer.callback_metrics), "and") or "nothing"
         text = (
             f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it "
             "steps; "

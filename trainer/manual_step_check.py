@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from .loop import FitLoop
-    from .trainer import Trainer
+    from .run import Run
 
 #: Updates of a fit after which its optimizers are no longer watched.
 UPDATES = 8
@@ -19,7 +19,7 @@ def stepped(module: Any) -> RuntimeError:
     """The error for an optimizer that was stepped by hand."""
     owner = type(module).__name__
     return RuntimeError(
-        f"{owner} stepped its optimizer by hand, but the trainer steps it too, so each batch would count twice. To do "
+        f"{owner} stepped its optimizer by hand, but the run steps it too, so each batch would count twice. To do "
         f"it by hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
         "self.manual_backward(loss). Or only return the loss, and leave backward(), step() and zero_grad() to the "
         "trainer."
@@ -27,7 +27,7 @@ def stepped(module: Any) -> RuntimeError:
 
 
 def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> RuntimeError | None:
-    """The error for a loss whose graph is gone when the trainer runs backward; None if it is something else.
+    """The error for a loss whose graph is gone when the run runs backward; None if it is something else.
 
     Args:
         module: the person's.
@@ -38,7 +38,7 @@ def second_backward(module: Any, error: RuntimeError, first_batch: bool) -> Runt
         return None
     owner = type(module).__name__
     by_hand = (
-        f"{owner}.training_step ran backward itself, but the trainer runs it too, on the loss that is returned. To do "
+        f"{owner}.training_step ran backward itself, but the run runs it too, on the loss that is returned. To do "
         f"it by hand, write in {owner}.__init__:\n\n    self.automatic_optimization = False\n\nand call "
         "self.manual_backward(loss) and self.optimizers().step(). Or leave loss.backward() out."
     )
@@ -56,12 +56,12 @@ class HandSteps:
     What ``self.optimizers()`` gives refuses always; the optimizer is asked no more after :data:`UPDATES`.
 
     Args:
-        trainer: whose optimizers.
+        run: whose optimizers.
         loop: the fit.
     """
 
-    def __init__(self, trainer: Trainer, loop: FitLoop) -> None:
-        self.trainer, self.loop = trainer, loop
+    def __init__(self, run: Run, loop: FitLoop) -> None:
+        self.run, self.loop = run, loop
         self.left = UPDATES
         self._hooks: list[Any] = []
 
@@ -70,12 +70,12 @@ class HandSteps:
         self.let_go()
         if not self.left or not hasattr(step, "UPDATE"):
             return
-        managed, update = self.trainer._managed[0], getattr(step, step.UPDATE)
+        managed, update = self.run.managed[0], getattr(step, step.UPDATE)
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             # A fit that an error ends before its first updates leaves this on the optimizer.
-            if self.loop is self.trainer._fit and self.trainer.training and not managed.expected:
-                raise stepped(self.trainer.training_module)
+            if self.loop is self.run.fit and self.run.trainer.training and not managed.expected:
+                raise stepped(self.run.module)
 
         def counted(*args: Any) -> None:
             managed.expected = True
@@ -86,7 +86,7 @@ class HandSteps:
                 self.let_go()
                 setattr(step, step.UPDATE, update)
 
-        watched = [optimizer for optimizer in self.trainer.optimizers if "_optimizer_step_pre_hooks" in vars(optimizer)]
+        watched = [optimizer for optimizer in self.run.optimizers if "_optimizer_step_pre_hooks" in vars(optimizer)]
         self._hooks = [optimizer.register_step_pre_hook(refuse) for optimizer in watched]
         setattr(step, step.UPDATE, counted)
 

@@ -262,7 +262,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             use_pl_optimizer: give them as the trainer manages them (precision, counting); False: as you made them.
         """
         trainer = self.trainer
-        found = trainer._managed if use_pl_optimizer else trainer.optimizers
+        found = trainer.current_run.managed if use_pl_optimizer else trainer.optimizers
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
@@ -282,11 +282,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
                 f"{type(self).__name__} called self.manual_backward, but the trainer runs backward itself. Set "
                 "self.automatic_optimization = False in __init__ to do it by hand, or return the loss instead."
             )
-        for hook in trainer._hooks.on_before_backward:
+        for hook in trainer.current_run.hooks.on_before_backward:
             hook(loss)
         backward = self.backward or partial(TrainingModule.backward, self)
         trainer.strategy.backward(loss, how=lambda scaled: backward(scaled, *args, **kwargs))
-        for hook in trainer._hooks.on_after_backward:
+        for hook in trainer.current_run.hooks.on_after_backward:
             hook()
 
     def optimizer_step(
@@ -409,7 +409,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        store = None if trainer is None or trainer.barebones else trainer._metrics
+        store = None if trainer is None or trainer.barebones else trainer.current_run.metrics
         self._tie(dict.fromkeys(self._family(), (trainer, store)))
 
     def _family(self) -> dict[TrainingModule, tuple[Trainer | None, MetricStore | None]]:

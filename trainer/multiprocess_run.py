@@ -23,32 +23,23 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import messages
+from ..processes.launch import told_if_stopped_early
 from ..processes.process_group import leave
 from ..processes.seed import host_random_states, random_states, set_random_states
 from .checkpoint_contents import left_for_checkpoints
 from .hooks import overridden
 from .module import TrainingModule
+from .run import Request, Run
 from .start_run import bind_hooks, find_module, tie
 from .state import RunState
 
 if TYPE_CHECKING:
-    from .trainer import Request, Trainer
+    from .trainer import Trainer
 
 #: Attributes of a Trainer that belong to its process, or that :func:`_take_over` sets in a way of its own.
-_OF_ITS_PROCESS = frozenset(
-    {
-        *("strategy", "state", "loggers", "callbacks", "profiler", "datamodule", "model", "saver", "predictions"),
-        *("predict_batch_indices", "lr_scheduler_configs", "_module", "_optimizers", "_managed", "_source", "_metrics"),
-        *("_hooks", "_claims", "_stops", "_fit", "_brought", "_left", "_trials"),
-    }
-)
-#: Attributes of a Trainer that a fit makes anew, and what they are before.
-_OF_A_FIT: dict[str, Callable[[], Any]] = {
-    "_optimizers": list,
-    "_managed": list,
-    "lr_scheduler_configs": list,
-    "_left": lambda: None,
-}
+_OF_ITS_PROCESS = frozenset({"strategy", "loggers", "callbacks", "profiler", "brought_callbacks", "current_run"})
+#: Attributes of a run that the process which asked takes over as they are.
+_OF_A_RUN = ("predictions", "predict_batch_indices", "ckpt_path", "newest", "resumes", "saves", "shared_log_dir")
 #: What ``fully_shard`` adds to a module.
 _SHARDED = "_is_fsdp_managed_module"
 _OF_SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -56,22 +47,24 @@ _OF_SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_store", "_compiled_call_impl"}
 
 
-def run_elsewhere(trainer: Trainer, launcher: Callable[..., Any], request: Request) -> Any:
+def run_in_processes(trainer: Trainer, launcher: Callable[..., Any], request: Request) -> Any:
     """Run a request in the processes that ``launcher`` starts; return what it returned on their rank 0."""
-    with _put_aside(trainer):
-        report = launcher(_run_and_report, trainer, request, random_states())
-    return _take_over(trainer, request, report)
+    with told_if_stopped_early(len(trainer.strategy.device_ids)):
+        with _fit_put_aside(trainer.current_run):
+            report = launcher(_run_and_report, trainer, request, random_states())
+        trainer.current_run = Run(trainer, request, trainer.current_run)
+        return _take_over(trainer.current_run, request, report)
 
 
 @contextmanager
-def _put_aside(trainer: Trainer) -> Iterator[None]:
+def _fit_put_aside(run: Run) -> Iterator[None]:
     """Keep what another run does not need of the fit before out of the new processes."""
-    kept = {name: vars(trainer)[name] for name in _OF_A_FIT}
-    vars(trainer).update({name: make() for name, make in _OF_A_FIT.items()})
+    optimizers, configs, left = run.optimizers, run.lr_scheduler_configs, run.left
+    run.optimizers, run.lr_scheduler_configs, run.left = [], [], None
     try:
         yield
     finally:
-        vars(trainer).update(kept)
+        run.optimizers, run.lr_scheduler_configs, run.left = optimizers, configs, left
 
 
 # ---- in the processes that were started ------------------------------------------------------------------------------
@@ -86,16 +79,17 @@ def _run_and_report(trainer: Trainer, request: Request, random: dict[str, Any]) 
         random: the random states there, which a fresh process continues from.
     """
     set_random_states(random)
-    sent = {name for name, _ in find_module(trainer, request)[0].named_modules()}
-    result = trainer._run(request)
-    strategy, module = trainer.strategy, trainer.training_module
-    weights, left = strategy.model_state(module), left_for_checkpoints(trainer)
-    states = [strategy.optimizer_state(trainer.model, optimizer) for optimizer in trainer.optimizers]
+    sent = {name for name, _ in find_module(trainer.current_run, request)[0].named_modules()}
+    run = trainer.current_run = Run(trainer, request, trainer.current_run)
+    result = run.execute()
+    strategy, module = run.strategy, run.module
+    weights, left = strategy.model_state(module), left_for_checkpoints(run)
+    states = [strategy.optimizer_state(run.model, optimizer) for optimizer in run.optimizers]
     report = None
-    if trainer.is_global_zero:
-        training = _training(trainer, states) if request.fn == "fit" else None
+    if strategy.is_global_zero:
+        training = _training(run, states) if request.fn == "fit" else None
         parts = {"born": _born(module, sent), "weights": _pickled(weights, {}), "training": training}
-        report = pickle.dumps(parts | {"rest": _rest(trainer, result, left)})
+        report = pickle.dumps(parts | {"rest": _rest(run, result, left)})
     leave()
     return report
 
@@ -108,33 +102,33 @@ def _born(module: nn.Module, sent: set[str]) -> dict[str, bytes]:
     return {name: layer for name, layer in packed.items() if layer is not None}
 
 
-def _training(trainer: Trainer, states: list[dict[str, Any]]) -> bytes | str:
+def _training(run: Run, states: list[dict[str, Any]]) -> bytes | str:
     """Optimizers and schedulers; why not, if they cannot be pickled."""
-    training = {"optimizers": trainer.optimizers, "schedulers": trainer.lr_scheduler_configs, "states": states}
+    training = {"optimizers": run.optimizers, "schedulers": run.lr_scheduler_configs, "states": states}
     try:
-        return _pickled(training, _anchors(trainer), _WriterOfTraining)
+        return _pickled(training, _anchors(run), _WriterOfTraining)
     except Exception as error:
         return str(error)
 
 
-def _rest(trainer: Trainer, result: Any, left: Any) -> bytes:
-    module, store, anchors = trainer.training_module, trainer._metrics, _anchors(trainer, with_optimizers=True)
+def _rest(run: Run, result: Any, left: Any) -> bytes:
+    module, store, anchors = run.module, run.metrics, _anchors(run, with_optimizers=True)
     owners = {name: owner for name, owner in anchors.items() if name.startswith(("callback ", "logger ", "profiler"))}
-    datamodule = trainer.datamodule
+    datamodule = run.datamodule
     report = {
         "result": result,
         "left": left,
         "random": host_random_states(),
-        "state": {name: getattr(trainer.state, name) for name in RunState.__slots__},
-        "trainer": _portable(vars(trainer), anchors, _OF_ITS_PROCESS),
-        "predictions": (trainer.predictions, trainer.predict_batch_indices),
+        "state": {name: getattr(run.state, name) for name in RunState.__slots__},
+        "trainer": _portable(vars(run.trainer), anchors, _OF_ITS_PROCESS),
+        "run": _portable({name: getattr(run, name) for name in _OF_A_RUN}, anchors),
         "owners": {name: _portable(_state(owner), anchors) for name, owner in owners.items()},
         "layers": {name: _portable(vars(part), anchors, _OF_TORCH) for name, part in module.named_modules()},
         "buffers": _temporary_buffers(module),
         "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
         "datamodule": None if datamodule is None else datamodule.state_dict(),
-        "precision": trainer.strategy.precision.state_dict(),
-        "source": trainer._source.counts(),
+        "precision": run.strategy.precision.state_dict(),
+        "source": run.source.counts(),
         "metrics": store.finished(),
     }
     return _pickled(report, anchors)
@@ -155,31 +149,30 @@ def _temporary_buffers(module: nn.Module) -> dict[str, Tensor]:
 # ---- in the process that asked ---------------------------------------------------------------------------------------
 
 
-def _take_over(trainer: Trainer, request: Request, report: bytes) -> Any:
+def _take_over(run: Run, request: Request, report: bytes) -> Any:
     """Put the Trainer and what belongs to it where the run left them; return what the run returned."""
     found = pickle.loads(report)
-    module, _ = find_module(trainer, request)
-    tie(trainer, request, module)
-    _add_layers(trainer, module, found["born"])
+    module, _ = find_module(run, request)
+    tie(run, request, module)
+    _add_layers(run, module, found["born"])
     lacks = _load_weights(module, _loaded(found["weights"], {}))
     if request.fn == "fit":
-        lacks = _take_training(trainer, lacks or found["training"])
-    rest = _loaded(found["rest"], _anchors(trainer, with_optimizers=True))
-    _take_rest(trainer, rest)
-    if request.fn == "fit" or trainer._left is None:
-        trainer._left = rest["left"]._replace(lacks=lacks)
-    trainer._hooks = None
-    bind_hooks(trainer)
+        lacks = _take_training(run, lacks or found["training"])
+    rest = _loaded(found["rest"], _anchors(run, with_optimizers=True))
+    _take_rest(run, rest)
+    if request.fn == "fit" or run.left is None:
+        run.left = rest["left"]._replace(lacks=lacks)
+    bind_hooks(run)
     module._end_run()
     set_random_states(rest["random"])
     return rest["result"]
 
 
-def _add_layers(trainer: Trainer, module: TrainingModule, born: dict[str, bytes]) -> None:
+def _add_layers(run: Run, module: TrainingModule, born: dict[str, bytes]) -> None:
     """Layers that ``configure_model`` or ``setup`` made in the run."""
     configure_model = overridden(module, "configure_model", TrainingModule)
     if configure_model is not None:
-        with trainer.strategy.precision.init_context(torch.device("cpu")):
+        with run.strategy.precision.init_context(torch.device("cpu")):
             configure_model()
     known = {name for name, _ in module.named_modules()}
     for name, packed in born.items():
@@ -203,27 +196,27 @@ def _load_weights(module: TrainingModule, weights: dict[str, Any]) -> str:
     return f"the layers differ: {which}"
 
 
-def _take_training(trainer: Trainer, packed: bytes | str) -> str:
+def _take_training(run: Run, packed: bytes | str) -> str:
     """Optimizers and schedulers of the run; returns why there are none."""
-    trainer.optimizers, trainer.lr_scheduler_configs = [], []
+    run.optimizers, run.lr_scheduler_configs = [], []
     if isinstance(packed, str):
         return packed
-    training = _loaded(packed, _anchors(trainer))
+    training = _loaded(packed, _anchors(run))
     for optimizer, state in zip(training["optimizers"], training["states"], strict=True):
         optimizer.load_state_dict(state)
-    trainer.optimizers, trainer.lr_scheduler_configs = training["optimizers"], training["schedulers"]
+    run.optimizers, run.lr_scheduler_configs = training["optimizers"], training["schedulers"]
     return ""
 
 
-def _take_rest(trainer: Trainer, rest: dict[str, Any]) -> None:
-    module, anchors = trainer.training_module, _anchors(trainer)
+def _take_rest(run: Run, rest: dict[str, Any]) -> None:
+    module, anchors = run.module, _anchors(run)
     for name, value in rest["state"].items():
-        setattr(trainer.state, name, value)
-    vars(trainer).update(rest["trainer"])
+        setattr(run.state, name, value)
+    vars(run.trainer).update(rest["trainer"])
+    vars(run).update(rest["run"])
     for name, state in rest["owners"].items():
         if name in anchors:
             vars(anchors[name]).update(state)
-    trainer.predictions, trainer.predict_batch_indices = rest["predictions"]
     layers = dict(module.named_modules())
     for name, layer in layers.items():
         vars(layer).update(rest["layers"].get(name, {}))
@@ -233,26 +226,32 @@ def _take_rest(trainer: Trainer, rest: dict[str, Any]) -> None:
             layers[owner].register_buffer(attribute, buffer, persistent=False)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(rest["trained"].get(name, parameter.requires_grad))
-    if trainer.datamodule is not None and rest["datamodule"]:
-        trainer.datamodule.load_state_dict(rest["datamodule"])
+    if run.datamodule is not None and rest["datamodule"]:
+        run.datamodule.load_state_dict(rest["datamodule"])
     if rest["precision"]:
-        trainer.strategy.precision.load_state_dict(rest["precision"])
-    trainer._source.take_over(rest["source"])
-    trainer._metrics.take_over(rest["metrics"])
+        run.strategy.precision.load_state_dict(rest["precision"])
+    run.source.take_over(rest["source"])
+    run.metrics.take_over(rest["metrics"])
 
 
 # ---- pickling --------------------------------------------------------------------------------------------------------
 
 
-def _anchors(trainer: Trainer, with_optimizers: bool = False) -> dict[str, Any]:
+def _anchors(run: Run, with_optimizers: bool = False) -> dict[str, Any]:
     """Objects that both processes have and that a report only names."""
-    module = trainer.training_module
-    found = {"trainer": trainer, "state": trainer.state, "strategy": trainer.strategy, "profiler": trainer.profiler}
-    found |= {"datamodule": trainer.datamodule}
-    found |= _numbered("callback", trainer.callbacks) | _numbered("logger", trainer.loggers)
+    module = run.module
+    found = {
+        "trainer": run.trainer,
+        "run": run,
+        "state": run.state,
+        "strategy": run.strategy,
+        "profiler": run.trainer.profiler,
+    }
+    found |= {"datamodule": run.datamodule}
+    found |= _numbered("callback", run.trainer.callbacks) | _numbered("logger", run.trainer.loggers)
     if with_optimizers:
-        found |= _numbered("optimizer", trainer.optimizers)
-        found |= _numbered("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
+        found |= _numbered("optimizer", run.optimizers)
+        found |= _numbered("scheduler", [config.scheduler for config in run.lr_scheduler_configs])
     found |= {f"layer {name}": part for name, part in module.named_modules()}
     found |= {f"parameter {name}": parameter for name, parameter in module.named_parameters()}
     found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}

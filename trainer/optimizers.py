@@ -16,7 +16,7 @@ from .manual_step_check import stepped as stepped_by_hand
 
 if TYPE_CHECKING:
     from .module import TrainingModule
-    from .trainer import Trainer
+    from .run import Run
 
 FORMS = (
     "an optimizer; a list of optimizers; a pair (optimizers, schedulers); a dict "
@@ -58,9 +58,9 @@ class ManagedOptimizer:
         expected: in automatic optimization, whether the module's ``optimizer_step`` runs, which steps it.
     """
 
-    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
+    def __init__(self, optimizer: Optimizer, run: Run) -> None:
         self.optimizer = optimizer
-        self._trainer = trainer
+        self._run = run
         self.stepped_at = -1
         self.expected = False
 
@@ -70,15 +70,15 @@ class ManagedOptimizer:
         Raises:
             RuntimeError: automatic optimization steps it already.
         """
-        trainer, state = self._trainer, self._trainer.state
-        by_hand = not trainer.training_module.automatic_optimization
+        run, state = self._run, self._run.state
+        by_hand = not run.module.automatic_optimization
         if not (by_hand or self.expected):
-            raise stepped_by_hand(trainer.training_module)
+            raise stepped_by_hand(run.module)
         if by_hand and closure is not None:
             closure = self._then_show(closure)
         elif by_hand:
             self._show_gradients()
-        stepped = trainer.strategy.optimizer_step(self.optimizer, closure)
+        stepped = run.strategy.optimizer_step(self.optimizer, closure)
         self.stepped_at = state.batches
         if stepped and (by_hand or state.window):  # a window without a batch in it is no step
             state.global_step += 1
@@ -89,8 +89,8 @@ class ManagedOptimizer:
 
     def _show_gradients(self) -> None:
         """The gradients are complete: let the hooks see them."""
-        self._trainer.strategy.unscale_gradients(self.optimizer)
-        for hook in self._trainer._hooks.on_before_optimizer_step:
+        self._run.strategy.unscale_gradients(self.optimizer)
+        for hook in self._run.hooks.on_before_optimizer_step:
             hook(self.optimizer)
 
     def _then_show(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -103,13 +103,13 @@ class ManagedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters."""
-        for hook in self._trainer._hooks.on_before_zero_grad:
+        for hook in self._run.hooks.on_before_zero_grad:
             hook(self.optimizer)
         self.optimizer.zero_grad(set_to_none)
 
     def toggle_model(self, sync_grad: bool = True) -> Any:
         """Context in which only this optimizer's parameters require gradients."""
-        return self._trainer.training_module.toggled_optimizer(self)
+        return self._run.module.toggled_optimizer(self)
 
     def __getattr__(self, name: str) -> Any:
         if "optimizer" not in self.__dict__:  # while it is being copied
@@ -117,7 +117,7 @@ class ManagedOptimizer:
         return getattr(self.optimizer, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ManagedOptimizer:
-        return ManagedOptimizer(copy.deepcopy(self.optimizer, memo), self._trainer)
+        return ManagedOptimizer(copy.deepcopy(self.optimizer, memo), self._run)
 
     def __repr__(self) -> str:
         return f"ManagedOptimizer({self.optimizer!r})"
@@ -227,7 +227,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     if config.reduce_on_plateau and config.monitor is None and automatic:
         raise ValueError(
             f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to look at. Return "
-            "{'scheduler': ..., 'monitor': 'val_loss'} with a name that you log."
+            "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}} with a name that you log."
         )
     if config.reduce_on_plateau:
         check_direction(type(scheduler).__name__, config.monitor, getattr(scheduler, "mode", ""))

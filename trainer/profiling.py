@@ -7,10 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..profilers.base import Profiler
     from .hooks import HookTable
     from .loop import FitLoop
+    from .run import Run
     from .step import ManualStep
-    from .trainer import Trainer
 
 #: What of a strategy is timed. Modules that optimize by hand come here too.
 _STRATEGY = ("backward", "optimizer_step", "reduce", "all_gather", "broadcast", "gather_objects", "barrier")
@@ -18,27 +19,27 @@ _METRICS = ("flush_step", "send_epoch", "finish_epoch", "drain")
 _FETCHES = {"validate": "val_next", "test": "test_next", "predict": "predict_next"}
 
 
-def setup(trainer: Trainer, stage: str) -> None:
+def setup(run: Run, stage: str) -> None:
     """A run begins: the profiler learns where, and what all runs share is wrapped."""
-    profiler = trainer.profiler
+    profiler = run.trainer.profiler
     if not profiler.active:
         return
-    profiler.setup(stage, trainer.local_rank, trainer.log_dir or trainer.default_root_dir)
-    profiler.connect(trainer)
-    strategy, owner = trainer.strategy, type(trainer.strategy).__name__
+    profiler.setup(stage, run.strategy.local_rank, run.trainer.log_dir or run.trainer.default_root_dir)
+    profiler.connect(run.trainer)
+    strategy, owner = run.strategy, type(run.strategy).__name__
     for name in _STRATEGY:
         setattr(strategy, name, profiler.around(f"[Strategy]{owner}.{name}", getattr(strategy, name)))
-    trainer.saver.save = profiler.around("save_checkpoint", trainer.saver.save)
-    trainer.saver.wait = profiler.around("wait_for_checkpoint", trainer.saver.wait)
-    metrics = trainer._metrics  # the store of self.log, which is new in each run
+    run.saver.save = profiler.around("save_checkpoint", run.saver.save)
+    run.saver.wait = profiler.around("wait_for_checkpoint", run.saver.wait)
+    metrics = run.metrics  # the store of self.log, which is new in each run
     for name in _METRICS:
         setattr(metrics, name, profiler.around(f"[Logging].{name}", getattr(metrics, name)))
 
 
-def wrap_hooks(trainer: Trainer, table: HookTable) -> None:
+def wrap_hooks(profiler: Profiler, table: HookTable) -> None:
     """Every hook that somebody defines, under the name of who does."""
     for name, hooks in vars(table).items():
-        setattr(table, name, tuple(trainer.profiler.around(_name(hook, name), hook) for hook in hooks))
+        setattr(table, name, tuple(profiler.around(_name(hook, name), hook) for hook in hooks))
 
 
 def _name(hook: Callable[..., Any], name: str) -> str:
@@ -52,20 +53,20 @@ def _name(hook: Callable[..., Any], name: str) -> str:
     return f"[{kind}]{type(owner).__name__}.{name}"
 
 
-def wrap_bound(trainer: Trainer, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_bound(run: Run, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A step or a transfer, as it was bound."""
-    profiler = trainer.profiler
+    profiler = run.trainer.profiler
     if not profiler.active:
         return function
-    return profiler.around(f"[Strategy]{type(trainer.strategy).__name__}.{name}", function)
+    return profiler.around(f"[Strategy]{type(run.strategy).__name__}.{name}", function)
 
 
-def wrap_fit(trainer: Trainer, loop: FitLoop) -> None:
+def wrap_fit(run: Run, loop: FitLoop) -> None:
     """The parts of a fit."""
-    profiler = trainer.profiler
+    profiler = run.trainer.profiler
     if profiler.active:
         loop.run_epoch = profiler.around("run_training_epoch", loop.run_epoch)
-        loop.validation.run = profiler.around("run_validation", loop.validation.run)
+        loop.validation.validate = profiler.around("run_validation", loop.validation.validate)
 
 
 class ProfiledStep:
@@ -78,12 +79,12 @@ class ProfiledStep:
         return self.timed(batch, batch_idx)
 
 
-def wrap_parts(trainer: Trainer, step: ManualStep) -> None:
+def wrap_parts(run: Run, step: ManualStep) -> None:
     """What of a step nobody else times."""
-    profiler = trainer.profiler
+    profiler = run.trainer.profiler
     if not profiler.active:
         return
-    owner = type(trainer.training_module).__name__
+    owner = type(run.module).__name__
     for part, name in (("clip", "configure_gradient_clipping"), ("clear", "optimizer_zero_grad")):
         function = getattr(step, part, None)
         if function is not None:
@@ -93,42 +94,42 @@ def wrap_parts(trainer: Trainer, step: ManualStep) -> None:
         step.step_through_module = profiler.around(f"[TrainingModule]{owner}.optimizer_step", through)  # type: ignore[attr-defined]
 
 
-def wrap_step(trainer: Trainer, step: ManualStep) -> Any:
+def wrap_step(run: Run, step: ManualStep) -> Any:
     """The step of an epoch, as the loop calls it."""
-    profiler = trainer.profiler
+    profiler = run.trainer.profiler
     return ProfiledStep(step, profiler.around("run_training_batch", step)) if profiler.active else step
 
 
-def started(trainer: Trainer, batches: Any) -> Any:
+def started(run: Run, batches: Any) -> Any:
     """The iterator over a training epoch's batches; what is fetched ahead begins to be fetched here."""
-    profiler, name = trainer.profiler, "[_TrainingEpochLoop].train_dataloader_next"
+    profiler, name = run.trainer.profiler, "[_TrainingEpochLoop].train_dataloader_next"
     if not profiler.active:
         return iter(batches)
     return profiler.iterate(name, profiler.around(name, iter)(batches))
 
 
-def fetched(trainer: Trainer, batches: Any, kind: str) -> Any:
+def fetched(run: Run, batches: Any, kind: str) -> Any:
     """The batches of an evaluation."""
-    profiler = trainer.profiler
+    profiler = run.trainer.profiler
     return profiler.iterate(f"[_EvaluationLoop].{_FETCHES[kind]}", batches) if profiler.active else batches
 
 
-def report_split(trainer: Trainer) -> None:
+def report_split(run: Run) -> None:
     """Give what was found to those who make a page about the run, before they do."""
     from ..callbacks.run_report import RunReport
 
-    split = trainer.profiler.split()
-    for callback in trainer.callbacks if split else ():
+    split = run.trainer.profiler.split()
+    for callback in run.trainer.callbacks if split else ():
         if isinstance(callback, RunReport):
-            callback.add_split(type(trainer.profiler).__name__, split)
+            callback.add_split(type(run.trainer.profiler).__name__, split)
 
 
-def teardown(trainer: Trainer, stage: str) -> None:
+def teardown(run: Run, stage: str) -> None:
     """The run is over: say what was found, and unwrap what stays."""
-    profiler = trainer.profiler
+    profiler = run.trainer.profiler
     if not profiler.active:
         return
-    for owner, names in ((trainer.strategy, _STRATEGY), (trainer.saver, ("save", "wait"))):
+    for owner, names in ((run.strategy, _STRATEGY), (run.saver, ("save", "wait"))):
         for name in names:
             vars(owner).pop(name, None)
     try:

@@ -14,41 +14,41 @@ from ..checkpoint.rank_files import buffers_apart, entry_of, put_back_buffers, t
 from ..data.loaders import load_loader_state, loader_state, samples_in_batch
 from ..processes import seed
 from . import running_metrics
-from .state import without_window
+from .state import Pending, without_window
 
 if TYPE_CHECKING:
     from .loop import FitLoop
-    from .trainer import Trainer
+    from .run import Run
 
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
 
-def gather_ranks(trainer: Trainer) -> list[dict[str, Any]]:
+def gather_ranks(run: Run) -> list[dict[str, Any]]:
     """What each rank keeps, in rank order; every rank must call. After an error: this rank's alone."""
-    trainer.strategy.barrier("save_checkpoint")  # a rank that is elsewhere is told of by this name
-    return trainer.strategy.gather_objects(_of_this_rank(trainer))
+    run.strategy.barrier("save_checkpoint")  # a rank that is elsewhere is told of by this name
+    return run.strategy.gather_objects(_of_this_rank(run))
 
 
-def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
-    strategy, module, metrics, state = trainer.strategy, trainer.training_module, trainer._metrics, trainer.state
-    fit = trainer._fit
+def _of_this_rank(run: Run) -> dict[str, Any]:
+    strategy, module, metrics, state = run.strategy, run.module, run.metrics, run.state
+    fit, over = run.fit, state.epoch_done and state.pending is not Pending.EPOCH_VALUES
     kept: dict[str, Any] = {
         "rank": strategy.global_rank,
         "data_rank": strategy.data_rank,
         "random": seed.random_states(),
-        "metrics": [] if state.epoch_done and state.pending != "values" else running_metrics.logged(metrics, module),
+        "metrics": [] if over else running_metrics.logged(metrics, module),
         "torchmetrics": running_metrics.measured(metrics, module),
-        "gradients": _gradients(trainer),
-        "buffers": buffers_apart(trainer.training_module, strategy),
+        "gradients": _gradients(run),
+        "buffers": buffers_apart(run.module, strategy),
         "losses": None,
     }
     if fit is not None:
         kept["losses"] = fit.losses.state_dict()
         kept |= _place_in_data(fit) if fit.resumed is None else fit.resumed.place_in_data()
-        if state.pending == "validation" and fit.validation.random is not None:
+        if state.pending is Pending.VALIDATION and fit.validation.random is not None:
             kept["random"] = fit.validation.random  # the validation is repeated
-    if trainer.train_dataloader is not None and not kept.get("loader"):
-        kept["loader"] = loader_state(trainer.train_dataloader)
+    if run.source.train_loader is not None and not kept.get("loader"):
+        kept["loader"] = loader_state(run.source.train_loader)
     return kept
 
 
@@ -62,36 +62,36 @@ def _place_in_data(fit: FitLoop) -> dict[str, Any]:
     }
 
 
-def _gradients(trainer: Trainer) -> dict[str, Any] | None:
+def _gradients(run: Run) -> dict[str, Any] | None:
     """The gradients that wait for an optimizer step; None if none do, or if nobody can say whose they are."""
-    state, module = trainer.state, trainer.training_module
+    state, module = run.state, run.module
     if state.step_failed:
         return None
     if state.window:
-        return trainer.strategy.window_gradients(module)
+        return run.strategy.window_gradients(module)
     if state.fn != "fit" or module.automatic_optimization or state.batch_idx < 0:
         return None
     used = {
         id(parameter)
-        for managed in trainer._managed
+        for managed in run.managed
         if managed.stepped_at == state.batches - 1
         for group in managed.param_groups
         for parameter in group["params"]
     }
     found = {name for name, p in module.named_parameters() if p.grad is not None and id(p) not in used}
-    kept = trainer.strategy.window_gradients(module) if found else None
+    kept = run.strategy.window_gradients(module) if found else None
     return None if kept is None else {name: grad for name, grad in kept.items() if name in found}
 
 
-def progress(trainer: Trainer, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def progress(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """The counters to go on from: before the window where its gradients are not among what the ranks keep."""
-    state = trainer.state
-    counters = state.state_dict() | {"accumulate": trainer.accumulate_grad_batches}
+    state = run.state
+    counters = state.state_dict() | {"accumulate": run.trainer.accumulate_grad_batches}
     if not state.window or all(kept["gradients"] is not None for kept in ranks):
         return counters
     if not state.step_failed:
         messages.info_once(
-            f"{type(trainer.strategy).__name__} has no way to save gradients that wait for an optimizer step, so a "
+            f"{type(run.strategy).__name__} has no way to save gradients that wait for an optimizer step, so a "
             f"resume from a checkpoint inside an accumulation window runs its {state.window} micro-batches again. Save "
             "right after an update (every_n_train_steps of ModelCheckpoint does)."
         )
@@ -105,26 +105,26 @@ class Resumed:
     """What a checkpoint has for this rank, to be put in force at the right moments by the loop.
 
     Args:
-        trainer: whose strategy is set up.
+        run: whose strategy is set up.
         checkpoint: as read.
         parts: which parts of it are restored.
     """
 
-    def __init__(self, trainer: Trainer, checkpoint: Mapping[str, Any], parts: tuple[str, ...]) -> None:
+    def __init__(self, run: Run, checkpoint: Mapping[str, Any], parts: tuple[str, ...]) -> None:
         section = checkpoint.get("paceline", {})
-        self.trainer = trainer
+        self.run = run
         self.in_loops = "loops" in parts
         self._parts = parts
         self.derived: list[str] = []
         self._saved = section.get("data_ranks") or 1
         self.batch_samples: int | None = section.get("batch_samples")
         self.ranks: list[dict[str, Any]] = [] if "accelerator" in section else section.get("ranks", [])
-        strategy = trainer.strategy
+        strategy = run.strategy
         self._world = section.get("world_size", self._saved)
         self._alike = (self._world, self._saved) == (strategy.world_size, strategy.num_data_ranks)
         self.own: dict[str, Any] | None = entry_of(self.ranks, strategy, self._alike)
         self._seed = seed.mixed(
-            section.get("progress", {}).get("shuffle_seed", 0), strategy.data_rank, trainer.state.global_step
+            section.get("progress", {}).get("shuffle_seed", 0), strategy.data_rank, run.state.global_step
         )
         self._random = "rng" in parts and bool(self.ranks)
 
@@ -132,7 +132,7 @@ class Resumed:
         """The ranks of then whose running values this one goes on with."""
         if self._alike:
             return [self.own] if self.own else []
-        strategy, firsts = self.trainer.strategy, {}
+        strategy, firsts = self.run.strategy, {}
         for kept in self.ranks:
             firsts.setdefault(kept["data_rank"], kept)
         if strategy.num_data_ranks == self._saved:
@@ -141,7 +141,7 @@ class Resumed:
 
     def _has_window(self) -> bool:
         """Whether there are the gradients of all ranks, and the ranks are those of then."""
-        whole = self._alike and len(self.ranks) == self.trainer.world_size
+        whole = self._alike and len(self.ranks) == self.run.strategy.world_size
         return whole and all(kept["gradients"] is not None for kept in self.ranks)
 
     # ---- where it goes on ------------------------------------------------------------------------------------------
@@ -156,9 +156,9 @@ class Resumed:
 
     def find_batch(self) -> None:
         """Count the place in the epoch in batches of this run, once its loader is known, and say what was derived."""
-        trainer, state = self.trainer, self.trainer.state
-        batch, ranks_now = state.next_batch, trainer.strategy.num_data_ranks
-        now = samples_in_batch(trainer._source.train_loader, ranks_now)
+        run, state = self.run, self.run.state
+        batch, ranks_now = state.next_batch, run.strategy.num_data_ranks
+        now = samples_in_batch(run.source.train_loader, ranks_now)
         saved = self.batch_samples
         if saved is None or now is None:  # then a rank's batch is taken to be as large as it was
             saved, now = self._saved, ranks_now
@@ -171,7 +171,7 @@ class Resumed:
 
     def _tell(self) -> None:
         """Say in one message what was derived rather than restored."""
-        world = self.trainer.strategy.world_size
+        world = self.run.strategy.world_size
         lacking = without_entry(self.ranks, world)
         if self.ranks and lacking and self._random:
             self.derived.append(
@@ -210,27 +210,25 @@ class Resumed:
 
     def go_on(self) -> None:
         """What is to be in force when the next batch is trained on."""
-        trainer = self.trainer
+        run = self.run
         if self.in_loops:
-            entries, module = self._stood_for(), trainer.training_module
-            running_metrics.put_back(trainer._metrics, module, [kept["metrics"] for kept in entries])
+            entries, module = self._stood_for(), run.module
+            running_metrics.put_back(run.metrics, module, [kept["metrics"] for kept in entries])
             running_metrics.put_back_measured(module, [kept["torchmetrics"] for kept in entries])
             self._put_back_gradients()
         if self._alike and self.own is not None and "model" in self._parts:
-            put_back_buffers(trainer.training_module, self.own["buffers"])
+            put_back_buffers(run.module, self.own["buffers"])
         if self._random:
             self._set((self.own or {}).get("random"), self._seed)
 
     def _put_back_gradients(self) -> None:
-        trainer, own = self.trainer, self.own
+        run, own = self.run, self.own
         if own is None or not self._alike:
             return
-        if own["losses"] is not None and trainer._fit is not None:
-            trainer._fit.losses.load_state_dict(own["losses"], in_window=trainer.state.window > 0)
-        if own["gradients"] is not None and (
-            trainer.state.window or not trainer.training_module.automatic_optimization
-        ):
-            trainer.strategy.load_window_gradients(trainer.training_module, own["gradients"])
+        if own["losses"] is not None and run.fit is not None:
+            run.fit.losses.load_state_dict(own["losses"], in_window=run.state.window > 0)
+        if own["gradients"] is not None and (run.state.window or not run.module.automatic_optimization):
+            run.strategy.load_window_gradients(run.module, own["gradients"])
 
     def _set(self, states: dict[str, Any] | None, otherwise: int) -> None:
         if states is not None:

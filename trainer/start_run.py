@@ -26,100 +26,101 @@ from .metrics import MetricStore
 from .module import TrainingModule
 from .optimizers import configure
 from .phases import SETUP
+from .state import Pending
 
 if TYPE_CHECKING:
     from .resume import Resumed
-    from .trainer import Request, Trainer
+    from .run import Request, Run
 
 _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predict": "Predicting"}
 
 
-def attach(trainer: Trainer, request: Request) -> Resumed | None:
+def attach(run: Run, request: Request) -> Resumed | None:
     """Prepare a run. Returns what a fit goes on from, or None.
 
     The order is drawn in ``callbacks/base.py``.
     """
-    trainer._hooks = trainer._left = None
-    module, reused = find_module(trainer, request)
-    path = asked_path(trainer, request, reused)
-    trainer.strategy.progress = trainer.state.where
-    trainer.strategy.setup_environment()
-    trainer.strategy.begin_run(trainer.state)
-    messages.set_rank(trainer.global_rank)
-    trainer._log_dir = None
-    told = trainer.strategy.told_at_start()
+    run.left = None
+    module, reused = find_module(run, request)
+    path = asked_path(run, request, reused)
+    run.strategy.progress = run.state.where
+    run.strategy.setup_environment()
+    run.strategy.begin_run(run.state)
+    messages.set_rank(run.strategy.global_rank)
+    run.shared_log_dir = None
+    told = run.strategy.told_at_start()
     if told and not request.again and not request.trial:
         messages.info_once(f"{_DOING[request.fn]} {told}.")
-    connect(trainer, request, module)
-    path = settle_folders(trainer, request, path)
-    profiling.setup(trainer, request.fn)
-    prepare_data(trainer)
-    trainer._metrics.enter(SETUP)
-    for hook in trainer._hooks.setup:
+    connect(run, request, module)
+    path = settle_folders(run, request, path)
+    profiling.setup(run, request.fn)
+    prepare_data(run)
+    run.metrics.enter(SETUP)
+    for hook in run.hooks.setup:
         hook(request.fn)
-    trainer.strategy.barrier("setup")
+    run.strategy.barrier("setup")
     configure_model = overridden(module, "configure_model", TrainingModule)
     if configure_model is not None:
-        with trainer.strategy.init_context():
+        with run.strategy.init_context():
             configure_model()
-    module.trainer = trainer  # also of modules that were made just now
-    bind_hooks(trainer)
-    trainer._source.require("train" if request.fn == "fit" else request.fn)
-    checkpoint = read_checkpoint(trainer, request, path)
+    module.trainer = run.trainer  # also of modules that were made just now
+    bind_hooks(run)
+    run.source.require("train" if request.fn == "fit" else request.fn)
+    checkpoint = read_checkpoint(run, request, path)
     if request.fn == "fit":
-        trainer.strategy.settle_batch_norm(module, trainer.sync_batchnorm)
-    trainer.model = trainer.strategy.setup_module(module) if trainer.strategy.places(module) else module
-    scope = scope_of(trainer.compile)
+        run.strategy.settle_batch_norm(module, run.trainer.sync_batchnorm)
+    run.model = run.strategy.setup_module(module) if run.strategy.places(module) else module
+    scope = scope_of(run.trainer.compile)
     if scope == "networks":
-        compile_in_place(module, trainer.compile)
+        compile_in_place(module, run.trainer.compile)
     elif scope is not None and request.fn == "fit":
-        check_module(trainer)
+        check_module(run)
     if request.fn != "fit":
         if checkpoint is not None:
-            _restore_model(trainer, checkpoint, ("model",))
-        trainer.strategy.settle_weights(module)
-        trainer.profiler.attach(trainer)
+            _restore_model(run, checkpoint, ("model",))
+        run.strategy.settle_weights(module)
+        run.trainer.profiler.attach(run.trainer)
         return None
-    resumed = start_fit(trainer, checkpoint, request.restore)
-    trainer.profiler.attach(trainer)
+    resumed = start_fit(run, checkpoint, request.restore)
+    run.trainer.profiler.attach(run.trainer)
     return resumed
 
 
-def start_fit(trainer: Trainer, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
+def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
     """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
     from ..checkpoint.logger_positions import say_where
     from .checkpoint_contents import restore_training
 
     if (
-        trainer.max_epochs is None
-        and trainer.max_steps == -1
-        and not any(isinstance(c, Timer) and c.time_remaining() is not None for c in trainer.callbacks)
+        run.trainer.max_epochs is None
+        and run.trainer.max_steps == -1
+        and not any(isinstance(c, Timer) and c.time_remaining() is not None for c in run.trainer.callbacks)
     ):
         messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
-        trainer.max_epochs = 1000
-    trainer._resumes = checkpoint is not None and parts != ("model",)
+        run.trainer.max_epochs = 1000
+    run.resumes = checkpoint is not None and parts != ("model",)
     if checkpoint is not None:
-        _restore_model(trainer, checkpoint, parts)
-    trainer.strategy.settle_weights(trainer.training_module)
-    trainer.model = trainer.strategy.wrap_for_training(trainer.model)
-    setup_optimizers(trainer)
-    leave_no_window(trainer)
-    if checkpoint is None and trainer.state.batches == 0:
-        trainer.state.shuffle_seed = trainer.strategy.broadcast(torch.initial_seed() % 2**63)
-    for hook in trainer._hooks.on_fit_start:
+        _restore_model(run, checkpoint, parts)
+    run.strategy.settle_weights(run.module)
+    run.model = run.strategy.wrap_for_training(run.model)
+    setup_optimizers(run)
+    leave_no_window(run)
+    if checkpoint is None and run.state.batches == 0:
+        run.state.shuffle_seed = run.strategy.broadcast(torch.initial_seed() % 2**63)
+    for hook in run.hooks.on_fit_start:
         hook()
-    if trainer.is_global_zero:
-        say_where("Logging to", trainer.loggers)
-    log_hyperparameters(trainer)
-    resumed = None if checkpoint is None else restore_training(trainer, checkpoint, parts)
+    if run.strategy.is_global_zero:
+        say_where("Logging to", run.trainer.loggers)
+    log_hyperparameters(run)
+    resumed = None if checkpoint is None else restore_training(run, checkpoint, parts)
     if resumed is not None:
-        say_position(trainer, parts)
+        say_position(run, parts)
     return resumed
 
 
-def say_position(trainer: Trainer, parts: tuple[str, ...]) -> None:
+def say_position(run: Run, parts: tuple[str, ...]) -> None:
     """Say where a fit that loaded a checkpoint begins, and with what of it."""
-    state, path = trainer.state, messages.path(trainer.ckpt_path)
+    state, path = run.state, messages.path(run.ckpt_path)
     where = f"epoch {state.epoch + state.epoch_done}, step {state.global_step}"
     if "loops" in parts:
         messages.info(f"Continuing at {where} from {path}")
@@ -127,28 +128,28 @@ def say_position(trainer: Trainer, parts: tuple[str, ...]) -> None:
         messages.info(f"Starting at {where} with {messages.names(parts, last='and')} from {path}")
 
 
-def leave_no_window(trainer: Trainer) -> None:
+def leave_no_window(run: Run) -> None:
     """What a fit that failed left of an accumulation window is not for this one."""
-    trainer.state.pending = ""
-    trainer.state.drop_window()
-    for optimizer in trainer.optimizers:
+    run.state.pending = Pending.NOTHING
+    run.state.drop_window()
+    for optimizer in run.optimizers:
         optimizer.zero_grad()
 
 
-def _restore_model(trainer: Trainer, checkpoint: dict[str, Any], parts: tuple[str, ...]) -> None:
+def _restore_model(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...]) -> None:
     from .checkpoint_contents import restore_model
 
-    restore_model(trainer, checkpoint, parts)
+    restore_model(run, checkpoint, parts)
 
 
-def find_module(trainer: Trainer, request: Request) -> tuple[TrainingModule, bool]:
+def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
     """The module to run, and whether it is that of the run before (none was passed)."""
     module = _unwrapped(uncompiled(request.module))
     entry = "The Tuner" if request.trial else f"Trainer.{request.fn}()"
     if module is None:
-        if trainer._module is None or request.fn == "fit":
+        if run.module is None or request.fn == "fit":
             raise TypeError(f"{entry} needs a module. Pass it as the first argument.")
-        return trainer._module, True
+        return run.module, True
     if not isinstance(module, TrainingModule):
         hint = ""
         if any(isinstance(given, TrainingModule) for given in request.loaders.values()):
@@ -177,20 +178,20 @@ def _unwrapped(module: Any) -> Any:
     return module.module
 
 
-def connect(trainer: Trainer, request: Request, module: TrainingModule) -> None:
-    """Tie trainer, module, data and callbacks together; check what can be checked before any of it runs."""
-    loaders = tie(trainer, request, module)
-    check_state_keys(trainer.callbacks)
-    check_steps(trainer, request.fn)
-    bind_hooks(trainer)
-    if request.fn == "fit" and trainer.reload_dataloaders_every_n_epochs and loaders["train"] is not None:
+def connect(run: Run, request: Request, module: TrainingModule) -> None:
+    """Tie run, module, data and callbacks together; check what can be checked before any of it runs."""
+    loaders = tie(run, request, module)
+    check_state_keys(run.trainer.callbacks)
+    check_steps(run, request.fn)
+    bind_hooks(run)
+    if request.fn == "fit" and run.trainer.reload_dataloaders_every_n_epochs and loaders["train"] is not None:
         messages.warn_once(
-            f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) has no effect on "
-            "loaders that were given to fit. Define train_dataloader() on the module or a DataModule instead."
+            f"Trainer(reload_dataloaders_every_n_epochs={run.trainer.reload_dataloaders_every_n_epochs}) has no effect "
+            "on loaders that were given to fit. Define train_dataloader() on the module or a DataModule instead."
         )
 
 
-def tie(trainer: Trainer, request: Request, module: TrainingModule) -> dict[str, Any]:
+def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
     """Make a module, its data and its callbacks the trainer's; returns the loaders, without a DataModule in them."""
     loaders = dict(request.loaders)
     datamodule = request.datamodule
@@ -205,40 +206,40 @@ def tie(trainer: Trainer, request: Request, module: TrainingModule) -> dict[str,
         )
     if datamodule is not None and not isinstance(datamodule, DataModule):
         raise TypeError(f"Trainer.{request.fn}(datamodule=...) got {messages.a(datamodule)}. Pass a DataModule object.")
-    trainer._module = trainer.model = module
-    trainer.datamodule = datamodule
-    trainer._source = DataSource(trainer, loaders)
-    send = None if trainer.barebones else partial(_send, trainer)
-    trainer._metrics = MetricStore(trainer.state, trainer.strategy, send)
-    module.trainer = trainer
+    run.module = run.model = module
+    run.datamodule = datamodule
+    run.source = DataSource(run, loaders)
+    send = None if run.trainer.barebones else partial(_send, run)
+    run.metrics = MetricStore(run.state, run.strategy, send)
+    module.trainer = run.trainer
     if datamodule is not None:
-        datamodule.trainer = trainer
-    take_module_callbacks(trainer, module)
+        datamodule.trainer = run.trainer
+    take_module_callbacks(run, module)
     return loaders
 
 
-def _send(trainer: Trainer, values: dict[str, float], step: int) -> None:
-    trainer.log_metrics(values, step)
+def _send(run: Run, values: dict[str, float], step: int) -> None:
+    run.trainer.log_metrics(values, step)
 
 
-def bind_hooks(trainer: Trainer) -> None:
+def bind_hooks(run: Run) -> None:
     """Look up who defines which hook; again after ``setup`` and ``configure_model``, which may add some."""
-    trainer._hooks = HookTable(trainer, trainer.training_module, trainer.callbacks, trainer.datamodule)
+    run.hooks = HookTable(run.trainer, run.module, run.trainer.callbacks, run.datamodule)
 
 
-def take_module_callbacks(trainer: Trainer, module: TrainingModule) -> None:
+def take_module_callbacks(run: Run, module: TrainingModule) -> None:
     """Add the callbacks a module brings; one of them replaces those of its type.
 
-    They stay with the trainer as long as that module does: a second run with it goes on with the same ones (a
+    They stay with the run as long as that module does: a second run with it goes on with the same ones (a
     ``ModelCheckpoint`` knows its best file). Another module's are taken out and what they replaced comes back.
     """
-    if trainer._brought is not None:
-        owner, before, added = trainer._brought
+    if run.trainer.brought_callbacks is not None:
+        owner, before, added = run.trainer.brought_callbacks
         if owner is module:
             return
-        kept = [c for c in trainer.callbacks if not any(c is one for one in added)]
-        absent = [c for c in before if not any(c is one for one in trainer.callbacks)]
-        trainer.callbacks = order([*kept, *absent])
+        kept = [c for c in run.trainer.callbacks if not any(c is one for one in added)]
+        absent = [c for c in before if not any(c is one for one in run.trainer.callbacks)]
+        run.trainer.callbacks = order([*kept, *absent])
     theirs = method_of(module, "configure_callbacks", TrainingModule)()
     theirs = [theirs] if isinstance(theirs, Callback) else list(theirs or [])
     for callback in theirs:
@@ -247,16 +248,16 @@ def take_module_callbacks(trainer: Trainer, module: TrainingModule) -> None:
                 f"{type(module).__name__}.configure_callbacks() returned {callback!r}, which is not a Callback. "
                 "Return a list of Callback objects."
             )
-    refuse_switched_off(theirs, trainer)
+    refuse_switched_off(theirs, run.trainer)
     types = {type(callback) for callback in theirs}
-    replaced = [c for c in trainer.callbacks if type(c) in types]
-    trainer._brought = (module, replaced, theirs) if theirs else None
-    trainer.callbacks = order([c for c in trainer.callbacks if type(c) not in types] + theirs)
+    replaced = [c for c in run.trainer.callbacks if type(c) in types]
+    run.trainer.brought_callbacks = (module, replaced, theirs) if theirs else None
+    run.trainer.callbacks = order([c for c in run.trainer.callbacks if type(c) not in types] + theirs)
 
 
-def check_steps(trainer: Trainer, fn: str) -> None:
+def check_steps(run: Run, fn: str) -> None:
     """The module defines the step this entry point needs, and its settings fit together."""
-    module = trainer.training_module
+    module = run.module
     owner = type(module).__name__
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(fn)
     if needed is not None and overridden(module, needed, TrainingModule) is None:
@@ -279,17 +280,17 @@ def check_steps(trainer: Trainer, fn: str) -> None:
             check_step(module, step)
     if fn == "fit" and not module.automatic_optimization:
         for name, neutral in (("accumulate_grad_batches", 1), ("gradient_clip_val", None)):
-            value = getattr(trainer, name)
+            value = getattr(run.trainer, name)
             if value != neutral:
                 raise ValueError(
                     f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do "
                     "it in "
                     "training_step (self.clip_gradients, stepping every n batches), and leave the argument out."
                 )
-    if fn == "fit" and takes_iterator(module.training_step) and trainer.accumulate_grad_batches > 1:
+    if fn == "fit" and takes_iterator(module.training_step) and run.trainer.accumulate_grad_batches > 1:
         raise ValueError(
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) with "
-            "training_step(dataloader_iter): the trainer "
+            f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches}) with "
+            "training_step(dataloader_iter): the run "
             "does not see the batches it would count. Use training_step(batch, batch_idx), or accumulate in the step."
         )
 
@@ -305,16 +306,16 @@ def misspelled(module: TrainingModule, name: str) -> str:
     return f" It has {close[0]}: did you mean that? Rename it to {name}." if close else ""
 
 
-def prepare_data(trainer: Trainer) -> None:
+def prepare_data(run: Run) -> None:
     """Call ``prepare_data`` on one process a node."""
-    per_node = trainer.datamodule is None or trainer.datamodule.prepare_data_per_node
-    if (trainer.local_rank if per_node else trainer.global_rank) == 0:
-        for hook in trainer._hooks.prepare_data:
+    per_node = run.datamodule is None or run.datamodule.prepare_data_per_node
+    if (run.strategy.local_rank if per_node else run.strategy.global_rank) == 0:
+        for hook in run.hooks.prepare_data:
             hook()
-    trainer.strategy.barrier("prepare_data")
+    run.strategy.barrier("prepare_data")
 
 
-def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
+def asked_path(run: Run, request: Request, reused: bool) -> Any:
     """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
 
     A fit that ``paceline doctor`` examines starts from none: one that goes on may have nothing left to train.
@@ -325,65 +326,65 @@ def asked_path(trainer: Trainer, request: Request, reused: bool) -> Any:
 
     if request.trial or (request.fn == "fit" and Plan.found() is not None):
         return None
-    told = None if request.again else trainer._ckpt_asked
+    told = None if request.again else run.trainer.asked_ckpt_path
     asked = request.ckpt_path if told is None else told
     if asked is None and request.fn == "fit" and is_requeued():
         asked = "auto"
-    return asked if asked in ("last", "auto") else find_checkpoint(trainer, asked, request.fn, reused)
+    return asked if asked in ("last", "auto") else find_checkpoint(run, asked, request.fn, reused)
 
 
-def settle_folders(trainer: Trainer, request: Request, path: Any) -> Any:
+def settle_folders(run: Run, request: Request, path: Any) -> Any:
     """The loggers' folders, before anybody asks for them: of a fit that goes on, those of the run that it continues.
 
     Returns the path of the checkpoint to go on from, None if there is none.
     """
     from ..checkpoint.logger_positions import take_over
 
-    if request.fn == "fit" and path is not None and trainer.loggers:
-        path = found_on_rank_0(trainer, request, path)
+    if request.fn == "fit" and path is not None and run.trainer.loggers:
+        path = found_on_rank_0(run, request, path)
         if path is not None and "loops" in request.restore and not request.again:
-            take_over(trainer, path)
-    if trainer.world_size > 1:
-        trainer._log_dir = trainer.strategy.broadcast(trainer.log_dir)
+            take_over(run, path)
+    if run.strategy.world_size > 1:
+        run.shared_log_dir = run.strategy.broadcast(run.trainer.log_dir)
     return path
 
 
-def found_on_rank_0(trainer: Trainer, request: Request, path: Any) -> Any:
+def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
     """The checkpoint that ``path`` means, as one rank sees it: others may see the folder a moment older, or another."""
     from ..checkpoint.find import find_checkpoint
     from ..checkpoint.sharded_folder import together
 
     def find() -> Any:
-        return find_checkpoint(trainer, path, request.fn, reused=False) if trainer.is_global_zero else None
+        return find_checkpoint(run, path, request.fn, reused=False) if run.strategy.is_global_zero else None
 
-    return trainer.strategy.broadcast(together(trainer.strategy, "found", find))
+    return run.strategy.broadcast(together(run.strategy, "found", find))
 
 
-def read_checkpoint(trainer: Trainer, request: Request, path: Any) -> dict[str, Any] | None:
+def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | None:
     """The checkpoint to load from, read; None if there is none to load."""
     from ..checkpoint.find import highest_sequence
     from ..checkpoint.read import read
 
-    path = trainer._ckpt_path = found_on_rank_0(trainer, request, path)
-    if request.fn == "fit" and trainer.is_global_zero:
-        trainer._saves = max(trainer._saves, highest_sequence(trainer))
+    path = run.ckpt_path = found_on_rank_0(run, request, path)
+    if request.fn == "fit" and run.strategy.is_global_zero:
+        run.saves = max(run.saves, highest_sequence(run))
     if path is None:
         return None
     if request.fn != "fit":
-        best = request.module is None and request.ckpt_path is None and trainer._ckpt_asked is None
+        best = request.module is None and request.ckpt_path is None and run.trainer.asked_ckpt_path is None
         uses = "without a module uses the best checkpoint of the last fit:" if best else "uses the checkpoint"
         messages.info(f"{request.fn}() {uses} {messages.path(path)}")
-    checkpoint = read(path, strategy=trainer.strategy)
+    checkpoint = read(path, strategy=run.strategy)
     if request.fn == "fit":
         facts = checkpoint.get("paceline", {}).get("manifest", {})
-        trainer._saves = max(trainer._saves, facts.get("sequence", 0))
+        run.saves = max(run.saves, facts.get("sequence", 0))
     return checkpoint
 
 
-def setup_optimizers(trainer: Trainer) -> None:
+def setup_optimizers(run: Run) -> None:
     """Make optimizers and schedulers."""
-    module = trainer.training_module
-    optimizers, trainer.lr_scheduler_configs = configure(module)
+    module = run.module
+    optimizers, run.lr_scheduler_configs = configure(module)
     own = {id(parameter) for parameter in module.parameters()}
     if optimizers and not any(id(p) in own for o in optimizers for group in o.param_groups for p in group["params"]):
         messages.warn_once(
@@ -391,15 +392,15 @@ def setup_optimizers(trainer: Trainer) -> None:
             "module's, so no weight of it will change. Build them from self.parameters(), or make the trained network "
             "an attribute."
         )
-    trainer.optimizers = trainer.strategy.setup_optimizers(optimizers)
+    run.optimizers = run.strategy.setup_optimizers(optimizers)
 
 
-def log_hyperparameters(trainer: Trainer) -> None:
+def log_hyperparameters(run: Run) -> None:
     """Send what ``save_hyperparameters`` kept, the module's and the DataModule's, and the graph to the loggers."""
-    if not trainer.loggers or not trainer.enable_autolog_hparams or not trainer.is_global_zero:
+    if not run.trainer.loggers or not run.trainer.enable_autolog_hparams or not run.strategy.is_global_zero:
         return
     params: dict[str, Any] = {}
-    for owner in (trainer.datamodule, trainer.training_module):
+    for owner in (run.datamodule, run.module):
         if owner is None or not getattr(owner, "_log_hyperparams", False):
             continue
         for key, value in owner.hparams_initial.items():
@@ -409,7 +410,7 @@ def log_hyperparameters(trainer: Trainer) -> None:
                     f"{params[key]!r}. Rename one, or leave it out with save_hyperparameters(ignore=[{key!r}])."
                 )
             params[key] = value
-    for logger in trainer.loggers:
+    for logger in run.trainer.loggers:
         if params:
             logger.log_hyperparams(params)
-        logger.log_graph(trainer.training_module)
+        logger.log_graph(run.module)

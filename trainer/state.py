@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, Literal
+
+
+class Pending(str, Enum):
+    """What follows a batch or an epoch and has not been done yet. A checkpoint holds it; a resume does it first.
+
+    The order of the members is the order in which a fit does these things.
+    """
+
+    #: Nothing: the next batch can be trained on.
+    NOTHING = ""
+    #: Everything that follows a batch: schedulers, logging, validation, plateau schedulers.
+    SCHEDULERS = "schedulers"
+    #: The same from logging on.
+    LOGGING = "batch"
+    #: The same from the validation on, which had begun.
+    VALIDATION = "validation"
+    #: The same from the plateau schedulers on.
+    PLATEAUS = "plateaus"
+    #: What follows ``on_train_epoch_end``.
+    EPOCH_VALUES = "values"
+    #: The end of the training, if that was its last epoch.
+    TRAIN_END = "end"
+
 
 Fn = Literal["fit", "validate", "test", "predict"]
 Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
@@ -23,11 +47,7 @@ class RunState:
         window: micro-batches whose gradients wait for the next optimizer step.
         next_batch: the first batch of the epoch that has not been trained on; still ``batch_idx`` when a step fails.
         settled: ``batches`` without those whose gradients wait in the window.
-        pending: what a resume from here has to do before the next batch: ``"schedulers"``: what follows a trained batch
-            (schedulers, records to the loggers, validation, plateau schedulers); ``"batch"``: the same, from the
-            records on; ``"validation"``: from the validation that is under way; ``"plateaus"``: what follows that;
-            ``"values"``: what follows ``on_train_epoch_end``; ``"end"``: the end of the training, if that was its last
-            epoch.
+        pending: what a resume from here has to do before the next batch.
         epoch_done: the epoch's last batch has been trained (true inside ``on_train_epoch_end``).
         is_last_batch: the batch under way is the last of its epoch.
         stepped: the batch under way ended in an optimizer step.
@@ -97,7 +117,7 @@ class RunState:
         self.window = 0
         self.next_batch = 0
         self.settled = 0
-        self.pending = ""
+        self.pending = Pending.NOTHING
         self.epoch_done = False
         self.is_last_batch = False
         self.stepped = False
@@ -133,12 +153,13 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """The counters as plain data."""
-        return {name: getattr(self, name) for name in self.SAVED}
+        return {name: getattr(self, name) for name in self.SAVED} | {"pending": self.pending.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the counters of :meth:`state_dict`."""
         for name in self.SAVED:
             setattr(self, name, state[name])
+        self.pending = Pending(state["pending"])
         self.batch_idx = self.next_batch - 1
 
     def drop_window(self) -> None:

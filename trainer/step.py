@@ -20,7 +20,7 @@ from .loss import LossReader
 from .manual_step_check import second_backward
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .run import Run
 
 Outputs = Any
 
@@ -28,9 +28,9 @@ Outputs = Any
 class ManualStep:
     """Runs ``training_step``; the user's own code calls backward and steps."""
 
-    def __init__(self, trainer: Trainer, forward: Callable[..., Any]) -> None:
-        self.trainer = trainer
-        self.state = trainer.state
+    def __init__(self, run: Run, forward: Callable[..., Any]) -> None:
+        self.run = run
+        self.state = run.state
         self.forward = forward
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
@@ -63,15 +63,15 @@ class TrainStep(ManualStep):
     #: The method that makes an update.
     UPDATE = "update"
 
-    def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> None:
-        super().__init__(trainer, forward)
+    def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
+        super().__init__(run, forward)
         self.losses = losses
-        module, hooks, strategy = trainer.training_module, trainer._hooks, trainer.strategy
+        module, hooks, strategy = run.module, run.hooks, run.strategy
         from .module import TrainingModule
 
-        self.optimizer: Optimizer = trainer.optimizers[0]
-        self.accumulate = trainer.accumulate_grad_batches
-        self.share = trainer._source.last_share
+        self.optimizer: Optimizer = run.optimizers[0]
+        self.accumulate = run.trainer.accumulate_grad_batches
+        self.share = run.source.last_share
         self.before_backward, self.after_backward = hooks.on_before_backward, hooks.on_after_backward
         self.before_step, self.before_zero = hooks.on_before_optimizer_step, hooks.on_before_zero_grad
         self.sync = strategy.sync_gradients if strategy.communicates_gradients and self.accumulate > 1 else None
@@ -88,11 +88,11 @@ class TrainStep(ManualStep):
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
         from .module import TrainingModule
 
-        trainer = self.trainer
+        run = self.run
         own = overridden(module, "configure_gradient_clipping", TrainingModule)
-        if own is None and trainer.gradient_clip_val is None:
+        if own is None and run.trainer.gradient_clip_val is None:
             return None
-        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        value, algorithm = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
         return lambda optimizer: (own or module.clip_gradients)(optimizer, value, algorithm)
 
     def _zero_grad(self, zero: Callable[..., Any], optimizer: Optimizer) -> None:
@@ -133,7 +133,7 @@ class TrainStep(ManualStep):
             problem = self.losses.problem(loss)
             if problem is not None:
                 raise problem from None
-            better = second_backward(self.trainer.training_module, error, first_batch=self.state.batches == 0)
+            better = second_backward(self.run.module, error, first_batch=self.state.batches == 0)
             if better is not None:
                 raise better from error
             raise
@@ -143,7 +143,7 @@ class TrainStep(ManualStep):
     def finish_window(self) -> None:
         if self.state.window:
             if self.sync is not None:
-                self.trainer.strategy.complete_gradients(self.optimizer)
+                self.run.strategy.complete_gradients(self.optimizer)
             self.update()
 
     def update(self) -> None:
@@ -166,9 +166,9 @@ class TrainStep(ManualStep):
         if self.unscale is not None:
             self.unscale(optimizer)
         if self.losses.by_items:
-            self.trainer.strategy.scale_gradients(optimizer, self.losses.finish_window())
+            self.run.strategy.scale_gradients(optimizer, self.losses.finish_window())
         elif self.state.window != self.accumulate:
-            self.trainer.strategy.scale_gradients(optimizer, self.accumulate / self.state.window)
+            self.run.strategy.scale_gradients(optimizer, self.accumulate / self.state.window)
         for hook in self.before_step:
             hook(optimizer)
         if self.clip is not None:
@@ -184,15 +184,15 @@ class ClosureStep(TrainStep):
 
     UPDATE = "step_through_module"
 
-    def __init__(self, trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> None:
-        super().__init__(trainer, forward, losses)
+    def __init__(self, run: Run, forward: Callable[..., Any], losses: LossReader) -> None:
+        super().__init__(run, forward, losses)
         if isinstance(self.optimizer, LBFGS) and self.accumulate > 1:
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={self.accumulate}) with LBFGS: it evaluates the loss of one batch "
                 "several times, so gradients of earlier batches would be lost. Use a larger batch and "
                 "accumulate_grad_batches=1."
             )
-        self.managed = trainer._managed[0]
+        self.managed = run.managed[0]
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         state = self.state
@@ -226,7 +226,7 @@ class ClosureStep(TrainStep):
         self.step_through_module(closure)
         if not evaluated:
             raise RuntimeError(
-                f"{type(self.trainer.training_module).__name__}.optimizer_step did not run the closure, so this "
+                f"{type(self.run.module).__name__}.optimizer_step did not run the closure, so this "
                 "batch was not trained on. Call optimizer.step(closure=optimizer_closure), or optimizer_closure() to "
                 "skip the step."
             )
@@ -236,7 +236,7 @@ class ClosureStep(TrainStep):
         """The module's ``optimizer_step``; then clear, unless every batch of the window was skipped."""
         state, managed = self.state, self.managed
         managed.expected = True
-        self.trainer.training_module.optimizer_step(state.epoch, state.batch_idx, managed, closure)
+        self.run.module.optimizer_step(state.epoch, state.batch_idx, managed, closure)
         managed.expected = False
         if state.window:
             for hook in self.before_zero:
@@ -247,7 +247,7 @@ class ClosureStep(TrainStep):
     def finish_window(self) -> None:
         if self.state.window:
             if self.sync is not None:
-                self.trainer.strategy.complete_gradients(self.optimizer)
+                self.run.strategy.complete_gradients(self.optimizer)
             self.step_through_module(self.complete)
 
 
@@ -256,8 +256,8 @@ class EmptyLastStep(ManualStep):
 
     def __init__(self, step: ManualStep) -> None:
         self.step = step
-        self.state, self.metrics = step.state, step.trainer._metrics
-        self.module = step.trainer.training_module
+        self.state, self.metrics = step.state, step.run.metrics
+        self.module = step.run.module
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         if not self.state.is_last_batch:
@@ -303,19 +303,17 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def choose_step(trainer: Trainer, forward: Callable[..., Any], losses: LossReader) -> ManualStep:
+def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> ManualStep:
     """The step for this module and its optimizers, chosen anew each epoch: callbacks may change the accumulation."""
     from .module import TrainingModule
 
-    module = trainer.training_module
-    if not trainer.optimizers:
-        return FreeStep(trainer, forward)
+    module = run.module
+    if not run.optimizers:
+        return FreeStep(run, forward)
     if not module.automatic_optimization:
-        return ManualStep(trainer, forward)
-    closed = overridden(module, "optimizer_step", TrainingModule) is not None or isinstance(
-        trainer.optimizers[0], LBFGS
-    )
-    return (ClosureStep if closed else TrainStep)(trainer, forward, losses)
+        return ManualStep(run, forward)
+    closed = overridden(module, "optimizer_step", TrainingModule) is not None or isinstance(run.optimizers[0], LBFGS)
+    return (ClosureStep if closed else TrainStep)(run, forward, losses)
 
 
 def detached(output: Any) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from ..processes.signals import interruption
 from ..processes.stop_agreement import Stop, chosen
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .run import Run
 
 #: Why a run stops here: not at all, because somebody wants the training to end, or by a signal.
 Reason = Literal["", "asked", "signal"]
@@ -30,15 +30,15 @@ class Stops:
     ``predict``.
 
     Args:
-        trainer: whose run it is.
+        run: whose run it is.
         actions: what each signal does.
 
     Attributes:
         signum: the signal that ends the run on all ranks, at the boundary they agreed on; 0 until then.
     """
 
-    def __init__(self, trainer: Trainer, actions: Mapping[int, str]) -> None:
-        self.trainer, self.state, self.actions = trainer, trainer.state, actions
+    def __init__(self, run: Run, actions: Mapping[int, str]) -> None:
+        self.run, self.state, self.actions = run, run.state, actions
         self.signum = 0
         self._found: Stop | None = None
 
@@ -68,13 +68,13 @@ class Stops:
 
     def _decide(self, boundary: int) -> Stop | None:
         """Where to stop; None if nobody asks (any more)."""
-        state, strategy = self.state, self.trainer.strategy
+        state, strategy = self.state, self.run.strategy
         state.stop = False  # before looking: whoever asks from here on sets it again
         told = strategy.is_told_to_stop()
         if not (told or state.signum or state.should_stop):
             return None
         state.stop = True
-        wants = state.fn == "fit" and state.should_stop and self.trainer.may_stop()
+        wants = state.fn == "fit" and state.should_stop and self.run.trainer.may_stop()
         if not (told or state.signum or wants):
             return None
         try:
@@ -82,25 +82,25 @@ class Stops:
         except RuntimeError as error:
             if not state.signum:
                 raise
-            messages.info_anywhere(f"Rank {self.trainer.global_rank} ends without the others: {error}")
+            messages.info_anywhere(f"Rank {self.run.strategy.global_rank} ends without the others: {error}")
             raise interruption(state.signum) from None
 
     def at_end(self) -> None:
         """The run has come to its end: if a signal came to any rank meanwhile, all end by it."""
-        self.signum = chosen(self.trainer.strategy.gather_objects(self.state.signum))
+        self.signum = chosen(self.run.strategy.gather_objects(self.state.signum))
         if self.signum:
             self.state.signum = self.signum
             raise interruption(self.signum)
 
     def by_signal(self) -> BaseException:
         """Save once, on all ranks together, and return what ends the run."""
-        trainer, state = self.trainer, self.state
+        run, state = self.run, self.state
         name, saved = signal.Signals(self.signum).name, False
         state.saving = True
         try:
-            for callback in trainer.callbacks if state.fn == "fit" else []:
+            for callback in run.trainer.callbacks if state.fn == "fit" else []:
                 if isinstance(callback, CheckpointKeeper):
-                    callback.save_on_signal(trainer, name)
+                    callback.save_on_signal(run.trainer, name)
                     saved |= callback.has_saved(state.global_step, weights=True)
                     if callback.has_saved(state.global_step):
                         break  # one file to go on from is enough, and time may be short
@@ -113,7 +113,7 @@ class Stops:
     def _unsaved(self) -> str:
         if self.state.global_step == 0:
             return "before its first step: nothing was trained or saved."
-        fix = "" if self.trainer.checkpoint_callbacks else " A ModelCheckpoint would have saved its state."
+        fix = "" if self.run.trainer.checkpoint_callbacks else " A ModelCheckpoint would have saved its state."
         return f"after step {self.state.global_step}; nothing new is saved.{fix}"
 
     def __enter__(self) -> Self:
@@ -124,6 +124,6 @@ class Stops:
         if not self.signum:
             return
         with suppress(RuntimeError):  # a rank is gone
-            self.trainer.strategy.barrier("stop")
-        if self.actions.get(self.signum) == "requeue" and self.trainer.is_global_zero:
+            self.run.strategy.barrier("stop")
+        if self.actions.get(self.signum) == "requeue" and self.run.strategy.is_global_zero:
             requeue()

@@ -1,27 +1,24 @@
-"""``Trainer``: its arguments, the four entry points, and what happens on an error, a signal or Ctrl-C."""
+"""``Trainer``: its arguments, its entry points, and what can be read off it. Each entry point makes a ``Run``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from torch import Tensor
+
 from .. import messages
 from ..callbacks.base import Callback
-from ..callbacks.loss_guard import Rollback
 from ..checkpoint.restore_parts import PARTS, Part, check_parts
-from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..doctor.script_arguments import overruled
 from ..loggers.base import Logger
-from ..memory.out_of_memory_error import out_of_memory
-from ..processes import timings
-from ..processes.cpu_memory import freed_memory_kept
 from ..processes.devices import AcceleratorName
-from ..processes.signals import Action, actions, check_signals, watch
+from ..processes.signals import Action, check_signals
 from ..profilers.base import Profiler
 from ..settings.constructors import check_names
 from ..strategies.base import Strategy
@@ -30,48 +27,28 @@ from ..strategies.compile_networks import Scope
 from ..strategies.precision.base import Precision
 from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
-from . import profiling
 from .choose_profiler import ProfilerName, chosen
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
-from .evaluation import EvalLoop
-from .loop import FitLoop
+from .logged_values import bar_values, callback_values, sent_values
 from .results_table import show_results
+from .run import Request, Run
 from .settings_arguments import with_origins
-from .start_run import attach
-from .state import Fn, RunState
-from .status import TrainerStatus
-from .stopping import Stops
-from .torch_settings import numerics
+from .state import RunState
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..callbacks.early_stopping import EarlyStopping
+    from ..callbacks.model_checkpoint import ModelCheckpoint
+    from ..callbacks.progress import ProgressBar
     from ..data.datamodule import DataModule
-    from ..tuner.callbacks import Trials
     from .checkpoint_saver import Saver
     from .module import TrainingModule
+    from .optimizers import SchedulerConfig
 
 
-@dataclass
-class Request:
-    """What an entry point was asked to do; ``again``: within its run, whose loggers go on.
-
-    ``trial``: of a :class:`~.tuner.tuner.Tuner`, which starts from no checkpoint.
-    """
-
-    fn: Fn
-    module: Any
-    datamodule: Any = None
-    loaders: dict[str, Any] = field(default_factory=dict)
-    ckpt_path: Any = None
-    keep_predictions: bool = False
-    gather: bool = False
-    weights_only: bool | None = None
-    restore: tuple[str, ...] = PARTS
-    again: bool = False
-    trial: bool = False
-
-
-class Trainer(TrainerStatus):
+class Trainer:
     """Runs a :class:`TrainingModule`: ``fit``, ``validate``, ``test``, ``predict``.
 
     Where ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile`` is left out, the
@@ -209,7 +186,6 @@ class Trainer(TrainerStatus):
         defaults = check.defaults(Trainer.__init__)
         given, self.settings_in_force = with_origins(dict(locals()), defaults, self._from_variables)
         given = overruled(given)
-        self.state = RunState()
         self._check_limits(given)
         self._check_steps(given)
         self._check_flags(given)
@@ -217,9 +193,12 @@ class Trainer(TrainerStatus):
         self.strategy = choose_strategy(*where)
         check_trainer(self)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
-        self.loggers = choose_loggers(logger, self)
-        self.callbacks = choose_callbacks(callbacks, max_time, grace_seconds, self)
-        self._clear()
+        self.loggers: list[Logger] = choose_loggers(logger, self)
+        self.callbacks: list[Callback] = choose_callbacks(callbacks, max_time, grace_seconds, self)
+        self.asked_ckpt_path: Any = None
+        self.brought_callbacks: tuple[TrainingModule, list[Callback], list[Callback]] | None = None
+        self.state = RunState()
+        self.current_run = Run(self)
 
     def _check_limits(self, given: Mapping[str, Any]) -> None:
         self.limit_train_batches = check.check_limit("limit_train_batches", given["limit_train_batches"])
@@ -268,7 +247,7 @@ class Trainer(TrainerStatus):
         self.barebones: bool = given["barebones"]
         self.enable_autolog_hparams: bool = given["enable_autolog_hparams"]
         self.compile: bool | Scope | Mapping[str, Any] = given["compile"]
-        self._signals = check_signals(given["signals"] or {})
+        self.signals = check_signals(given["signals"] or {})
 
     # ---- entry points ----------------------------------------------------------------------------------------------
 
@@ -308,7 +287,7 @@ class Trainer(TrainerStatus):
         """
         loaders = {"train": train_dataloaders, "validate": val_dataloaders}
         parts = check_parts(restore)
-        self._start(Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only, restore=parts))
+        self._begin(Request("fit", model, datamodule, loaders, ckpt_path, weights_only=weights_only, restore=parts))()
         self.profiler.ended()
 
     def validate(
@@ -331,7 +310,7 @@ class Trainer(TrainerStatus):
             weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
         """
         loaders = {"validate": dataloaders}
-        results = self._start(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
+        results = self._begin(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))()
         if verbose and self.is_global_zero:
             show_results(results, "validate")
         return results
@@ -347,7 +326,7 @@ class Trainer(TrainerStatus):
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test data. Arguments and result as for :meth:`validate`."""
         loaders = {"test": dataloaders}
-        results = self._start(Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only))
+        results = self._begin(Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only))()
         if verbose and self.is_global_zero:
             show_results(results, "test")
         return results
@@ -415,7 +394,7 @@ class Trainer(TrainerStatus):
         keep, loaders = return_predictions is not False, {"predict": dataloaders}
         if gather and not keep:
             raise ValueError("Trainer.predict(return_predictions=False, gather=True): nothing is kept to be gathered.")
-        self._start(Request("predict", model, datamodule, loaders, ckpt_path, keep, gather, weights_only))
+        self._begin(Request("predict", model, datamodule, loaders, ckpt_path, keep, gather, weights_only))()
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
@@ -433,7 +412,7 @@ class Trainer(TrainerStatus):
             AttributeError: no module is attached yet.
             OSError: the file could not be written; an older one of that name is untouched.
         """
-        if self._module is None:
+        if self.current_run.module is None:
             raise AttributeError(
                 f"Trainer.save_checkpoint({str(filepath)!r}): there is no module to save yet. Call fit (or validate, "
                 "test, predict) first."
@@ -445,39 +424,35 @@ class Trainer(TrainerStatus):
             )
         self.saver.save([filepath], bool(weights_only))
 
-    @cached_property
+    @property
     def saver(self) -> Saver:
-        """What writes the checkpoints of this trainer, one at a time."""
-        from .checkpoint_saver import Saver
+        """What writes the checkpoints of the run, one at a time."""
+        return self.current_run.saver
 
-        return Saver(self)
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name != "current_run"}
+        return {"own": own, "run": self.current_run.state_dict()}
 
-    @cached_property
-    def _trials(self) -> Trials:
-        """What callbacks try within a run."""
-        from ..tuner.callbacks import Trials
-
-        return Trials(self)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state["own"])
+        self.current_run = Run(self)
+        self.current_run.load_state_dict(state["run"])
 
     def __copy__(self) -> Trainer:
         double = object.__new__(type(self))
         vars(double).update(vars(self))
         return double
 
-    def __getstate__(self) -> dict[str, Any]:
-        from .pickling import state_of
+    def _begin(self, request: Request) -> Callable[[], Any]:
+        """A run of what is asked for: here, or in the processes that the strategy's launcher starts."""
+        check.check_request(self.state.fn, request, self.asked_ckpt_path)
+        launcher = self.strategy.launcher
+        if launcher is not None:
+            from .multiprocess_run import run_in_processes
 
-        return state_of(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        from .pickling import put_back
-
-        put_back(self, state)
-
-    def _count_save(self) -> int:
-        """The number of the save that begins: one more than the highest of this run and of those in its folders."""
-        self._saves += 1
-        return self._saves
+            return partial(run_in_processes, self, launcher, request)
+        self.current_run = Run(self, request, self.current_run)
+        return self.current_run.execute
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Context in which layers are made on the run's device and in its dtype.
@@ -488,142 +463,381 @@ class Trainer(TrainerStatus):
         """
         return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
 
-    # ---- one run ---------------------------------------------------------------------------------------------------
-
-    def _clear(self) -> None:
-        """No module, no data: the state between construction and the first run."""
-        from ..checkpoint.folder_lock import Claims
-        from .data_source import DataSource
-        from .metrics import MetricStore
-
-        self._claims = Claims()
-        self._module = None
-        self.model = None
-        self.datamodule = None
-        self.optimizers = []
-        self.lr_scheduler_configs = []
-        self._source = DataSource(self, {})
-        self._metrics = MetricStore(self.state, self.strategy, None)
-        self._hooks: Any = None
-        self.predictions: Any = None
-        self.predict_batch_indices: list[list[list[int]]] = []
-        self.current_batch_indices: list[int] | None = None
-        self._ckpt_path = self._ckpt_asked = self._newest = None
-        self._resumes = False
-        self._saves = 0
-        self._fit: FitLoop | None = None
-        self._left = None
-        self._brought = None
-        self._log_dir = None
+    # ---- where the run stands --------------------------------------------------------------------------------------
 
     @property
-    def _start(self) -> Callable[[Request], Any]:
-        """What runs a request: this process, or the strategy's launcher in all of them."""
-        launcher = self.strategy.launcher
-        if launcher is None:
-            return self._run
-        return partial(self._run_elsewhere, launcher)
-
-    def _run_elsewhere(self, launcher: Callable[..., Any], request: Request) -> Any:
-        """Run in the processes that the launcher starts; what that takes is imported here."""
-        from ..processes.launch import told_if_stopped_early
-
-        with told_if_stopped_early(len(self.strategy.device_ids)):
-            from .multiprocess_run import run_elsewhere
-
-            return run_elsewhere(self, launcher, request)
+    def current_epoch(self) -> int:
+        """The training epoch under way, 0-based; the number of finished epochs between epochs."""
+        return self.state.epoch
 
     @property
-    def _holder(self) -> Strategy:
-        """What brings the states of a checkpoint together; after a run in other processes this one has them whole."""
-        return self.strategy if self._left is None else Strategy()
+    def global_step(self) -> int:
+        """Optimizer steps made, over all optimizers and epochs."""
+        return self.state.global_step
 
-    def _run(self, request: Request) -> Any:
-        """Run until the end; again from a checkpoint as often as a callback wants to go back to one."""
-        check.check_request(self.state.fn, request, self._ckpt_asked)
-        given, at_start = request, self.state.state_dict()
-        while True:
-            self.state.begin(request.fn)
-            result, failed, back, wanted = None, True, None, actions(self._signals)
-            kept = freed_memory_kept(self.strategy.device)
-            with watch(self.state, wanted), Stops(self, wanted) as self._stops, kept:
-                try:
-                    with timings.phase(request.fn), numerics(self):
-                        resumed = attach(self, request)
-                        loop = FitLoop(self, resumed) if request.fn == "fit" else self._evaluation(request)
-                        result = loop.run()
-                        for hook in self._hooks.on_fit_end if request.fn == "fit" else ():
-                            hook()
-                        self.saver.wait()
-                        self._stops.at_end()
-                        self.profiler.finish(self)
-                    failed = False
-                except Rollback as rollback:
-                    self.saver.wait()
-                    back, failed = rollback.with_traceback(None), False
-                except BaseException as error:
-                    better = explain_lost_worker(error, self.state.where(), self._source.name_of)
-                    better = better or self.strategy.explain(error) or out_of_memory(self, error)
-                    self._fail(better or error)
-                    if better is not None:
-                        raise better from torchs_own(error)
-                    raise
-                finally:
-                    self._teardown(request.fn, failed)
-            if back is None:
-                return result
-            request = self._gone_back(given, back, at_start)
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch under way is the last of its epoch."""
+        return self.state.is_last_batch
 
-    def _gone_back(self, given: Request, back: Rollback, at_start: dict[str, Any]) -> Request:
-        """The fit from one of its checkpoints on, or once more as it was asked for."""
-        parts = PARTS if back.own else given.restore
-        if "loops" not in parts:
-            self.state.load_state_dict(at_start)
-        return replace(given, ckpt_path=back.path, restore=parts, again=True)
+    @property
+    def should_stop(self) -> bool:
+        """Set to True to ask the training to stop after this batch (respected after min_epochs and min_steps)."""
+        return self.state.should_stop
 
-    def _evaluation(self, request: Request) -> EvalLoop:
-        kind: Any = request.fn
-        self.state.stage = kind
-        return EvalLoop(self, kind, request.keep_predictions, request.gather)
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        self.state.should_stop = bool(stop)
+        self.state.stop |= self.state.should_stop
 
-    def _fail(self, error: BaseException) -> None:
-        """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
-        self.state.status = "interrupted"
-        if not self._stops.signum:
-            self.strategy.abandon(error)
-        self._run_all([self.profiler.interrupted, self._metrics.drain, partial(self.saver.wait, together=False)])
-        if self._hooks is not None:
-            self._run_all([lambda hook=hook: hook(error) for hook in self._hooks.on_exception])
+    def may_stop(self) -> bool:
+        """Whether ``should_stop`` counts by now: only after ``min_epochs`` and ``min_steps``."""
+        epochs, steps = self.min_epochs or 0, self.min_steps or 0
+        if self.state.epoch >= epochs and self.state.global_step >= steps:
+            return True
+        messages.info_once(f"Asked to stop, but training continues until min_epochs={epochs} and min_steps={steps}.")
+        return False
 
-    def _teardown(self, fn: str, failed: bool) -> None:
-        jobs: list[Any] = [partial(profiling.report_split, self)] if self.profiler.active else []
-        if self._hooks is not None:
-            jobs += [lambda hook=hook: hook(fn) for hook in self._hooks.teardown]
-        status = ("interrupted" if self.state.signum else "failed") if failed else "success"
+    @property
+    def training(self) -> bool:
+        """The training part of a fit is running."""
+        return self.state.stage == "train"
+
+    @property
+    def validating(self) -> bool:
+        """A validation is running, alone or inside a fit."""
+        return self.state.stage == "validate"
+
+    @property
+    def testing(self) -> bool:
+        """``test`` is running."""
+        return self.state.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """``predict`` is running."""
+        return self.state.stage == "predict"
+
+    @property
+    def sanity_checking(self) -> bool:
+        """The validation batches ahead of training are being tried."""
+        return self.state.stage == "sanity_check"
+
+    @sanity_checking.setter
+    def sanity_checking(self, checking: bool) -> None:
+        self.state.stage = "sanity_check" if checking else None
+
+    @property
+    def evaluating(self) -> bool:
+        """A validation or test is running."""
+        return self.state.stage in ("validate", "test", "sanity_check")
+
+    @property
+    def interrupted(self) -> bool:
+        """The last run ended early."""
+        return self.state.status == "interrupted"
+
+    @property
+    def received_sigterm(self) -> bool:
+        """SIGTERM has come; the run ends after this batch."""
+        return self.state.signum == 15
+
+    @property
+    def logs_this_step(self) -> bool:
+        """Whether the update under way, or just made, is one whose values go to the loggers."""
+        state = self.state
+        return (state.updates if state.stepped else state.updates + 1) % self.log_every_n_steps == 0
+
+    # ---- model and optimization ------------------------------------------------------------------------------------
+
+    @property
+    def training_module(self) -> TrainingModule:
+        """The user's module, unwrapped."""
+        module = self.current_run.module
+        if module is None:
+            raise AttributeError("This Trainer has no module yet. Call fit, validate, test or predict first.")
+        return module
+
+    @property
+    def lightning_module(self) -> TrainingModule | None:
+        """Lightning's name for :attr:`training_module`; None before there is one."""
+        return self.current_run.module
+
+    @property
+    def model(self) -> Any:
+        """The module as the strategy wrapped it; None before there is one."""
+        return self.current_run.model
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The DataModule of the last run, if it had one."""
+        return self.current_run.datamodule
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the fit, as ``configure_optimizers`` made them. A new list counts from the next epoch."""
+        return self.current_run.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self.current_run.optimizers = optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The learning rate schedulers of the fit, each with when it advances."""
+        return self.current_run.lr_scheduler_configs
+
+    @property
+    def predictions(self) -> Any:
+        """What the last ``predict`` collected; None if it kept nothing."""
+        return self.current_run.predictions
+
+    @property
+    def predict_batch_indices(self) -> list[list[list[int]]]:
+        """For each loader of a ``predict``, the indices of the samples of each batch so far, where they are known."""
+        return self.current_run.predict_batch_indices
+
+    @property
+    def current_batch_indices(self) -> list[int] | None:
+        """The indices of the samples of the batch that is being predicted; None where they are not known."""
+        return self.current_run.current_batch_indices
+
+    @property
+    def ckpt_path(self) -> Any:
+        """The file that the last run loaded, or None. Set it and every entry point loads that one, until it is None."""
+        return self.current_run.ckpt_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: Any) -> None:
+        self.current_run.ckpt_path = self.asked_ckpt_path = path
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The Precision in use."""
+        return self.strategy.precision
+
+    @property
+    def precision(self) -> str:
+        """The name of the Precision in use."""
+        return self.strategy.precision.name
+
+    @property
+    def scaler(self) -> Any:
+        """fp16's loss scaler, or None."""
+        return self.strategy.precision.scaler
+
+    @property
+    def accelerator(self) -> str:
+        """The kind of device: ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        return self.strategy.device.type
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Indices of the devices of this node's processes, one each; on the CPU 0, 1, ..."""
+        return self.strategy.device_ids
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on this node."""
+        return self.world_size // self.num_nodes
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return self.strategy.num_nodes
+
+    @property
+    def world_size(self) -> int:
+        """Processes over all machines."""
+        return self.strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process on its machine."""
+        return self.strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This process's machine."""
+        return self.strategy.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process writes files and speaks to the user."""
+        return self.strategy.is_global_zero
+
+    # ---- data ------------------------------------------------------------------------------------------------------
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader, or None before it was made."""
+        return self.current_run.source.train_loader
+
+    def _eval_loaders(self, kind: str) -> Any:
+        loaders = self.current_run.source.eval.get(kind, ([], []))[0]
+        return (loaders[0] if len(loaders) == 1 else loaders) if loaders else None
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loader, the list of them, or None before they were made."""
+        return self._eval_loaders("validate")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loader, the list of them, or None before they were made."""
+        return self._eval_loaders("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The loader to predict from, the list of them, or None before they were made."""
+        return self._eval_loaders("predict")
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Training batches an epoch; inf for a loader without length."""
+        return self.current_run.source.num_training_batches
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader."""
+        return list(self.current_run.source.eval.get("validate", ([], []))[1])
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader in the sanity check."""
+        steps = self.num_sanity_val_steps
+        return [n if steps == -1 else min(n, steps) for n in self.num_val_batches]
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Batches of each test loader."""
+        return list(self.current_run.source.eval.get("test", ([], []))[1])
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches of each loader to predict from."""
+        return list(self.current_run.source.eval.get("predict", ([], []))[1])
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether this fit validates: there is a loader, a validation_step, and limit_val_batches is not 0."""
+        return self.current_run.source.validates()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """Arguments for a DistributedSampler, or None with one process."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.world_size > 1 else None
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps the fit will make, for schedules that need the total; makes the training loader.
+
+        inf when neither epochs nor steps are limited, or the loader has no length.
+        """
+        if self.max_epochs in (None, -1) or self.max_steps == 0:
+            return math.inf if self.max_steps == -1 else self.max_steps
+        self.current_run.source.train()
+        batches = self.num_training_batches
+        if batches == math.inf:
+            return math.inf if self.max_steps == -1 else self.max_steps
+        total = sum(math.ceil(batches / self._accumulation(epoch)) for epoch in range(self.max_epochs or 0))
+        return total if self.max_steps == -1 else min(total, self.max_steps)
+
+    def _accumulation(self, epoch: int) -> int:
+        """Micro-batches an update in an epoch."""
+        from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+
+        schedule = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
+        return self.accumulate_grad_batches if schedule is None else schedule.get_accumulate_grad_batches(epoch)
+
+    # ---- callbacks -------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """The ``ModelCheckpoint`` callbacks."""
+        from ..callbacks.model_checkpoint import ModelCheckpoint
+
+        return [c for c in self.callbacks if isinstance(c, ModelCheckpoint)]
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first ``ModelCheckpoint``, or None."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """The ``EarlyStopping`` callbacks."""
+        from ..callbacks.early_stopping import EarlyStopping
+
+        return [c for c in self.callbacks if isinstance(c, EarlyStopping)]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first ``EarlyStopping``, or None."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        """The progress bar, or None."""
+        from ..callbacks.progress import ProgressBar
+
+        return next((c for c in self.callbacks if isinstance(c, ProgressBar)), None)
+
+    # ---- logging ---------------------------------------------------------------------------------------------------
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger, or None."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [] if logger is None else [logger]
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of this run, the same on every rank."""
+        return self.current_run.log_dir
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Every value logged so far, by name: scalar tensors. What callbacks monitor."""
+        return callback_values(self.current_run.metrics)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The values for the progress bar. On an accelerator they may be one refresh old: nothing waits for it."""
+        return bar_values(self.current_run.metrics)
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """The values last sent to the loggers."""
+        return sent_values(self.current_run.metrics)
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Send numbers to all loggers, with the epoch; does nothing on other ranks than 0.
+
+        Args:
+            metrics: numbers by name.
+            step: place on the x axis; the number of updates made if None.
+        """
         if self.is_global_zero:
-            jobs += [lambda logger=logger: logger.finalize(status) for logger in self.loggers]
-        jobs += [partial(profiling.teardown, self, fn)]
-        jobs += [self.saver.close, self._claims.release, self._source.release, self.strategy.teardown]
-        if not failed:
-            self.state.status = "finished"
-        try:
-            self._run_all(jobs, hidden=failed)
-        finally:
-            self.state.fn = self.state.stage = None
-            if self._module is not None:
-                self._module._end_run()
+            values = {"epoch": self.state.epoch, **metrics}
+            at = self.state.updates if step is None else step
+            for logger in self.loggers:
+                logger.log_metrics(values, at)
 
-    @staticmethod
-    def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:
-        """Run every job. Errors become warnings; unless ``hidden`` the first one is raised at the end."""
-        first: Exception | None = None
-        for job in jobs:
-            try:
-                job()
-            except Exception as error:
-                if not hidden and first is None:
-                    first = error
-                    continue
-                messages.warn(f"While the run was ending, {type(error).__name__} came up as well: {error}")
-        if first is not None:
-            raise first
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0, above the progress bar if there is one."""
+        if not self.is_global_zero:
+            return
+        bar = self.progress_bar_callback
+        if bar is not None:
+            bar.print(*args, **kwargs)
+        else:
+            print(*args, **kwargs)  # noqa: T201 - it is what was asked for

@@ -9,10 +9,11 @@ from ..processes.seed import isolate_rng, random_states
 from ..processes.timings import timed
 from . import phases
 from .evaluation import EvalLoop
+from .state import Pending
 
 if TYPE_CHECKING:
+    from .run import Run
     from .stopping import Reason
-    from .trainer import Trainer
 
 
 class Validation:
@@ -23,32 +24,32 @@ class Validation:
         random: the random states in which the validation under way began.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.loop = EvalLoop(trainer, "validate")
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.loop = EvalLoop(run, "validate")
         self.every: int | float | None = None
         self.last = time.monotonic()
         self.random: dict[str, Any] | None = None
 
     def comes(self) -> bool:
         """Whether an epoch that this fit may still train validates."""
-        trainer, state = self.trainer, self.trainer.state
-        if not trainer.enable_validation or trainer.limit_train_batches == 0:
+        run, state = self.run, self.run.state
+        if not run.source.validates() or run.trainer.limit_train_batches == 0:
             return False
-        every, ended = trainer.check_val_every_n_epoch or 1, state.epoch + state.epoch_done
-        return trainer.max_epochs in (None, -1) or (ended // every + 1) * every <= trainer.max_epochs
+        every, ended = run.trainer.check_val_every_n_epoch or 1, state.epoch + state.epoch_done
+        return run.trainer.max_epochs in (None, -1) or (ended // every + 1) * every <= run.trainer.max_epochs
 
     def sanity_check(self) -> None:
         """Try a few validation batches ahead of training; leaves no trace in metrics or random states."""
-        trainer, hooks, metrics = self.trainer, self.trainer._hooks, self.trainer._metrics
-        if not self.comes() or trainer.num_sanity_val_steps == 0:
+        run, hooks, metrics = self.run, self.run.hooks, self.run.metrics
+        if not self.comes() or run.trainer.num_sanity_val_steps == 0:
             return
-        trainer.state.stage = "sanity_check"
+        run.state.stage = "sanity_check"
         with isolate_rng():
             metrics.enter(phases.SANITY_HOOK)
             for hook in hooks.on_sanity_check_start:
                 hook()
-            self.loop.run()
+            self.loop.evaluate()
             metrics.enter(phases.SANITY_HOOK)
             for hook in hooks.on_sanity_check_end:
                 hook()
@@ -56,34 +57,34 @@ class Validation:
 
     def plan_epoch(self) -> bool:
         """Decide when this epoch validates; False if it does not."""
-        trainer = self.trainer
-        epochs = trainer.check_val_every_n_epoch
-        skipped = epochs is not None and (trainer.state.epoch + 1) % epochs != 0
-        self.every = None if skipped or not trainer.enable_validation else trainer._source.val_check_batch()
+        run = self.run
+        epochs = run.trainer.check_val_every_n_epoch
+        skipped = epochs is not None and (run.state.epoch + 1) % epochs != 0
+        self.every = None if skipped or not run.source.validates() else run.source.val_check_batch()
         return self.every is not None
 
     def due(self, batch_idx: int, reason: Reason) -> bool:
         """Whether to validate after this batch. ``reason``: why it is the last one, if it is."""
-        trainer, state = self.trainer, self.trainer.state
-        if trainer.val_check_seconds is not None:
-            late = time.monotonic() - self.last >= trainer.val_check_seconds
-            return trainer.strategy.agree(late)  # each rank has its clock; one small message over the host a batch
+        run, state = self.run, self.run.state
+        if run.trainer.val_check_seconds is not None:
+            late = time.monotonic() - self.last >= run.trainer.val_check_seconds
+            return run.strategy.agree(late)  # each rank has its clock; one small message over the host a batch
         if reason == "asked" and not state.window:
             return True
         if self.every == float("inf") or self.every is None:
             return state.is_last_batch
-        done = state.batches if trainer.check_val_every_n_epoch is None else batch_idx + 1
+        done = state.batches if run.trainer.check_val_every_n_epoch is None else batch_idx + 1
         return done % self.every == 0
 
     @timed("validation")
-    def run(self) -> Reason:
+    def validate(self) -> Reason:
         """A validation in the middle or at the end of an epoch, with a boundary behind it: why the run stops there."""
-        state, metrics = self.trainer.state, self.trainer._metrics
+        state, metrics = self.run.state, self.run.metrics
         metrics.drain()
-        self.random, state.pending = random_states(), "validation"
+        self.random, state.pending = random_states(), Pending.VALIDATION
         state.stage = "validate"
-        self.loop.run(zero_grad=state.window == 0)
+        self.loop.evaluate(zero_grad=state.window == 0)
         state.stage = "train"
         self.last = time.monotonic()
         metrics.enter(phases.TRAIN_BATCH)
-        return self.trainer._stops.here()
+        return self.run.stops.here()

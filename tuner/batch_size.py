@@ -16,10 +16,10 @@ from ..memory.out_of_memory_retry import is_out_of_memory
 from . import peak_memory, trial
 from .attribute_lookup import Place
 from .loaders import resized
-from .trial_trainer import keep_run, refuse_strategy, stand_in
+from .trial_run import keep_run, refuse_strategy, stand_in
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from ..trainer.run import Run
 
 
 class BatchTrial(NamedTuple):
@@ -70,7 +70,7 @@ class SizeSearch:
         ValueError: a setting is out of range.
     """
 
-    places: Callable[[Trainer], list[Place]]
+    places: Callable[[Run], list[Place]]
     method: trial.Method = "fit"
     mode: Literal["power", "binsearch"] = "power"
     steps_per_trial: int = 3
@@ -90,12 +90,12 @@ class SizeSearch:
                 "1, the margin is a share from 0 on and below 1, and max_val is at least 1 or None."
             )
 
-    def __call__(self, trainer: Trainer) -> Found:
+    def __call__(self, run: Run) -> Found:
         """Try sizes on the module as it is, then put everything back, the size too."""
-        check(trainer)
-        kept, places = keep_run(trainer), self.places(trainer)
+        check(run)
+        kept, places = keep_run(run), self.places(run)
         before = [place.get() for place in places]
-        trials = _Trials(self, trainer, places, kept.put_back)
+        trials = _Trials(self, run, places, kept.put_back)
         try:
             return Found(self.search(trials), trials.made)
         finally:
@@ -152,14 +152,14 @@ class _Trials:
         samples: in the data of one process; None while not known.
     """
 
-    def __init__(self, search: SizeSearch, trainer: Trainer, places: list[Place], put_back: Callable[[], None]) -> None:
-        self.settings, self.trainer, self.places, self.put_back = search, trainer, places, put_back
+    def __init__(self, search: SizeSearch, run: Run, places: list[Place], put_back: Callable[[], None]) -> None:
+        self.settings, self.run, self.places, self.put_back = search, run, places, put_back
         self.made: list[BatchTrial] = []
         self.samples: int | None = None
 
     def __call__(self, size: int) -> bool:
         """Whether a size fits."""
-        strategy = self.trainer.strategy
+        strategy = self.run.strategy
         peak_memory.start(strategy.device)
         start = time.perf_counter()
         kind, error = self.attempt(size)
@@ -199,41 +199,41 @@ class _Trials:
         """Real steps with batches of a size."""
         settings = self.settings
         change = None if self.places_decide() else partial(resized, size=size)
-        with stand_in(self.trainer, change) as double:
-            strategy, made = double.strategy, 0
+        with stand_in(self.run, change) as own:
+            strategy, made = own.strategy, 0
             if settings.method != "fit":
-                self.check_size(double._source.evaluation(settings.method)[0][0], size, None)
-                trial.evaluate(double, settings.method, settings.steps_per_trial)
+                self.check_size(own.source.evaluation(settings.method)[0][0], size, None)
+                trial.evaluate(own, settings.method, settings.steps_per_trial)
                 return
-            double._source.keeps_step = lambda: None
-            self.check_size(double._source.train(), size, None)
+            own.source.keeps_step = lambda: None
+            self.check_size(own.source.train(), size, None)
 
             def enough(losses: Any) -> bool:
                 nonlocal made
                 if made == 0:
-                    self.check_size(None, size, double._metrics.batch)
+                    self.check_size(None, size, own.metrics.batch)
                 made += 1
                 return made >= settings.steps_per_trial
 
             if strategy.world_size == 1 or not strategy.communicates_gradients:
-                trial.train(double, lambda: None, enough)
+                trial.train(own, lambda: None, enough)
                 return
             with strategy.keep_gradients_local():
-                trial.train(double, lambda: None, enough)
+                trial.train(own, lambda: None, enough)
 
     def places_decide(self) -> bool:
         """Whether loaders come from hooks, which read the size where it lies."""
-        return self.trainer._source.given.get(stage_of(self.settings.method)) is None
+        return self.run.source.given.get(stage_of(self.settings.method)) is None
 
     def check_size(self, loader: Any, size: int, batch: Any) -> None:
         """Raise if the data come in batches of another size: then the trials would measure nothing."""
         found = samples_in_batch(loader, 1) if loader is not None else None
         if loader is not None:
-            strategy = self.trainer.strategy
+            strategy = self.run.strategy
             total = length_of(getattr(whole_of(loader), "dataset", None))
             rest = 0 if getattr(loader, "drop_last", False) else strategy.num_data_ranks - 1
             self.samples = None if total is None else (total + rest) // strategy.num_data_ranks
-        elif batch is not None and self.samples is None and self.trainer.world_size == 1:
+        elif batch is not None and self.samples is None and self.run.strategy.world_size == 1:
             found = batch_size_of(batch)
         if found is not None and found != size:
             where = messages.names([place.words for place in self.places], "and")
@@ -249,12 +249,12 @@ def stage_of(method: str) -> str:
     return "train" if method == "fit" else method
 
 
-def check(trainer: Trainer) -> None:
+def check(run: Run) -> None:
     """Raise where trials could not be run side by side."""
-    strategy = trainer.strategy
-    refuse_strategy(trainer, "scale_batch_size")
-    if strategy.world_size > 1 and (strategy.communicates_forward or trainer.sync_batchnorm):
-        what = "sync_batchnorm=True" if trainer.sync_batchnorm else type(strategy).__name__
+    strategy = run.strategy
+    refuse_strategy(run, "scale_batch_size")
+    if strategy.world_size > 1 and (strategy.communicates_forward or run.trainer.sync_batchnorm):
+        what = "sync_batchnorm=True" if run.trainer.sync_batchnorm else type(strategy).__name__
         raise NotImplementedError(
             f"scale_batch_size on {strategy.world_size} processes with {what}: a forward pass communicates, so a rank "
             "that runs out of memory would leave the others waiting in it. Use paceline.find_executable_batch_size "

@@ -14,11 +14,11 @@ from .. import messages
 from ..trainer.optimizers import configure
 from . import trial
 from .attribute_lookup import Place, lr_places
-from .trial_trainer import keep_run, refuse_strategy, stand_in
+from .trial_run import keep_run, refuse_strategy, stand_in
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
-    from ..trainer.trainer import Trainer
+    from ..trainer.run import Run
 
 Mode = Literal["exponential", "linear"]
 _SMOOTHING = 0.98
@@ -160,22 +160,22 @@ class RangeTest:
             return self.min_lr + (self.max_lr - self.min_lr) * share
         return self.min_lr * (self.max_lr / self.min_lr) ** share
 
-    def __call__(self, trainer: Trainer) -> LRFinder:
+    def __call__(self, run: Run) -> LRFinder:
         """Train with growing rates on the module as it is, then put everything back."""
-        check(trainer)
-        module, name = trainer.training_module, self.attr_name
-        places = [] if name is None else lr_places(module, trainer.datamodule, name)
+        check(run)
+        module, name = run.module, self.attr_name
+        places = [] if name is None else lr_places(module, run.datamodule, name)
         found = LRFinder(self.mode, self.min_lr, self.max_lr, self.num_training)
-        kept = keep_run(trainer)
+        kept = keep_run(run)
         try:
-            if places and trainer.state.stage is None:
+            if places and run.state.stage is None:
                 warn_if_unread(module, places)
-            with stand_in(trainer) as double:
-                optimizer = double.optimizers[0]
+            with stand_in(run) as own:
+                optimizer = own.optimizers[0]
                 shares = shares_of(optimizer, places[0].get() if places else None)
                 rate = lambda: set_rates(optimizer, shares, self.rate(len(found.results["lr"])))  # noqa: E731
-                after = _Curve(double, found, self.early_stop_threshold, self.rate)
-                trial.train(double, rate, after)
+                after = _Curve(own, found, self.early_stop_threshold, self.rate)
+                trial.train(own, rate, after)
         finally:
             kept.put_back()
         return found
@@ -184,17 +184,17 @@ class RangeTest:
 class _Curve:
     """Takes the losses of each window; says when there are enough."""
 
-    def __init__(self, trainer: Trainer, found: LRFinder, threshold: float | None, rate: Any) -> None:
-        self.trainer, self.found, self.threshold, self.rate = trainer, found, threshold, rate
+    def __init__(self, run: Run, found: LRFinder, threshold: float | None, rate: Any) -> None:
+        self.run, self.found, self.threshold, self.rate = run, found, threshold, rate
         self.average, self.best, self.skipped = 0.0, math.inf, 0
 
     def __call__(self, losses: list[Tensor]) -> bool:
         """Waits for the device, and for the other ranks."""
-        strategy, results = self.trainer.strategy, self.found.results
+        strategy, results = self.run.strategy, self.found.results
         mine = [float(loss) for loss in losses]
         both = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64, device=_where(strategy))
         total, count = strategy.reduce(both, "sum", strategy.host_group).tolist()
-        if not self.trainer.state.stepped or not count:  # fp16 found an overflow, or all batches were skipped
+        if not self.run.state.stepped or not count:  # fp16 found an overflow, or all batches were skipped
             self.skipped += 1
             return self.skipped > 10 * self.found.num_training
         step = len(results["lr"]) + 1
@@ -213,14 +213,14 @@ def _where(strategy: Any) -> Any:
     return "cpu" if strategy.host_group is not None else strategy.device
 
 
-def check(trainer: Trainer) -> None:
+def check(run: Run) -> None:
     """Raise if there is not one optimizer whose rate can be varied."""
-    module, optimizers = trainer.training_module, trainer.optimizers
+    module, optimizers = run.module, run.optimizers
     owner = type(module).__name__
-    refuse_strategy(trainer, "lr_find")
+    refuse_strategy(run, "lr_find")
     if not module.automatic_optimization:
         raise RuntimeError(
-            f"lr_find varies the learning rate of the optimizer that the trainer steps, but {owner} steps by hand "
+            f"lr_find varies the learning rate of the optimizer that the run steps, but {owner} steps by hand "
             "(automatic_optimization is False). Try rates in a loop of fits of your own."
         )
     if len(optimizers) != 1:
@@ -233,7 +233,7 @@ def check(trainer: Trainer) -> None:
             f"lr_find says nothing about LBFGS, which {owner} uses: it makes several evaluations a step and chooses "
             "its own step length. Use lr=1 with line_search_fn='strong_wolfe'."
         )
-    if trainer.limit_train_batches == 0:
+    if run.trainer.limit_train_batches == 0:
         raise ValueError("lr_find with Trainer(limit_train_batches=0): there is nothing to train on. Leave it out.")
 
 

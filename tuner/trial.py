@@ -19,44 +19,42 @@ from ..trainer.step import detached
 from ..trainer.stopping import Stops
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from ..trainer.run import Run
 
 Method = Literal["fit", "validate", "test", "predict"]
 
 
-def train(trainer: Trainer, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> None:
+def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> None:
     """Train on batch after batch, epoch after epoch, with the run's own step.
 
     Args:
-        trainer: the stand-in.
+        run: the stand-in.
         before: called ahead of each accumulation window.
         after: called after each, with the losses of its batches, scalars of shape (); True: that is enough.
     """
-    trainer._stops = Stops(trainer, {})
-    state, hooks = trainer.state, trainer._hooks
+    run.stops = Stops(run, {})
+    state, hooks = run.state, run.hooks
     state.stage = "train"
-    loop = FitLoop(trainer, None)
-    trainer._source.train()
-    if trainer.num_training_batches == 0:
+    loop = FitLoop(run, None)
+    run.source.train()
+    if run.source.num_training_batches == 0:
         raise ValueError("limit_train_batches=0 leaves nothing to try anything on. Leave it out.")
     loop.bind()
-    trainer._metrics.enter(phases.ON_TRAIN_START)
+    run.metrics.enter(phases.ON_TRAIN_START)
     for hook in hooks.on_train_start:
         hook()
-    while not _train_epoch(trainer, loop, before, after):
+    while not _train_epoch(run, loop, before, after):
         if state.next_batch == 0:
             loop.check_length(0, None)
         loop.enter_next_epoch()
 
 
-def _train_epoch(
-    trainer: Trainer, loop: FitLoop, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]
-) -> bool:
+def _train_epoch(run: Run, loop: FitLoop, before: Callable[[], Any], after: Callable[[list[Tensor]], bool]) -> bool:
     """One pass over the data; whether it is enough now."""
-    state, hooks, metrics = trainer.state, trainer._hooks, trainer._metrics
+    state, hooks, metrics = run.state, run.hooks, run.metrics
     loop.start_epoch()
     step, batches, losses = loop.step(), loop.batches(0), []
-    number = trainer.num_training_batches
+    number = run.source.num_training_batches
     with closing(batches):
         for batch_idx, batch in enumerate(batches):
             state.batch_idx, state.stepped = batch_idx, False
@@ -84,31 +82,29 @@ def _loss_of(outputs: Mapping[str, Any] | None) -> list[Tensor]:
     return [loss] if isinstance(loss, Tensor) else []
 
 
-def evaluate(trainer: Trainer, kind: Literal["validate", "test", "predict"], steps: int) -> None:
+def evaluate(run: Run, kind: Literal["validate", "test", "predict"], steps: int) -> None:
     """The first batches of each loader of a stage, without gradients."""
-    trainer.state.stage = kind
-    loop, metrics = EvalLoop(trainer, kind), trainer._metrics
+    run.state.stage = kind
+    loop, metrics = EvalLoop(run, kind), run.metrics
     mode, moment = (phases.PREDICT,) * 2 if kind == "predict" else (phases.EVAL_MODE, phases.EVAL_BATCH)
-    loaders, _ = trainer._source.evaluation(kind)
+    loaders, _ = run.source.evaluation(kind)
     several = len(loaders) > 1
-    with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+    with torch.inference_mode() if run.trainer.inference_mode else torch.no_grad():
         metrics.enter(mode)
         loop.switch("eval")
         try:
-            step = bind_step(trainer, f"{WORDS[kind]}_step", several_loaders=several)
+            step = bind_step(run, f"{WORDS[kind]}_step", several_loaders=several)
             for index, loader in enumerate(loaders):
                 metrics.enter(moment, index if several else None)
-                _evaluate_loader(trainer, step, loader, (index,) if several else (), steps)
+                _evaluate_loader(run, step, loader, (index,) if several else (), steps)
         finally:
             metrics.enter(mode)
             loop.switch("train")
 
 
-def _evaluate_loader(
-    trainer: Trainer, step: Callable[..., Any], loader: Any, index: tuple[int, ...], steps: int
-) -> None:
-    mover = bind_mover(trainer, index[0] if index else 0)
-    with closing(Batches(loader, mover, trainer._source.looks_ahead(loader))) as batches:
+def _evaluate_loader(run: Run, step: Callable[..., Any], loader: Any, index: tuple[int, ...], steps: int) -> None:
+    mover = bind_mover(run, index[0] if index else 0)
+    with closing(Batches(loader, mover, run.source.looks_ahead(loader))) as batches:
         for batch_idx, batch in enumerate(islice(iter(batches), steps)):
-            trainer._metrics.batch = batch
+            run.metrics.batch = batch
             step(batch, batch_idx, *index)

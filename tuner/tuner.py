@@ -9,14 +9,15 @@ from .. import messages
 from ..checkpoint.restore_parts import PARTS
 from ..processes.process_group import leave
 from ..processes.seed import random_states, set_random_states
+from ..trainer.run import Request, Run
 from ..trainer.start_run import find_module
-from ..trainer.trainer import Request, Trainer
+from ..trainer.trainer import Trainer
 from .attribute_lookup import lr_places
 from .batch_size import BatchTrial, SizeSearch, plan, stage_of
-from .callbacks import SizePlaces, effective_now, take_lr, take_size
 from .learning_rate import LRFinder, RangeTest
 from .trial import Method
-from .trial_trainer import apart
+from .trial_run import apart
+from .trials_in_run import SizePlaces, effective_now, take_lr, take_size
 
 if TYPE_CHECKING:
     from ..data.datamodule import DataModule
@@ -104,7 +105,7 @@ class Tuner:
                 "is for training. Leave it out, and pass train_dataloaders."
             )
         request = self._request("fit", model, train_dataloaders, val_dataloaders, None, datamodule)
-        module = find_module(self.trainer, request)[0]
+        module = find_module(self.trainer.current_run, request)[0]
         places = lr_places(module, request.datamodule, attr_name) if update_attr else []
         test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold, attr_name if update_attr else None)
         if self._is_dry("The learning rate"):
@@ -167,7 +168,7 @@ class Tuner:
                 from a checkpoint.
         """
         request = self._request(method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule)
-        module, trainer = find_module(self.trainer, request)[0], self.trainer
+        module, trainer = find_module(self.trainer.current_run, request)[0], self.trainer
         locate, given = SizePlaces(batch_arg_name, method), request.loaders.get(stage_of(method))
         places, world = locate.of(module, request.datamodule, given), trainer.strategy.num_data_ranks
         wanted = effective_batch if method == "fit" and module.automatic_optimization else None
@@ -176,14 +177,14 @@ class Tuner:
                 f"scale_batch_size(effective_batch={effective_batch!r}) raises accumulate_grad_batches, which is for "
                 "training with automatic optimization. Leave it out."
             )
-        effective = effective_now(trainer, places, given, wanted, world)
+        effective = effective_now(trainer.current_run, places, given, wanted, world)
         plan(1, effective, world)
         search = SizeSearch(locate, method, mode, steps_per_trial, init_val, max_trials, margin, max_val)
         if self._is_dry("The batch size"):
             return None
         found = self._run(request, search)
         self.batch_sizes_tried = found.trials
-        return take_size(trainer, places, given, found, effective, world).size
+        return take_size(trainer.current_run, places, given, found, effective, world).size
 
     # ---- one search ------------------------------------------------------------------------------------------------
 
@@ -202,10 +203,10 @@ class Tuner:
                 raise ValueError("Two DataModules were passed. Pass one, as datamodule=.")
             datamodule, loaders[stage_of(fn)] = first, None
         trainer = self.trainer
-        if trainer._ckpt_asked is not None:
+        if trainer.asked_ckpt_path is not None:
             raise RuntimeError(
-                f"The trainer continues from {trainer._ckpt_asked} (trainer.ckpt_path), with the values of that run, "
-                "so there is nothing to search for. Search before the first fit, or set "
+                f"The trainer continues from {trainer.asked_ckpt_path} (trainer.ckpt_path), with the values of that "
+                "run, so there is nothing to search for. Search before the first fit, or set "
                 "trainer.ckpt_path = None."
             )
         if trainer.state.fn is not None:
@@ -215,7 +216,7 @@ class Tuner:
             )
         return Request(fn, model, datamodule, loaders, restore=PARTS, trial=True)
 
-    def _run(self, request: Request, work: Callable[[Trainer], Any]) -> Any:
+    def _run(self, request: Request, work: Callable[[Run], Any]) -> Any:
         strategy = self.trainer.strategy
         if strategy.launcher is None:
             return apart(self.trainer, request, work)
@@ -230,7 +231,7 @@ class Tuner:
         return bool(self.trainer.fast_dev_run)
 
 
-def _elsewhere(trainer: Trainer, request: Request, work: Callable[[Trainer], Any], random: dict[str, Any]) -> Any:
+def _elsewhere(trainer: Trainer, request: Request, work: Callable[[Run], Any], random: dict[str, Any]) -> Any:
     """The search in one of the processes that were started for it."""
     set_random_states(random)
     found = apart(trainer, request, work)

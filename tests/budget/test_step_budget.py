@@ -247,7 +247,7 @@ def test_from_fit_to_training_step_are_at_most_six_frames_over_four_files() -> N
     Trainer(**QUIET).fit(Looks(), [torch.ones(2, 4)])
     files = {own(frame) for frame in frames} - {None}
     assert len(frames) <= 6
-    assert files == {"trainer/trainer.py", "trainer/loop.py", "trainer/step.py"}
+    assert files == {"trainer/trainer.py", "trainer/run.py", "trainer/loop.py", "trainer/step.py"}
 
 
 @pytest.mark.gpu

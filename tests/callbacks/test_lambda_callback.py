@@ -38,7 +38,7 @@ def test_functions_are_called_with_the_hooks_arguments() -> None:
 
 def test_only_given_hooks_exist() -> None:
     trainer = fit(LambdaCallback(on_train_start=lambda trainer, pl_module: None, on_train_end=None))
-    defined = [name for name in HOOKS if getattr(trainer._hooks, name) and name.startswith("on_train")]
+    defined = [name for name in HOOKS if getattr(trainer.current_run.hooks, name) and name.startswith("on_train")]
     assert defined == ["on_train_start"]
 
 

@@ -182,7 +182,7 @@ def test_without_a_step_rhythm_batches_cost_nothing(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, save_last=True)
     trainer = fit(tmp_path, checkpoint, epochs=1)
     assert checkpoint.on_train_batch_end is None
-    assert trainer._hooks.on_train_batch_end == ()
+    assert trainer.current_run.hooks.on_train_batch_end == ()
     assert ModelCheckpoint(every_n_train_steps=1).on_train_batch_end is not None
 
 

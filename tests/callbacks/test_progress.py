@@ -246,7 +246,7 @@ def test_refresh_rate_0_defines_no_hook_that_draws() -> None:
     trainer.fit(Shown(), tiny_loader(2), tiny_loader(1))
     assert bar.is_disabled
     for hook in ("on_train_batch_end", "on_validation_batch_end", "on_train_epoch_start", "on_test_start"):
-        assert getattr(trainer._hooks, hook) == ()
+        assert getattr(trainer.current_run.hooks, hook) == ()
 
 
 @pytest.mark.parametrize("refresh_rate", [-1, 0.5, "1", True, None])
@@ -398,7 +398,7 @@ def test_other_ranks_draw_nothing_and_have_no_hooks(monkeypatch: pytest.MonkeyPa
     trainer.fit(Shown(), tiny_loader(2))
     assert bar.is_disabled
     assert bar.screen.drawn == []
-    assert trainer._hooks.on_train_batch_end == ()
+    assert trainer.current_run.hooks.on_train_batch_end == ()
 
 
 # ---- plain lines ----------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_states_are_asked_for_in_order_and_the_module_has_the_last_word():
 
     trainer = fit(Module(), callbacks=[Saying()])
     said.clear()
-    assert gather(trainer)["mine"] == 1
+    assert gather(trainer.current_run)["mine"] == 1
     expected = ["module.state_dict", "callback.state_dict", "callback.on_save_checkpoint", "module.on_save_checkpoint"]
     assert said == expected
 

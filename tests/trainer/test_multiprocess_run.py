@@ -118,7 +118,7 @@ OF_TWO = {
     "distributed_sampler_kwargs": {"num_replicas": 2, "rank": 0},
 }
 #: Objects of a process: what matters of them is looked at by name.
-PARTS = {"strategy", "profiler", "saver", "state", "loggers", "logger", "settings_in_force"}
+PARTS = {"strategy", "profiler", "saver", "state", "loggers", "logger", "settings_in_force", "current_run"}
 
 #: What a ModelCheckpoint draws for each run.
 DRAWN = {"run", "line"}

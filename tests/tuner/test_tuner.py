@@ -189,7 +189,7 @@ def test_nothing_is_logged_saved_or_called(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*"))
     assert_same(dict(module.state_dict()), before)
     assert module._trainer is None
-    assert trainer._module is None
+    assert trainer.current_run.module is None
     assert trainer.state.global_step == 0
 
 

@@ -1,4 +1,4 @@
-"""A trainer that stands in for another one while something is tried, so that the other is not touched at all."""
+"""A run of its own in which something is tried, so that the Trainer and its run are not touched at all."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ..memory.out_of_memory_error import out_of_memory
 from ..trainer.choose_profiler import chosen
 from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
-from ..trainer.metrics import MetricStore
+from ..trainer.run import Request, Run
 from ..trainer.start_run import attach, find_module
-from ..trainer.state import RunState
+from ..trainer.state import Pending, RunState
 from ..trainer.torch_settings import numerics
 from .restore import Kept
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Request, Trainer
+    from ..trainer.trainer import Trainer
 
 #: What a trial's loader is made of: of one that was given.
 Change = Callable[[DataLoader[Any]], DataLoader[Any]]
 
 
-def refuse_strategy(trainer: Trainer, what: str) -> None:
-    """Raise under a strategy whose state lies where nobody can put it back."""
+def refuse_strategy(run: Run, what: str) -> None:
+    """Raise under a strategy whose state is stored where nobody can put it back."""
     from ..strategies.deepspeed.strategy import DeepSpeedStrategy
 
-    strategy = trainer.strategy
+    strategy = run.strategy
     if isinstance(strategy, DeepSpeedStrategy) or strategy.splits_batches:
         raise NotImplementedError(
             f"{what} cannot put back what {type(strategy).__name__} keeps of weights and optimizers. Run it with "
@@ -44,32 +44,31 @@ def refuse_strategy(trainer: Trainer, what: str) -> None:
         )
 
 
-def apart(trainer: Trainer, request: Request, work: Callable[[Trainer], Any]) -> Any:
-    """Attach a stand-in as an entry point would, let ``work`` use it, and leave module, data and trainer as they were.
+def apart(trainer: Trainer, request: Request, work: Callable[[Run], Any]) -> Any:
+    """Prepare a run of its own as an entry point would, let ``work`` use it, and leave module, data and trainer alone.
 
     Where the strategy shards the module, it stays sharded, as after a fit; its values are put back.
     """
-    module, strategy = find_module(trainer, request)[0], trainer.strategy
-    double = _copied(trainer)
-    double._clear()
-    double._brought = (module, [], [])  # its callbacks stay at home
+    module, strategy = find_module(trainer.current_run, request)[0], trainer.strategy
+    run = _own_run(trainer, request)
+    run.trainer.brought_callbacks = (module, [], [])  # its callbacks are not called
     kept = _kept_around(trainer, request, module)
-    double.state.begin(request.fn)
+    run.state.begin(request.fn)
     failed = True
     try:
-        with numerics(double):
-            attach(double, request)
-            result = work(double)
+        with numerics(run.trainer):
+            attach(run, request)
+            result = work(run)
             failed = False
     except BaseException as error:
         strategy.abandon(error)
-        better = strategy.explain(error) or out_of_memory(double, error)
+        better = strategy.explain(error) or out_of_memory(run, error)
         if better is not None:
             raise better from error
         raise
     finally:
         try:
-            double._teardown(request.fn, failed)
+            run.teardown(request.fn, failed)
         finally:
             kept.put_back()
     return result
@@ -88,74 +87,74 @@ def _kept_around(trainer: Trainer, request: Request, module: Any) -> Kept:
     return kept
 
 
-def _copied(trainer: Trainer) -> Trainer:
-    """The same settings and strategy; counters, callbacks and loggers of its own."""
+def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
+    """A run of a Trainer with the same settings and strategy, with counters, callbacks and loggers of its own."""
     double = copy.copy(trainer)
-    for name in ("saver", "_trials"):
-        vars(double).pop(name, None)
     double.profiler = chosen(None)
-    double.state = RunState()
-    double.state.load_state_dict(trainer.state.state_dict())
     double.loggers = [DummyLogger()] if trainer.loggers else []
     double.callbacks = [copy.deepcopy(c) for c in trainer.callbacks if isinstance(c, BaseFinetuning)]
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             double.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.state.epoch)
-    return double
+    double.state = RunState()
+    double.state.load_state_dict(trainer.state.state_dict())
+    run = double.current_run = Run(double, request)
+    run.module = trainer.current_run.module
+    return run
 
 
 @contextmanager
-def stand_in(trainer: Trainer, change: Change | None = None) -> Iterator[Trainer]:
-    """A stand-in within a run: on the same module, device and optimizers, with loaders and counters of its own.
+def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
+    """A run within a run: on the same module, device and optimizers, with loaders and counters of its own.
 
-    Whoever opens it keeps (see :class:`Kept`) what the run needs back.
+    Whoever opens it keeps (see :class:`Kept`) what the outer run needs back.
 
     Args:
-        trainer: attached.
+        run: prepared.
         change: makes the trial's loaders from those that were given to the entry point.
     """
-    module, datamodule, strategy = trainer.training_module, trainer.datamodule, trainer.strategy
-    double = _copied(trainer)
-    double.callbacks = []
-    state = double.state
-    state.begin(trainer.state.fn or "fit")
-    state.pending, state.window, state.next_batch, state.batch_idx = "", 0, 0, -1
-    double._metrics = MetricStore(state, strategy, None)
-    double._source = DataSource(double, trial_loaders(trainer, change))
-    double._hooks = HookTable(double, module, [], datamodule)
-    double.optimizers = trainer.optimizers
+    trainer, datamodule, strategy = run.trainer, run.datamodule, run.strategy
+    own = _own_run(trainer)
+    own.trainer.callbacks = []
+    own.model, own.datamodule = run.model, datamodule
+    own.lr_scheduler_configs, own.optimizers = run.lr_scheduler_configs, run.optimizers
+    state = own.state
+    state.begin(run.state.fn or "fit")
+    state.pending, state.window, state.next_batch, state.batch_idx = Pending.NOTHING, 0, 0, -1
+    own.source = DataSource(own, trial_loaders(run, change))
+    own.hooks = HookTable(own.trainer, own.module, [], datamodule)
     progress, strategy.progress = strategy.progress, state.where
-    module.trainer = double
+    own.module.trainer = own.trainer
     if datamodule is not None:
-        datamodule.trainer = double
+        datamodule.trainer = own.trainer
     try:
-        yield double
+        yield own
     finally:
-        double._source.release()
+        own.source.release()
         strategy.progress = progress
-        module.trainer = trainer
+        own.module.trainer = trainer
         if datamodule is not None:
             datamodule.trainer = trainer
 
 
-def keep_run(trainer: Trainer) -> Kept:
+def keep_run(run: Run) -> Kept:
     """What trials within a run may change."""
     kept = Kept()
-    kept.random(trainer.strategy.device)
-    kept.keep(trainer.training_module)
-    for optimizer in trainer.optimizers:
+    kept.random(run.strategy.device)
+    kept.keep(run.module)
+    for optimizer in run.optimizers:
         kept.keep(optimizer)
-    kept.keep(trainer.scaler)
-    if trainer.datamodule is not None:
-        kept.attributes(trainer.datamodule)
-    kept.loaders(leaf for given in trial_loaders(trainer, None).values() for leaf in _leaves_of(given))
+    kept.keep(run.strategy.precision.scaler)
+    if run.datamodule is not None:
+        kept.attributes(run.datamodule)
+    kept.loaders(leaf for given in trial_loaders(run, None).values() for leaf in _leaves_of(given))
     return kept
 
 
-def trial_loaders(trainer: Trainer, change: Change | None) -> dict[str, Any]:
+def trial_loaders(run: Run, change: Change | None) -> dict[str, Any]:
     """Copies of the loaders that were given to the entry point, which share no running iterator with them."""
     found: dict[str, Any] = {}
-    for stage, given in trainer._source.given.items():
+    for stage, given in run.source.given.items():
         if given is None:
             continue
         _refuse_iterator(given, stage)

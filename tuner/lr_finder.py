@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
-from .base import Callback
+from ..callbacks.base import Callback
+from .trials_in_run import Trials
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
-    from ..tuner.learning_rate import LRFinder
+    from .learning_rate import LRFinder
 
 
 class LearningRateFinder(Callback):
@@ -32,6 +33,8 @@ class LearningRateFinder(Callback):
     Attributes:
         optimal_lr: what the last search found; None before.
     """
+
+    runs_first = True
 
     def __init__(
         self,
@@ -57,11 +60,11 @@ class LearningRateFinder(Callback):
 
     def lr_find(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Search here; for a subclass that does so at other moments, on all ranks, between two accumulation windows."""
-        found = trainer._trials.find_lr(self._settings, self._update_attr, self._attr_name)
+        found = Trials(trainer.current_run).find_lr(self._settings, self._update_attr, self._attr_name)
         self.optimal_lr = found or self.optimal_lr
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if trainer._resumes:
+        if trainer.current_run.resumes:
             messages.info("LearningRateFinder does nothing: the fit continues with the checkpoint's learning rate.")
             return
         self.lr_find(trainer, pl_module)

@@ -14,7 +14,7 @@ from .learning_rate import LRFinder, RangeTest, change_rates, check, shares_of
 from .loaders import resize, size_of
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from ..trainer.run import Run
 
 
 def take_lr(found: LRFinder, places: list[Place]) -> float | None:
@@ -37,14 +37,14 @@ class SizePlaces:
     def __init__(self, name: str, method: str) -> None:
         self.name, self.method = name, method
 
-    def __call__(self, trainer: Trainer) -> list[Place]:
+    def __call__(self, run: Run) -> list[Place]:
         """The attributes and hyperparameters.
 
         Raises:
             AttributeError: a hook makes the loader, and there are none.
             ValueError: the loader that was given cannot be changed.
         """
-        return self.of(trainer.training_module, trainer.datamodule, trainer._source.given.get(stage_of(self.method)))
+        return self.of(run.module, run.datamodule, run.source.given.get(stage_of(self.method)))
 
     def of(self, module: Any, datamodule: Any, given: Any) -> list[Place]:
         """As a call, for what an entry point was given."""
@@ -55,7 +55,7 @@ class SizePlaces:
         return find(both, self.name)
 
 
-def effective_now(trainer: Trainer, places: list[Place], given: Any, wanted: Any, world: int) -> int | None:
+def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world: int) -> int | None:
     """Samples that an update is to learn from, over all processes; None: no matter.
 
     Raises:
@@ -63,7 +63,7 @@ def effective_now(trainer: Trainer, places: list[Place], given: Any, wanted: Any
     """
     if wanted is None:
         return None
-    if any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks):
+    if any(isinstance(c, GradientAccumulationScheduler) for c in run.trainer.callbacks):
         raise ValueError(
             f"scale_batch_size(effective_batch={wanted!r}) sets accumulate_grad_batches, and so does the "
             "GradientAccumulationScheduler among the callbacks. Leave one of them out."
@@ -81,16 +81,14 @@ def effective_now(trainer: Trainer, places: list[Place], given: Any, wanted: Any
             f"scale_batch_size(effective_batch='keep'): {places[0].words} is {size!r}, so there is no batch size to "
             "keep. Set it, or pass effective_batch as a number of samples over all processes."
         )
-    return size * trainer.accumulate_grad_batches * world
+    return size * run.trainer.accumulate_grad_batches * world
 
 
-def take_size(
-    trainer: Trainer, places: list[Place], given: Any, found: Found, effective: int | None, world: int
-) -> Plan:
+def take_size(run: Run, places: list[Place], given: Any, found: Found, effective: int | None, world: int) -> Plan:
     """Set the batch size where it lies, and the accumulation where the effective batch is to be kept; say so."""
     before = size_of(given) if given is not None else places[0].get()
-    decided = plan(found.size, effective, world) or Plan(found.size, trainer.accumulate_grad_batches)
-    put_size(trainer, places, given, decided)
+    decided = plan(found.size, effective, world) or Plan(found.size, run.trainer.accumulate_grad_batches)
+    put_size(run, places, given, decided)
     learns = decided.size * decided.accumulate * world
     also = f" and accumulate_grad_batches={decided.accumulate}" if effective is not None else ""
     messages.info(
@@ -100,85 +98,85 @@ def take_size(
     return decided
 
 
-def put_size(trainer: Trainer, places: list[Place], given: Any, decided: Plan) -> None:
+def put_size(run: Run, places: list[Place], given: Any, decided: Plan) -> None:
     """Set a batch size and the accumulation."""
     for place in places:
         place.set(decided.size)
     if given is not None:
         resize(given, decided.size)
-    trainer.accumulate_grad_batches = decided.accumulate
+    run.trainer.accumulate_grad_batches = decided.accumulate
 
 
 class Trials:
-    """Tries things within a run; callbacks find it at ``trainer._trials``.
+    """Tries things within a run; for callbacks.
 
     Args:
         trainer: attached when the methods are called.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def find_lr(self, settings: Mapping[str, Any], update_attr: bool, attr_name: str) -> LRFinder | None:
         """A range test here, whose suggestion the training goes on with."""
-        trainer = self.trainer
+        run = self.run
         if self.is_dry("The learning rate"):
             return None
-        module = trainer.training_module
-        places = lr_places(module, trainer.datamodule, attr_name) if update_attr else []
+        module = run.module
+        places = lr_places(module, run.datamodule, attr_name) if update_attr else []
         initial = places[0].get() if places else None
-        check(trainer)
-        shares = shares_of(trainer.optimizers[0], initial)
-        found = RangeTest(**settings, attr_name=attr_name if update_attr else None)(trainer)
+        check(run)
+        shares = shares_of(run.optimizers[0], initial)
+        found = RangeTest(**settings, attr_name=attr_name if update_attr else None)(run)
         rate = take_lr(found, places) if update_attr else found.suggestion()
         if rate is not None and update_attr:
-            if trainer.state.stage is None:
+            if run.state.stage is None:
                 self.start_again()
             else:
-                schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-                change_rates(trainer.optimizers[0], schedulers, shares, rate)
+                schedulers = [config.scheduler for config in run.lr_scheduler_configs]
+                change_rates(run.optimizers[0], schedulers, shares, rate)
         return found
 
     def find_size(self, settings: Mapping[str, Any], name: str, effective_batch: Any, method: str) -> Any:
         """The largest batch that fits, with which the run goes on: (batch size, accumulation, trials)."""
-        trainer = self.trainer
+        run = self.run
         if self.is_dry("The batch size"):
             return None
         locate = SizePlaces(name, method)
-        given, world = trainer._source.given.get(stage_of(method)), trainer.strategy.num_data_ranks
-        places = locate(trainer)
-        effective = effective_now(trainer, places, given, effective_batch if method == "fit" else None, world)
+        given, world = run.source.given.get(stage_of(method)), run.strategy.num_data_ranks
+        places = locate(run)
+        effective = effective_now(run, places, given, effective_batch if method == "fit" else None, world)
         plan(1, effective, world)
-        found = SizeSearch(locate, method=method, **settings)(trainer)  # type: ignore[arg-type]
-        decided = take_size(trainer, places, given, found, effective, world)
+        found = SizeSearch(locate, method=method, **settings)(run)  # type: ignore[arg-type]
+        decided = take_size(run, places, given, found, effective, world)
         self.take_loaders(method)
         return decided.size, decided.accumulate, found.trials
 
     def put_size(self, name: str, size: int, accumulate: int) -> None:
         """Go on with what a run before found."""
-        given = self.trainer._source.given.get("train")
-        put_size(self.trainer, SizePlaces(name, "fit")(self.trainer), given, Plan(size, accumulate))
+        given = self.run.source.given.get("train")
+        put_size(self.run, SizePlaces(name, "fit")(self.run), given, Plan(size, accumulate))
         messages.info(f"The run continues with its batch_size={size} and accumulate_grad_batches={accumulate}.")
         self.take_loaders("fit")
 
     def take_loaders(self, method: str) -> None:
         """Let loaders be made anew."""
-        trainer, source = self.trainer, self.trainer._source
+        run, source = self.run, self.run.source
         source.release()
         source.eval.clear()
         if method == "fit":
             source.train_loader = None
-            if trainer.state.stage is None:
+            if run.state.stage is None:
                 self.start_again()
             else:
                 source.reload_if_due()
 
     def start_again(self) -> None:
         """Optimizers and schedulers once more, before the training has begun: they read what was found."""
-        setup_optimizers(self.trainer)
+        setup_optimizers(self.run)
 
     def is_dry(self, what: str) -> bool:
         """Whether this is a dry run, in which nothing is searched for."""
-        if self.trainer.fast_dev_run:
+        if self.run.trainer.fast_dev_run:
             messages.info_once(f"{what} is not searched for in a dry run (fast_dev_run).")
-        return bool(self.trainer.fast_dev_run)
+        return bool(self.run.trainer.fast_dev_run)

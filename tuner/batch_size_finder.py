@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from .base import Callback
+from ..callbacks.base import Callback
+from .trials_in_run import Trials
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
     from ..trainer.trainer import Trainer
-    from ..tuner.batch_size import BatchTrial
+    from .batch_size import BatchTrial
 
 
 class BatchSizeFinder(Callback):
@@ -32,6 +33,8 @@ class BatchSizeFinder(Callback):
         optimal_batch_size: what the last search found; None before.
         trials: the sizes tried in it, with the memory that each took.
     """
+
+    runs_first = True
 
     def __init__(
         self,
@@ -60,16 +63,16 @@ class BatchSizeFinder(Callback):
     def scale_batch_size(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Search here; on all ranks, before an epoch."""
         method = trainer.state.fn or "fit"
-        found = trainer._trials.find_size(self._settings, self._name, self._effective, method)
+        found = Trials(trainer.current_run).find_size(self._settings, self._name, self._effective, method)
         if found is not None:
             self.optimal_batch_size, accumulate, self.trials = found
             self._accumulate = accumulate if method == "fit" else self._accumulate
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if not trainer._resumes:
+        if not trainer.current_run.resumes:
             self.scale_batch_size(trainer, pl_module)
         elif self.optimal_batch_size is not None:
-            trainer._trials.put_size(self._name, self.optimal_batch_size, self._accumulate)
+            Trials(trainer.current_run).put_size(self._name, self.optimal_batch_size, self._accumulate)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.fn == "validate":

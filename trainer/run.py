@@ -1,0 +1,293 @@
+"""One run: what an entry point was asked to do, everything made for it, and how it ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from .. import messages
+from ..callbacks.loss_guard import Rollback
+from ..checkpoint.folder_lock import Claims
+from ..checkpoint.restore_parts import PARTS
+from ..data.worker_processes import explain_lost_worker, torchs_own
+from ..memory.out_of_memory_error import out_of_memory
+from ..processes import timings
+from ..processes.cpu_memory import freed_memory_kept
+from ..processes.signals import actions, watch
+from ..strategies.base import Strategy
+from . import profiling
+from .checkpoint_saver import Saver
+from .data_source import DataSource
+from .evaluation import EvalLoop
+from .loop import FitLoop
+from .metrics import MetricStore
+from .optimizers import ManagedOptimizer
+from .start_run import attach
+from .state import Fn
+from .stopping import Stops
+from .torch_settings import numerics
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..data.datamodule import DataModule
+    from .checkpoint_contents import Left
+    from .hooks import HookTable
+    from .module import TrainingModule
+    from .optimizers import SchedulerConfig
+    from .trainer import Trainer
+
+
+@dataclass
+class Request:
+    """What an entry point was asked to do.
+
+    Attributes:
+        again: the run starts over from one of its own checkpoints: its loggers continue.
+        trial: a :class:`~..tuner.tuner.Tuner` asks; it starts from no checkpoint.
+    """
+
+    fn: Fn
+    module: Any
+    datamodule: Any = None
+    loaders: dict[str, Any] = field(default_factory=dict)
+    ckpt_path: Any = None
+    keep_predictions: bool = False
+    gather: bool = False
+    weights_only: bool | None = None
+    restore: tuple[str, ...] = PARTS
+    again: bool = False
+    trial: bool = False
+
+
+class Run:
+    """One call of an entry point of a Trainer.
+
+    Loops, steps, checkpoints, data and tuner get this object. The Trainer that was asked keeps its arguments, and
+    shows the last run's attributes as its own.
+
+    Args:
+        trainer: its arguments count; nothing of the run is written into it.
+        request: what to do; None: nothing, as before the first run.
+        before: the run before, whose module, counters and optimizers this one takes over.
+
+    Attributes:
+        state: the counters, the Trainer's: the next run counts on.
+        module: the user's module, unwrapped; None before the first run.
+        model: the module as the strategy wrapped it.
+        source: where the loaders come from.
+        metrics: what ``self.log`` writes to.
+        hooks: who is called when.
+        managed: the optimizers as ``self.optimizers()`` returns them.
+        stops: when the run stops early.
+        fit: the loop of the last fit.
+        ckpt_path: the checkpoint that was loaded; None if none was.
+        newest: what ``"last"`` or ``"auto"`` found, on rank 0.
+        resumes: the fit continues where a checkpoint was written, with more of it than its weights.
+        saves: the number of the newest save, of this run or found in its folders.
+        left: what the ranks of a run in other processes left for a checkpoint; None after a run in this process.
+        claims: the folders that this run has locked.
+        shared_log_dir: the run's folder as rank 0 has it; None with one process.
+    """
+
+    module: TrainingModule
+    hooks: HookTable
+    stops: Stops
+
+    def __init__(self, trainer: Trainer, request: Request | None = None, before: Run | None = None) -> None:
+        self.trainer, self.request, self.strategy = trainer, request, trainer.strategy
+        self.state = trainer.state
+        self.claims = Claims()
+        self.hooks = self.stops = None  # type: ignore[assignment] - there from `execute` on
+        self.module = before and before.module  # type: ignore[assignment] - there from `execute` on
+        self.model: Any = before and before.model
+        self.datamodule: DataModule | None = before and before.datamodule
+        self.source = DataSource(self, {}) if before is None else before.source
+        self.metrics = MetricStore(self.state, self.strategy, None) if before is None else before.metrics
+        self.optimizers = [] if before is None else before.optimizers
+        self.lr_scheduler_configs: list[SchedulerConfig] = [] if before is None else before.lr_scheduler_configs
+        self.fit: FitLoop | None = before and before.fit
+        self.predictions: Any = before and before.predictions
+        self.predict_batch_indices: list[list[list[int]]] = [] if before is None else before.predict_batch_indices
+        self.current_batch_indices: list[int] | None = None
+        self.ckpt_path: Any = before and before.ckpt_path
+        self.newest: Any = before and before.newest
+        self.resumes = before is not None and before.resumes
+        self.saves = 0 if before is None else before.saves
+        self.left: Left | None = before and before.left
+        self.shared_log_dir: str | None = None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the fit, as ``configure_optimizers`` made them."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self.managed = [ManagedOptimizer(optimizer, self) for optimizer in self._optimizers]
+
+    @cached_property
+    def saver(self) -> Saver:
+        """What writes the checkpoints, one at a time."""
+        return Saver(self)
+
+    @property
+    def holder(self) -> Strategy:
+        """What collects the states for a checkpoint; after a run in other processes this one has them whole."""
+        return self.strategy if self.left is None else Strategy()
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of this run, the same on every rank."""
+        if self.shared_log_dir is not None:
+            return self.shared_log_dir
+        loggers = self.trainer.loggers
+        found = loggers[0].log_dir if loggers else self.trainer.default_root_dir
+        return None if found is None else os.fspath(found)
+
+    def count_save(self) -> int:
+        """The number of the save that begins: one more than the highest of this run and of those in its folders."""
+        self.saves += 1
+        return self.saves
+
+    # ---- from its begin to its end ---------------------------------------------------------------------------------
+
+    def execute(self) -> Any:
+        """Run to the end; again from a checkpoint as often as a callback wants to go back to one."""
+        given = request = self.request
+        if given is None or request is None:
+            raise RuntimeError("This Run was not asked to do anything. Call an entry point of its Trainer.")
+        at_start = self.state.state_dict()
+        while True:
+            self.state.begin(request.fn)
+            self.hooks = None  # type: ignore[assignment] - nobody is called before they are bound
+            result, failed, back, wanted = None, True, None, actions(self.trainer.signals)
+            kept = freed_memory_kept(self.strategy.device)
+            with watch(self.state, wanted), Stops(self, wanted) as self.stops, kept:
+                try:
+                    with timings.phase(request.fn), numerics(self.trainer):
+                        resumed = attach(self, request)
+                        if request.fn == "fit":
+                            FitLoop(self, resumed).train()
+                        else:
+                            result = self._evaluation(request).evaluate()
+                        for hook in self.hooks.on_fit_end if request.fn == "fit" else ():
+                            hook()
+                        self.saver.wait()
+                        self.stops.at_end()
+                        self.trainer.profiler.finish(self.trainer)
+                    failed = False
+                except Rollback as rollback:
+                    self.saver.wait()
+                    back, failed = rollback.with_traceback(None), False
+                except BaseException as error:
+                    better = explain_lost_worker(error, self.state.where(), self.source.name_of)
+                    better = better or self.strategy.explain(error) or out_of_memory(self, error)
+                    self._fail(better or error)
+                    if better is not None:
+                        raise better from torchs_own(error)
+                    raise
+                finally:
+                    self.teardown(request.fn, failed)
+            if back is None:
+                return result
+            request = self._gone_back(given, back, at_start)
+
+    def _gone_back(self, given: Request, back: Rollback, at_start: dict[str, Any]) -> Request:
+        """The fit from one of its checkpoints, or once more as it was asked for."""
+        parts = PARTS if back.own else given.restore
+        if "loops" not in parts:
+            self.state.load_state_dict(at_start)
+        return replace(given, ckpt_path=back.path, restore=parts, again=True)
+
+    def _evaluation(self, request: Request) -> EvalLoop:
+        kind: Any = request.fn
+        self.state.stage = kind
+        return EvalLoop(self, kind, request.keep_predictions, request.gather)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
+        self.state.status = "interrupted"
+        if not self.stops.signum:
+            self.strategy.abandon(error)
+        profiler = self.trainer.profiler
+        _run_all([profiler.interrupted, self.metrics.drain, partial(self.saver.wait, together=False)])
+        if self.hooks is not None:
+            _run_all([lambda hook=hook: hook(error) for hook in self.hooks.on_exception])
+
+    def teardown(self, fn: str, failed: bool) -> None:
+        """End the run: hooks, loggers, profiler, locks, loaders, strategy."""
+        jobs: list[Any] = [partial(profiling.report_split, self)] if self.trainer.profiler.active else []
+        if self.hooks is not None:
+            jobs += [lambda hook=hook: hook(fn) for hook in self.hooks.teardown]
+        status = ("interrupted" if self.state.signum else "failed") if failed else "success"
+        if self.strategy.is_global_zero:
+            jobs += [lambda logger=logger: logger.finalize(status) for logger in self.trainer.loggers]
+        jobs += [partial(profiling.teardown, self, fn)]
+        jobs += [self.saver.close, self.claims.release, self.source.release, self.strategy.teardown]
+        if not failed:
+            self.state.status = "finished"
+        try:
+            _run_all(jobs, hidden=failed)
+        finally:
+            self.state.fn = self.state.stage = None
+            if self.module is not None:
+                self.module._end_run()
+
+    # ---- copies ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a copy of the Trainer shows of this run: no data, threads and files, nothing that is under way."""
+        trainer, data = self.trainer, self.datamodule
+        return {
+            "own": {name: getattr(self, name) for name in COPIED},
+            "optimizers": self.optimizers,
+            "metrics": self.metrics.state_dict(),
+            "sent": self.metrics.sent,
+            "attached": (
+                self.module is not None and self.module._trainer is trainer,
+                data is not None and data.trainer is trainer,
+            ),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        vars(self).update(state["own"])
+        self.metrics = MetricStore(self.state, self.strategy, None)
+        self.model = self.module
+        self.optimizers = state["optimizers"]
+        self.state.fn = self.state.stage = None
+        self.metrics.load_state_dict(state["metrics"])
+        self.metrics.sent = state["sent"]
+        has_module, has_data = state["attached"]
+        if has_module and self.module is not None:
+            self.module.trainer = self.trainer
+            self.module._end_run()
+        if has_data and self.datamodule is not None:
+            self.datamodule.trainer = self.trainer
+
+
+#: Attributes of a run that a copy of its Trainer has as they are.
+COPIED = (
+    *("module", "datamodule", "lr_scheduler_configs", "predictions", "predict_batch_indices"),
+    *("current_batch_indices", "ckpt_path", "newest", "resumes", "saves", "left", "shared_log_dir"),
+)
+
+
+def _run_all(jobs: Iterable[Any], hidden: bool = True) -> None:
+    """Run every job. Errors become warnings; unless ``hidden`` the first one is raised at the end."""
+    first: Exception | None = None
+    for job in jobs:
+        try:
+            job()
+        except Exception as error:
+            if not hidden and first is None:
+                first = error
+                continue
+            messages.warn(f"While the run was ending, {type(error).__name__} came up as well: {error}")
+    if first is not None:
+        raise first
