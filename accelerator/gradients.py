@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,27 +24,25 @@ if TYPE_CHECKING:
     from .prepare import Prepared
 
 
+@dataclass(eq=False)
 class Gradients:
     """Chooses what runs backward passes, and finishes gradients for clipping.
 
-    Args:
+    Attributes:
         strategy: of the Accelerator.
         state: the window under way.
         prepared: the models and optimizers.
-
-    Attributes:
         run: runs the backward pass of a weighed loss; None: the loss does it itself.
         replicas: strategies whose backward passes may leave gradients that only this process has.
         norm: of the last window's gradients before they were clipped, shape (); None before the first.
     """
 
-    def __init__(self, strategy: Strategy, state: GradientState, prepared: Prepared) -> None:
-        self.strategy = strategy
-        self.state = state
-        self.prepared = prepared
-        self.run: Callable[..., None] | None = None
-        self.replicas: list[Strategy] = []
-        self.norm: Tensor | None = None
+    strategy: Strategy
+    state: GradientState
+    prepared: Prepared
+    run: Callable[..., None] | None = None
+    replicas: list[Strategy] = field(default_factory=list)
+    norm: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"run": None, "replicas": []}

@@ -78,17 +78,15 @@ class FirstUse:
     """Whether the loop has run a backward or an optimizer step since this object was made.
 
     Args:
-        state: of the Accelerator; without one nothing is seen.
+        state: of the Accelerator.
 
     Attributes:
         seen: it has.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: GradientState) -> None:
         self.seen = False
-        waiting = getattr(state, "first_use", None)
-        if waiting is not None:
-            waiting.append(self.used)
+        state.first_use.append(self.used)
 
     def used(self) -> None:
         """The loop trains."""
@@ -217,7 +215,7 @@ def resumed(loader: PreparedLoader, loaded: Loaded) -> Generator[Any]:
     else:
         one, batches = loader._continue(position)
     state, found = loader.gradient_state, loader._hand_out(one, batches)
-    if not done or not getattr(state, "trains", False):
+    if not done or not state.trains:
         return found
     loader._place.left_out = LeftOut(state, loaded, one)
     return loader._place.left_out.watch(found)

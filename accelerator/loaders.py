@@ -29,6 +29,7 @@ from ..data.stream_sharding import Division
 from ..data.worker_processes import explain_lost_worker, torchs_own
 from ..processes.seed import host_random_states, mixed, set_random_states
 from ..strategies.base import Strategy
+from .accumulation import GradientState
 from .dispatched_loader import Dispatched
 from .loader_positions import Loaded, Pass, Place, resumed
 from .nested_tensors import rows_of
@@ -60,19 +61,6 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
 
-class NoWindows:
-    """Stands where nobody asks which loader is active."""
-
-    active_dataloader: Any = None
-
-    def begin(self, loader: Any) -> None:
-        """A pass begins."""
-
-    def end(self, loader: Any) -> None:
-        """A pass is over."""
-        self.active_dataloader = None
-
-
 class PreparedLoader(DataLoader[Any]):
     """A DataLoader that yields this process's batches, on its device; everything else is the user's loader's.
 
@@ -97,13 +85,14 @@ class PreparedLoader(DataLoader[Any]):
     strategy: Strategy
     end_of_dataloader: bool
     derived: str
+    gradient_state: GradientState
 
     def __init__(
         self,
         loader: DataLoader[Any],
         strategy: Strategy,
         config: DataLoaderConfiguration,
-        gradient_state: Any = None,
+        gradient_state: GradientState | None = None,
         seed: int | None = None,
         device_placement: bool = True,
     ) -> None:
@@ -111,7 +100,7 @@ class PreparedLoader(DataLoader[Any]):
             base=loader,
             strategy=strategy,
             config=config,
-            gradient_state=gradient_state or NoWindows(),
+            gradient_state=gradient_state or GradientState(),
             seed=seed if config.data_seed is None else config.data_seed,
             device_placement=device_placement,
             end_of_dataloader=False,
@@ -164,7 +153,7 @@ class PreparedLoader(DataLoader[Any]):
             setattr(own["_source"], name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"gradient_state": NoWindows(), "_batch": None}
+        return vars(self) | {"gradient_state": GradientState(), "_batch": None}
 
     def __len__(self) -> int:
         return max(int(min(len(self._source), self._limit)) - self._skip, 0)
@@ -196,9 +185,8 @@ class PreparedLoader(DataLoader[Any]):
     # ---- a pass ----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        on_pass = getattr(self.gradient_state, "on_pass", None)
-        if on_pass is not None:
-            on_pass(self)
+        if self.gradient_state.on_pass is not None:
+            self.gradient_state.on_pass(self)
         place = self._place
         if place.left_out is not None:
             place.left_out.over()
@@ -471,7 +459,7 @@ def prepare_data_loader(
     loader: Any,
     strategy: Strategy,
     config: DataLoaderConfiguration | None = None,
-    gradient_state: Any = None,
+    gradient_state: GradientState | None = None,
     seed: int | None = 0,
     device_placement: bool = True,
 ) -> PreparedLoader:

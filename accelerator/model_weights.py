@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,19 +55,19 @@ SAFETENSORS = Layout("model", ".safetensors", "model.safetensors.index.json")
 TORCH = Layout("pytorch_model", ".bin", "pytorch_model.bin.index.json")
 
 
+@dataclass(eq=False)
 class ModelWeights:
     """Gathers the weights of prepared models, and writes them to files.
 
-    Args:
+    Attributes:
         strategy: of the Accelerator.
         prepared: the models.
         project: says which processes write.
     """
 
-    def __init__(self, strategy: Strategy, prepared: Prepared, project: ProjectConfiguration) -> None:
-        self.strategy = strategy
-        self.prepared = prepared
-        self.project = project
+    strategy: Strategy
+    prepared: Prepared
+    project: ProjectConfiguration
 
     def state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The ``state_dict`` of a model, whole. Every rank must call.

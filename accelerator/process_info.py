@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .enums import DistributedType
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,6 +31,11 @@ class Processes:
     def device(self) -> torch.device:
         """Where this process computes."""
         return self.strategy.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes share the work."""
+        return type_of(self.strategy)
 
     @property
     def num_processes(self) -> int:
@@ -135,3 +142,15 @@ class Processes:
         from .operations import split_between_processes
 
         yield split_between_processes(inputs, self.strategy, apply_padding)
+
+
+def type_of(strategy: Strategy) -> DistributedType:
+    """How the processes of a strategy share the work."""
+    names = {name for kind in type(strategy).__mro__ for name in vars(kind).get("names", ())}
+    if "deepspeed" in names:
+        return DistributedType.DEEPSPEED
+    if "fsdp" in names:
+        return DistributedType.FSDP
+    if strategy.world_size == 1:
+        return DistributedType.NO
+    return DistributedType.MULTI_GPU if strategy.device.type == "cuda" else DistributedType.MULTI_CPU

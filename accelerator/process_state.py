@@ -158,11 +158,6 @@ class PartialState(Processes):
         return getattr(self.strategy, "backend", None)
 
     @property
-    def distributed_type(self) -> DistributedType:
-        """How the processes share the work."""
-        return type_of(self.strategy)
-
-    @property
     def debug(self) -> bool:
         """Whether shapes are compared before each collective (PACELINE_DEBUG)."""
         return bool(resolve()["debug"])
@@ -316,18 +311,6 @@ def _state_here(partial: PartialState, settings: dict[str, Any]) -> AcceleratorS
 def is_initialized() -> bool:
     """Whether an Accelerator was made in this process."""
     return _process.state is not None
-
-
-def type_of(strategy: Strategy) -> DistributedType:
-    """The word for how a strategy's processes share the work."""
-    names = {name for kind in type(strategy).__mro__ for name in vars(kind).get("names", ())}
-    if "deepspeed" in names:
-        return DistributedType.DEEPSPEED
-    if "fsdp" in names:
-        return DistributedType.FSDP
-    if strategy.world_size == 1:
-        return DistributedType.NO
-    return DistributedType.MULTI_GPU if strategy.device.type == "cuda" else DistributedType.MULTI_CPU
 
 
 def _made(cpu: bool, group: dict[str, Any]) -> Strategy:

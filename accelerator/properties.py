@@ -6,14 +6,12 @@ import operator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from .process_info import Processes
-from .process_state import type_of
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..settings import Settings
     from .accumulation import GradientState
-    from .enums import DistributedType
     from .loaders import DataLoaderConfiguration
     from .plugins import ProjectConfiguration
     from .prepare import Prepared
@@ -118,11 +116,6 @@ class Facts(Processes):
         """``"no"``, ``"fp16"``, ``"bf16"``, or the name of another precision."""
         name = self.strategy.precision.name
         return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(name, name)
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """How the processes share the work."""
-        return type_of(self.strategy)
 
     @property
     def scaler(self) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,23 +28,21 @@ _METHODS = ("state_dict", "load_state_dict")
 _FROZEN = ("only_trainable", "exclude_frozen_parameters")
 
 
+@dataclass(eq=False)
 class States:
     """Saves and loads the states of one Accelerator.
 
-    Args:
+    Attributes:
         contents: what a state is made of.
         folders: where states are.
-
-    Attributes:
         before_save: hooks ``(models, weights, output_dir)``, by the id of their handle.
         before_load: hooks ``(models, input_dir)``.
     """
 
-    def __init__(self, contents: Contents, folders: Folders) -> None:
-        self.contents = contents
-        self.folders = folders
-        self.before_save: OrderedDict[int, Callable[..., None]] = OrderedDict()
-        self.before_load: OrderedDict[int, Callable[..., None]] = OrderedDict()
+    contents: Contents
+    folders: Folders
+    before_save: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
+    before_load: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
 
     # ---- save ------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -31,27 +32,25 @@ _ROOM, _BEFORE = "hooks", "before"
 Files = dict[str, list[int]]
 
 
+@dataclass(eq=False)
 class Folders:
     """The folders in which one Accelerator saves its states, and finds them.
 
-    Args:
+    Attributes:
         strategy: of the Accelerator.
         project: says where folders are made, and how many are kept.
-
-    Attributes:
         line: the mark of the run, the same in processes that continue from each other.
         sequence: the number of the last save.
         folders: where this process has saved, the newest last.
         counted: folders in which earlier saves have been counted.
     """
 
-    def __init__(self, strategy: Strategy, project: ProjectConfiguration) -> None:
-        self.strategy = strategy
-        self.project = project
-        self.line = uuid4().hex[:12]
-        self.sequence = 0
-        self.folders: list[Location] = []
-        self.counted: set[Location] = set()
+    strategy: Strategy
+    project: ProjectConfiguration
+    line: str = field(default_factory=lambda: uuid4().hex[:12])
+    sequence: int = 0
+    folders: list[Location] = field(default_factory=list)
+    counted: set[Location] = field(default_factory=set)
 
     def next(self, folder: Location) -> int:
         """Number one more save; it is higher than all that lie beside it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,19 +18,21 @@ if TYPE_CHECKING:
     from .prepare import Prepared
 
 
+@dataclass(eq=False)
 class Windows:
     """Opens accumulation windows, and moves those under way into and out of a saved state.
 
-    Args:
+    Attributes:
         strategy: of the Accelerator.
         state: holds the windows; it gets the one that a loop without ``accumulate`` uses.
         prepared: the models.
     """
 
-    def __init__(self, strategy: Strategy, state: GradientState, prepared: Prepared) -> None:
-        self.strategy = strategy
-        self.state = state
-        self.prepared = prepared
+    strategy: Strategy
+    state: GradientState
+    prepared: Prepared
+
+    def __post_init__(self) -> None:
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:

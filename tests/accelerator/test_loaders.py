@@ -512,6 +512,7 @@ def test_a_batch_costs_one_call() -> None:
 
     class Plain:
         active_dataloader: Any = None
+        on_pass = None
 
         def begin(self, loader: Any) -> None: ...
         def end(self, loader: Any) -> None: ...
