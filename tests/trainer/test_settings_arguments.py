@@ -116,7 +116,7 @@ def test_d2_code_wins_and_says_so_once(
     for _ in range(2):
         filled = fill_in(OPEN | {argument: value})
     assert filled[argument] == value
-    assert len([line for line in caplog.messages if f"from Trainer({argument}=); that counts" in line]) == 1
+    assert len([line for line in caplog.messages if f"from Trainer({argument}=); this overrides " in line]) == 1
     assert len(caplog.messages) == 2
 
 
