@@ -178,7 +178,7 @@ class EarlyStopping(Callback):
         metrics = trainer.callback_metrics
         if self.monitor in metrics:
             return metrics[self.monitor].detach().squeeze().cpu()
-        text = never_logged("EarlyStopping", self.monitor, metrics)
+        text = never_logged("EarlyStopping", self.monitor, metrics, trainer.enable_validation)
         may_come = trainer.enable_validation and not self._validated
         if self.strict and not may_come:
             raise ValueError(text)
@@ -267,12 +267,16 @@ def metrics_are_complete_at_epoch_end(trainer: Trainer) -> bool:
     return isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0
 
 
-def never_logged(who: str, monitor: str, logged: Iterable[str]) -> str:
-    """The sentence for a monitored metric that is not there: its name, those that are, and what to do."""
+def never_logged(who: str, monitor: str, logged: Iterable[str], validates: bool = True) -> str:
+    """The sentence for a monitored metric that is not there: its name, those that are, and what to do.
+
+    ``validates``: False if the fit has no validation, where the metric is probably logged.
+    """
     logged = sorted(logged)
     there = f"Logged so far: {messages.names(logged, last='and')}." if logged else "Nothing has been logged so far."
+    fix = "" if validates else "This fit has no validation: pass val_dataloaders if it is logged there. "
     return (
         f"{who}(monitor={monitor!r}) has no value to look at, because {monitor!r} was not logged."
         f"{messages.did_you_mean(monitor, logged)} {there} "
-        f"Call self.log({monitor!r}, ...), or monitor one that is logged."
+        f"{fix}Call self.log({monitor!r}, ...), or monitor one that is logged."
     )

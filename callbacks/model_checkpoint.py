@@ -280,7 +280,7 @@ class ModelCheckpoint(CheckpointKeeper):
         metrics = trainer.callback_metrics
         if self.monitor in (None, *COUNTERS) or self.monitor in metrics:
             return True
-        text = never_logged("ModelCheckpoint", self.monitor, metrics)
+        text = never_logged("ModelCheckpoint", self.monitor, metrics, trainer.enable_validation)
         if not (self._validations_ended if trainer.enable_validation else self._epochs_ended):
             if not self._monitor_is_validated:
                 messages.warn_once(f"{text} Until then no file is ranked.", key=f"ModelCheckpoint {self.monitor}")

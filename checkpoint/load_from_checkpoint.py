@@ -115,10 +115,13 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
     if lacking:
         held = f"({', '.join(saved)})" if saved else "(it has none)"
         again = ", ".join(f"{name}=..." for name in lacking)
+        kept = "call self.save_hyperparameters() in __init__ before the next checkpoint is written"
+        if saved:
+            kept = "make it plain data, such as a name or numbers to build it from, which a checkpoint can hold"
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}, which is not among the "
             f"checkpoint's hyperparameters {held}. Pass it: {cls.__name__}.load_from_checkpoint(path, {again}); or "
-            "call self.save_hyperparameters() in __init__ before the next checkpoint is written."
+            f"{kept}."
         )
 
 

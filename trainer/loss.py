@@ -156,7 +156,7 @@ class LossWatch:
             f"{name} is {losses[name]} by step {step}, epoch {epoch}. Training continues, but a loss that is not "
             "finite spoils the weights, and every checkpoint saved after it holds them. Check the data and the "
             "learning rate. The callback LossGuard leaves out such batches or goes back to a good checkpoint; "
-            "Trainer(detect_anomaly=True) names the operation that failed."
+            "Trainer(detect_anomaly=True) stops at the first such loss; it names the operation if backward made it."
         )
 
 

@@ -227,7 +227,7 @@ def _scheduler(given: Any, owner: str, automatic: bool) -> SchedulerConfig:
     if config.reduce_on_plateau and config.monitor is None and automatic:
         raise ValueError(
             f"{owner} returned a {type(scheduler).__name__} without 'monitor', so it has no value to look at. Return "
-            "{'scheduler': ..., 'monitor': 'val_loss'} with a name that you log."
+            "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}} with a name that you log."
         )
     if config.reduce_on_plateau:
         check_direction(type(scheduler).__name__, config.monitor, getattr(scheduler, "mode", ""))

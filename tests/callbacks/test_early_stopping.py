@@ -354,3 +354,12 @@ def test_mode_min_with_a_name_that_says_that_higher_is_better_is_pointed_out_onc
         assert len(said) == higher
         assert all(f"{name}(monitor={monitor!r}, mode='min')" in text and "mode='max'" in text for text in said)
         recwarn.clear()
+
+
+def test_a_monitor_of_a_validation_that_the_fit_does_not_have_says_so() -> None:
+    with pytest.raises(
+        ValueError, match=r"'val_loss' was not logged.*This fit has no validation: pass val_dataloaders"
+    ):
+        Trainer(logger=False, max_epochs=1, enable_progress_bar=False, callbacks=[EarlyStopping("val_loss")]).fit(
+            TinyModule(), tiny_loader()
+        )

@@ -57,7 +57,7 @@ def test_a_terminal_shows_tqdms_bars(terminal: TerminalText) -> None:
     assert "Epoch 1/1: 5/5 (100%)" in text
     assert "val=" in text
     assert "loss_epoch=" in text
-    assert text.endswith("\n")
+    assert text.rstrip("\r ").endswith("\n")  # on a slow machine the bars that are gone are wiped once more
 
 
 def test_a_left_bar_shows_the_metrics_of_its_epoch(terminal: TerminalText) -> None:

@@ -810,7 +810,7 @@ def test_a_plateau_scheduler_without_monitor_is_refused(trainer: Trainer) -> Non
         ValueError,
         "Mine.configure_optimizers() returned a ReduceLROnPlateau without 'monitor'",
         "no value to look at",
-        "'monitor': 'val_loss'",
+        "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}",
     )
 
 
