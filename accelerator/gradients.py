@@ -149,7 +149,10 @@ class Gradients:
             RuntimeError: there is one.
         """
         state, optimizers = self.state, self.prepared.optimizers
-        matters = state.num_steps > 1 or state.window.by_items or self._is_scaled or self.prepared.shards
+        unfinished = state.num_steps > 1 or state.window.by_items or self._is_scaled
+        for one in optimizers if unfinished else ():
+            one.refuse_others(self._why())
+        matters = unfinished or self.prepared.shards
         served = {id(one.placement) for one in optimizers}
         lacking = [one for one in self.prepared.trained if id(one) not in served]
         if not matters or not any(parameter.requires_grad for one in lacking for parameter in one.parameters.values()):
@@ -163,20 +166,19 @@ class Gradients:
             if owner is not None:
                 raise RuntimeError(self._forgotten(found, owner))
 
+    def _why(self) -> str:
+        """What a step of an optimizer that does not wait for complete gradients would do wrong."""
+        if self._is_scaled:
+            return "so it would step with gradients that have fp16's loss scale in them"
+        if self.state.num_steps > 1:
+            return f"so it would step after every micro-batch of {self.state.num_steps}"
+        return "so it would step with gradients that backward(num_items=...) has not divided by the number of items yet"
+
     def _forgotten(self, optimizer: Optimizer, model: PreparedModel) -> str:
-        steps = self.state.num_steps
+        why = self._why()
         if self.prepared.shards:
             why = (
                 "whose parameters were replaced when the model was sharded, so it would train tensors that nobody uses"
-            )
-        elif self._is_scaled:
-            why = "so it would step with gradients that have fp16's loss scale in them"
-        elif steps > 1:
-            why = f"so it would step after every micro-batch of {steps}"
-        else:
-            why = (
-                "so it would step with gradients that backward(num_items=...) has not divided by the number of items "
-                "yet"
             )
         return (
             f"{type(optimizer).__name__} has parameters of the prepared {type(model.module).__name__} but was not "

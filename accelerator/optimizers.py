@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -53,7 +55,7 @@ class AcceleratedOptimizer(Optimizer):
         self.placement = self.placements[0] if self.placements else None
         self.strategies = {id(one.strategy) for one in self.placements}
         self._state_of_gradients = state
-        self._is_overflow = False
+        self._is_overflow = self._steps = False
         self.scales = strategy.precision.scaler is not None
         self._clip_norm = clip_norm
         self._plain = (
@@ -86,6 +88,7 @@ class AcceleratedOptimizer(Optimizer):
             if self._clip_norm is not None:
                 parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
                 self.strategy.clip_by_norm(parameters, self._clip_norm)
+        self._steps = True
         try:
             if self._plain and closure is None:
                 self.optimizer.step()
@@ -98,8 +101,22 @@ class AcceleratedOptimizer(Optimizer):
             if better is None:
                 raise
             raise better from error
+        finally:
+            self._steps = False
         window.stepped.add(id(self))
         return loss
+
+    def refuse_others(self, why: str) -> None:
+        """From now on, a step of the user's optimizer that does not come from here is an error.
+
+        Args:
+            why: what such a step would do wrong, for the error.
+        """
+        text = (
+            f"{type(self.optimizer).__name__}.step() was called on the optimizer that was passed to prepare, {why}. "
+            "Step what prepare returned: optimizer = accelerator.prepare(optimizer)."
+        )
+        self.optimizer.register_step_pre_hook(partial(_refuse, weakref.ref(self), text))
 
     def _step_with(self, closure: Callable[[], Any]) -> tuple[Any, bool]:
         losses: list[Any] = []
@@ -213,3 +230,9 @@ def _refuse_scaler(accelerating: bool) -> None:
             "(scaler.scale(loss).backward() becomes accelerator.backward(loss), scaler.step(optimizer) "
             "optimizer.step(); scaler.unscale_ and scaler.update go)."
         )
+
+
+def _refuse(reference: Callable[[], AcceleratedOptimizer | None], text: str, *_: Any) -> None:
+    prepared = reference()
+    if prepared is not None and not prepared._steps:
+        raise RuntimeError(text)

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import messages
-from ..processes.launch import told_if_stopped_early
 from ..processes.process_group import leave
 from ..processes.seed import host_random_states, random_states, set_random_states
 from ..torch_private import COMPILED_CALL, FSDP_ATTRIBUTES, FSDP_MARK
@@ -47,11 +46,10 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_trainer", "_metric_
 
 def run_in_processes(trainer: Trainer, launcher: Callable[..., Any], request: Request) -> Any:
     """Run a request in the processes that ``launcher`` starts; return what it returned on their rank 0."""
-    with told_if_stopped_early(len(trainer.strategy.device_ids)):
-        with _fit_put_aside(trainer.current_run):
-            report = launcher(_run_and_report, trainer, request, random_states())
-        trainer.current_run = Run(trainer, request, trainer.current_run)
-        return _take_over(trainer.current_run, request, report)
+    with _fit_put_aside(trainer.current_run):
+        report = launcher(_run_and_report, trainer, request, random_states())
+    trainer.current_run = Run(trainer, request, trainer.current_run)
+    return _take_over(trainer.current_run, request, report)
 
 
 @contextmanager

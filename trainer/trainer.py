@@ -448,11 +448,18 @@ class Trainer:
         check.check_request(self.state.fn, request, self.asked_ckpt_path)
         launcher = self.strategy.launcher
         if launcher is not None:
-            from .multiprocess_run import run_in_processes
-
-            return partial(run_in_processes, self, launcher, request)
+            return partial(self._run_in_processes, launcher, request)
         self.current_run = Run(self, request, self.current_run)
         return self.current_run.execute
+
+    def _run_in_processes(self, launcher: Callable[..., Any], request: Request) -> Any:
+        """Run in the processes that the launcher starts; what that takes is imported here."""
+        from ..processes.launch import told_if_stopped_early
+
+        with told_if_stopped_early(len(self.strategy.device_ids)):
+            from .multiprocess_run import run_in_processes
+
+            return run_in_processes(self, launcher, request)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Context in which layers are made on the run's device and in its dtype.

@@ -27,6 +27,20 @@ def test_k2_an_optimizer_that_was_not_prepared_is_named_where_it_would_step_too_
     assert optimizer.param_groups
 
 
+def test_the_optimizer_that_was_passed_to_prepare_is_named_where_it_steps_too_early() -> None:
+    accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=2), network()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, prepared = accelerator.prepare(model, own)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, data(4)[:]))
+            prepared.step()
+            prepared.zero_grad()
+    accelerator.backward(loss_of(model, data(4)[:]))
+    with pytest.raises(RuntimeError, match=r"SGD\.step\(\) was called on the optimizer that was passed.*-batch of 2"):
+        own.step()
+
+
 def test_looking_for_optimizers_passes_over_weak_proxies_of_what_has_gone() -> None:
     class Gone: ...
 
