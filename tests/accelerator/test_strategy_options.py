@@ -26,7 +26,7 @@ from paceline.accelerator.kwargs_handlers import (
 )
 from paceline.accelerator.parallelism_config import ParallelismConfig
 from paceline.accelerator.plugins import DeepSpeedPlugin
-from paceline.accelerator.process_state import type_of
+from paceline.accelerator.process_info import type_of
 from paceline.accelerator.strategy_options import Choice, choose
 from paceline.settings import resolve
 from paceline.strategies import (

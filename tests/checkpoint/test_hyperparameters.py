@@ -296,7 +296,7 @@ def test_entries_are_attributes():
     assert repr(hparams) == "lr:    0.1\ndepth: 4"
     assert repr(AttributeDict()) == ""
     with pytest.raises(
-        AttributeError, match=r"no hyperparameter 'dept'. Did you mean 'depth'\? There are: 'lr' and 'depth'"
+        AttributeError, match=r"no hyperparameter 'dept'. Did you mean 'depth'\? Hyperparameters: 'lr' and 'depth'"
     ):
         _ = hparams.dept
     with pytest.raises(AttributeError, match="no hyperparameter 'nope' to delete"):

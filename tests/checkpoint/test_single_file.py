@@ -398,7 +398,7 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path):
     [
         (lambda path: path.write_text("hello world"), r"it starts with the bytes b'hell'"),
         (lambda path: path.write_bytes(b""), "it is empty"),
-        (lambda path: torch.save([1], path), "one object of type list"),
+        (lambda path: torch.save([1], path), "a single object of type list"),
         (lambda path: torch.save({"model": {}}, path), r"it has no 'state_dict', only 'model'"),
         (lambda path: torch.save({}, path), r"it has no 'state_dict', only nothing"),
         (lambda path: torch.save({"w": torch.zeros(1)}, path), r"bare weights: module\.load_state_dict"),

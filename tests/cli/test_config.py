@@ -186,7 +186,7 @@ def test_c4_what_is_not_supported_is_said_and_asked_again_on_a_terminal(
     assert main(["config"]) == 0
     out = capsys.readouterr().out
     assert "'TPU' is not supported: Paceline runs on CPUs, CUDA GPUs and Apple's MPS." in out
-    assert "'m' is none of the choices. Write its number or its name: 'No distributed training', 'multi-CPU'" in out
+    assert "'m' is not one of the choices. Enter a number or a name: 'No distributed training', 'multi-CPU'" in out
     assert "'bf17' is not a valid value. Did you mean 'bf16'?" in out
     assert read_file(own).values["mixed_precision"] == "bf16"
 
