@@ -20,7 +20,7 @@ class Left(NamedTuple):
     """What the ranks of a run in other processes left for the checkpoints of the one that asked for it.
 
     Attributes:
-        ranks: what each rank keeps (see :mod:`.place`).
+        ranks: what each rank keeps (see :mod:`.resume`).
         batch_samples: samples in a full batch of all ranks.
         data_ranks: into how many shares the data were split.
         lacks: why the optimizers could not be brought here; empty if they were.

@@ -575,10 +575,18 @@ class Trainer:
         """The module as the strategy wrapped it; None before there is one."""
         return self.current_run.model
 
+    @model.setter
+    def model(self, model: Any) -> None:
+        self.current_run.model = model
+
     @property
     def datamodule(self) -> DataModule | None:
         """The DataModule of the last run, if it had one."""
         return self.current_run.datamodule
+
+    @datamodule.setter
+    def datamodule(self, datamodule: DataModule | None) -> None:
+        self.current_run.datamodule = datamodule
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -593,6 +601,10 @@ class Trainer:
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
         """The learning rate schedulers of the fit, each with when it advances."""
         return self.current_run.lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[SchedulerConfig]) -> None:
+        self.current_run.lr_scheduler_configs = configs
 
     @property
     def predictions(self) -> Any:

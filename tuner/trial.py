@@ -28,7 +28,7 @@ def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], b
     """Train on batch after batch, epoch after epoch, with the run's own step.
 
     Args:
-        run: the stand-in.
+        run: the trial's own (see :func:`.trial_run.stand_in`).
         before: called ahead of each accumulation window.
         after: called after each, with the losses of its batches, scalars of shape (); True: that is enough.
     """

@@ -169,6 +169,14 @@ def test_names_that_need_a_module_say_so(quiet: dict[str, Any]) -> None:
             getattr(trainer, name)
 
 
+def test_what_a_callback_may_replace_in_a_run_can_be_set(quiet: dict[str, Any]) -> None:
+    trainer = Trainer(**quiet, max_epochs=1)
+    for name in ("model", "datamodule", "lr_scheduler_configs", "optimizers"):
+        value: Any = [] if name in ("lr_scheduler_configs", "optimizers") else None
+        setattr(trainer, name, value)
+        assert getattr(trainer, name) == value
+
+
 def test_the_constructors_signature_is_told_to_tools() -> None:
     parameters = inspect.signature(Trainer).parameters
     assert len(parameters) > 40
