@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
-from ..data.combined_loader import length_of
+from ..data.combined_loader import end_persistent_workers, length_of
 from ..data.datamodule import DataModule
 from ..data.loaders import (
     advise,
@@ -233,9 +233,11 @@ class DataSource:
         return None if indices is None else lambda: next(indices)
 
     def release(self) -> None:
-        """Leave the loaders as they were given; once a run has ended."""
+        """Leave the loaders as they were given, without worker processes; once a run has ended."""
         for loader in (self.train_loader, *(one for loaders, _ in self.eval.values() for one in loaders)):
             release_shuffling(loader)
+            for leaf in leaves_of(loader):
+                end_persistent_workers(leaf)
 
     def counts(self) -> dict[str, Any]:
         """How many batches there are, for :meth:`take_over` in another process."""

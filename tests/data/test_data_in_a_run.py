@@ -617,3 +617,18 @@ def test_a_resumed_fit_asks_for_validation_loaders_where_its_remaining_epochs_va
         data = Asked()
         trainer(max_epochs=epochs, **every_second).fit(SeenValidating(), datamodule=data, ckpt_path=tmp_path / "x.ckpt")
         assert ("val" in data.asked) == expected
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "predict"])
+@pytest.mark.parametrize("combined", [False, True])
+def test_no_worker_process_is_left_when_a_run_has_ended(trainer: Callable[..., Trainer], entry: str, combined: bool):
+    """Persistent ones too: the garbage collector would wait five seconds for each."""
+    loaders = [DataLoader(torch.ones(4, 1), num_workers=2, persistent_workers=True) for _ in range(1 + combined)]
+    given = CombinedLoader(loaders, "min_size") if combined else loaders[0]
+    before = set(multiprocessing.active_children())
+    module = SeenValidating()
+    for _ in range(2):  # a second run starts new ones
+        getattr(trainer(max_epochs=2), entry)(module, given)
+        assert set(multiprocessing.active_children()) <= before
+    seen = {"fit": 16, "validate": 8, "predict": 0}[entry]
+    assert len(module.trained) + len(module.validated) == seen
