@@ -82,8 +82,8 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "versions": versions(),
-        "fn": run.state.fn,
-        "stage": run.state.stage,
+        "fn": run.state.fn and run.state.fn.value,
+        "stage": run.state.stage and run.state.stage.value,
         "world_size": run.strategy.world_size,
         "data_ranks": run.strategy.num_data_ranks if left is None else left.data_ranks,
         "batch_samples": _batch_samples(run) if left is None else left.batch_samples,

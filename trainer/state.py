@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
+
+from .states import RunningStage, TrainerFn, TrainerStatus
 
 
 class Pending(str, Enum):
@@ -28,17 +30,12 @@ class Pending(str, Enum):
     TRAIN_END = "end"
 
 
-Fn = Literal["fit", "validate", "test", "predict"]
-Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
 
 
 class RunState:
     """What a run has done so far. The loop writes it, everybody reads it, a checkpoint holds it.
 
     Attributes:
-        fn: the entry point that is running, or None between runs.
-        stage: what that entry point is doing just now, or None.
-        status: ``"initializing"``, ``"running"``, ``"finished"`` or ``"interrupted"``.
         epoch: the training epoch under way (0-based); equals the number of epochs finished between epochs.
         global_step: optimizer steps made, over all optimizers; a step that fp16 skipped does not count.
         updates: training batches that ended in a step of at least one optimizer; the x axis of the logs.
@@ -61,12 +58,14 @@ class RunState:
     """
 
     __slots__ = (
+        "_fn",
+        "_stage",
+        "_status",
         "batch_idx",
         "batches",
         "epoch",
         "epoch_done",
         "evaluated",
-        "fn",
         "global_step",
         "is_last_batch",
         "next_batch",
@@ -77,8 +76,6 @@ class RunState:
         "should_stop",
         "shuffle_seed",
         "signum",
-        "stage",
-        "status",
         "stepped",
         "stop",
         "updates",
@@ -102,9 +99,9 @@ class RunState:
     )
 
     def __init__(self) -> None:
-        self.fn: Fn | None = None
-        self.stage: Stage | None = None
-        self.status = "initializing"
+        self._fn: TrainerFn | None = None
+        self._stage: RunningStage | None = None
+        self._status = TrainerStatus.INITIALIZING
         self.signum = 0
         self.should_stop = self.stop = self.saving = False
         self.passed = self.evaluated = 0
@@ -122,21 +119,48 @@ class RunState:
         self.is_last_batch = False
         self.stepped = False
 
-    def begin(self, fn: Fn) -> None:
+    @property
+    def fn(self) -> TrainerFn | None:
+        """The entry point that is running, or None between runs."""
+        return self._fn
+
+    @fn.setter
+    def fn(self, fn: str | None) -> None:
+        self._fn = None if fn is None else TrainerFn(fn)
+
+    @property
+    def stage(self) -> RunningStage | None:
+        """What that entry point is doing just now, or None."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: str | None) -> None:
+        self._stage = None if stage is None else RunningStage(stage)
+
+    @property
+    def status(self) -> TrainerStatus:
+        """How far the run has come."""
+        return self._status
+
+    @status.setter
+    def status(self, status: str) -> None:
+        self._status = TrainerStatus(status)
+
+    def begin(self, fn: str) -> None:
         """A run begins: nobody has asked it to stop."""
-        self.fn, self.stage, self.status = fn, None, "running"
+        self.fn, self.stage, self.status = fn, None, TrainerStatus.RUNNING
         self.signum = self.passed = self.evaluated = 0
         self.should_stop = self.stop = self.saving = False
 
     @property
     def finished(self) -> bool:
         """The run came to its end."""
-        return self.status == "finished"
+        return self.status is TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
         """The run ended, at its end or by an exception or signal."""
-        return self.status in ("finished", "interrupted")
+        return self.status.stopped
 
     def where(self) -> str:
         """What the run is doing, in words: ``train, epoch 0, batch 3, step 3``; empty between runs."""

@@ -35,6 +35,7 @@ from .results_table import show_results
 from .run import Request, Run
 from .settings_arguments import with_origins
 from .state import RunState
+from .states import TrainerStatus
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -542,7 +543,7 @@ class Trainer:
     @property
     def interrupted(self) -> bool:
         """The last run ended early."""
-        return self.state.status == "interrupted"
+        return self.state.status is TrainerStatus.INTERRUPTED
 
     @property
     def received_sigterm(self) -> bool:

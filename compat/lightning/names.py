@@ -1,0 +1,221 @@
+"""Paceline's replacement for each name of ``lightning.pytorch`` and ``lightning.fabric``, module by module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..finder import Package, Target
+
+#: The version of Lightning whose names these are; programs see it as the installed one.
+VERSION = "2.6.1"
+
+#: Modules of Paceline, and the names of Lightning that they have.
+_HOMES = {
+    "callbacks.base": "Callback",
+    "callbacks.checkpoint_retention": "Checkpoint",
+    "callbacks.device_stats_monitor": "DeviceStatsMonitor",
+    "callbacks.early_stopping": "EarlyStopping EarlyStoppingReason",
+    "callbacks.finetuning": "BackboneFinetuning BaseFinetuning",
+    "callbacks.gradient_accumulation_scheduler": "GradientAccumulationScheduler",
+    "callbacks.lambda_callback": "LambdaCallback",
+    "callbacks.lr_monitor": "LearningRateMonitor",
+    "callbacks.model_checkpoint": "ModelCheckpoint",
+    "callbacks.model_summary": "ModelSummary RichModelSummary",
+    "callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
+    "callbacks.prediction_writer": "BasePredictionWriter",
+    "callbacks.progress": "ProgressBar",
+    "callbacks.rich_progress": "RichProgressBar RichProgressBarTheme",
+    "callbacks.stochastic_weight_averaging": "StochasticWeightAveraging",
+    "callbacks.throughput_monitor": "ThroughputMonitor",
+    "callbacks.timer": "Timer",
+    "callbacks.tqdm_progress": "TQDMProgressBar",
+    "callbacks.weight_averaging": "EMAWeightAveraging WeightAveraging",
+    "checkpoint.hyperparameters": "AttributeDict HyperparametersMixin",
+    "data.combined_loader": "CombinedLoader",
+    "loggers.base": "DummyLogger Logger",
+    "loggers.csv": "CSVLogger",
+    "loggers.tensorboard": "TensorBoardLogger",
+    "loggers.wandb": "WandbLogger",
+    "processes.seed": "isolate_rng reset_seed seed_everything",
+    "profilers.advanced": "AdvancedProfiler",
+    "profilers.base": "PassThroughProfiler Profiler",
+    "profilers.pytorch": "PyTorchProfiler",
+    "profilers.simple": "SimpleProfiler",
+    "strategies.base": "Strategy",
+    "strategies.ddp": "DDPStrategy",
+    "strategies.deepspeed.strategy": "DeepSpeedStrategy",
+    "strategies.fsdp.strategy": "FSDPStrategy",
+    "strategies.model_parallel.strategy": "ModelParallelStrategy",
+    "strategies.precision": "MixedPrecision Precision",
+    "trainer.states": "RunningStage TrainerFn TrainerStatus",
+    "trainer.trainer": "Trainer",
+    "tuner.batch_size_finder": "BatchSizeFinder",
+    "tuner.lr_finder": "LearningRateFinder",
+    "tuner.tuner": "Tuner",
+    "utilities.enums": "GradClipAlgorithmType",
+    "utilities.gradients": "grad_norm",
+    "utilities.overriding": "is_overridden",
+    "utilities.parameter_tying": "find_shared_parameters set_shared_parameters",
+    "utilities.rank_zero": (
+        "WarningCache rank_prefixed_message rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only "
+        "rank_zero_warn"
+    ),
+    "utilities.types": (
+        "EVAL_DATALOADERS LRSchedulerConfig LRSchedulerConfigType LRSchedulerPLType LRSchedulerTypeTuple "
+        "LRSchedulerTypeUnion Optimizable OptimizerConfig OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT "
+        "TRAIN_DATALOADERS TrainingStep _DEVICE _EVALUATE_OUTPUT _MAP_LOCATION_TYPE _METRIC _NUMBER _PATH "
+        "_PREDICT_OUTPUT"
+    ),
+}
+
+#: Names that Paceline calls something else.
+_RENAMED = {
+    "LightningDataModule": Target("data.datamodule", "DataModule"),
+    "LightningDeprecationWarning": Target("utilities.rank_zero", "RankZeroDeprecationWarning"),
+    "LightningModule": Target("trainer.module", "TrainingModule"),
+    "LightningOptimizer": Target("trainer.optimizers", "ManagedOptimizer"),
+    "PossibleUserWarning": Target("messages", "PacelineWarning"),
+    "SingleDeviceStrategy": Target("strategies.base", "SingleDevice"),
+    "_LRFinder": Target("tuner.learning_rate", "LRFinder"),
+    "extract_batch_size": Target("data.batches", "batch_size_of"),
+    "move_data_to_device": Target("processes.device_transfer", "move"),
+}
+TARGETS = {name: Target(home, name) for home, names in _HOMES.items() for name in names.split()} | _RENAMED
+
+_CALLBACKS = (
+    "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
+    "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
+    "LearningRateMonitor ModelCheckpoint ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
+    "RichProgressBar StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging"
+)
+_STRATEGIES = "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy SingleDeviceStrategy Strategy"
+_RANK_ZERO = (
+    "LightningDeprecationWarning WarningCache rank_prefixed_message rank_zero_debug rank_zero_deprecation "
+    "rank_zero_info rank_zero_only rank_zero_warn"
+)
+_TYPES = _HOMES["utilities.types"]
+_UTILITIES = (
+    "AttributeDict CombinedLoader GradClipAlgorithmType find_shared_parameters grad_norm is_overridden "
+    "move_data_to_device rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn set_shared_parameters"
+)
+_PRECISIONS = "MixedPrecision Precision"
+
+#: Lightning's modules and their names. Every module stands under ``lightning``.
+_MODULES = {
+    "": "Callback LightningDataModule LightningModule Trainer seed_everything",
+    "pytorch": "Callback LightningDataModule LightningModule Trainer seed_everything",
+    "pytorch.callbacks": _CALLBACKS,
+    "pytorch.callbacks.batch_size_finder": "BatchSizeFinder",
+    "pytorch.callbacks.callback": "Callback",
+    "pytorch.callbacks.checkpoint": "Checkpoint",
+    "pytorch.callbacks.device_stats_monitor": "DeviceStatsMonitor",
+    "pytorch.callbacks.early_stopping": "EarlyStopping EarlyStoppingReason",
+    "pytorch.callbacks.finetuning": "BackboneFinetuning BaseFinetuning",
+    "pytorch.callbacks.gradient_accumulation_scheduler": "GradientAccumulationScheduler",
+    "pytorch.callbacks.lambda_function": "LambdaCallback",
+    "pytorch.callbacks.lr_finder": "LearningRateFinder",
+    "pytorch.callbacks.lr_monitor": "LearningRateMonitor",
+    "pytorch.callbacks.model_checkpoint": "ModelCheckpoint",
+    "pytorch.callbacks.model_summary": "ModelSummary",
+    "pytorch.callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
+    "pytorch.callbacks.prediction_writer": "BasePredictionWriter",
+    "pytorch.callbacks.progress": "ProgressBar RichProgressBar TQDMProgressBar",
+    "pytorch.callbacks.progress.progress_bar": "ProgressBar",
+    "pytorch.callbacks.progress.rich_progress": "RichProgressBar RichProgressBarTheme",
+    "pytorch.callbacks.progress.tqdm_progress": "TQDMProgressBar",
+    "pytorch.callbacks.rich_model_summary": "RichModelSummary",
+    "pytorch.callbacks.stochastic_weight_avg": "StochasticWeightAveraging",
+    "pytorch.callbacks.throughput_monitor": "ThroughputMonitor",
+    "pytorch.callbacks.timer": "Timer",
+    "pytorch.callbacks.weight_averaging": "EMAWeightAveraging WeightAveraging",
+    "pytorch.core": "LightningDataModule LightningModule",
+    "pytorch.core.datamodule": "LightningDataModule",
+    "pytorch.core.hooks": "",
+    "pytorch.core.mixins": "HyperparametersMixin",
+    "pytorch.core.mixins.hparams_mixin": "HyperparametersMixin",
+    "pytorch.core.module": "LightningModule LightningOptimizer",
+    "pytorch.core.optimizer": "LightningOptimizer",
+    "pytorch.core.saving": "",
+    "pytorch.loggers": "CSVLogger Logger TensorBoardLogger WandbLogger",
+    "pytorch.loggers.csv_logs": "CSVLogger",
+    "pytorch.loggers.logger": "DummyLogger Logger",
+    "pytorch.loggers.tensorboard": "TensorBoardLogger",
+    "pytorch.loggers.utilities": "",
+    "pytorch.loggers.wandb": "WandbLogger",
+    "pytorch.loops": "",
+    "pytorch.overrides": "",
+    "pytorch.plugins": _PRECISIONS,
+    "pytorch.plugins.environments": "",
+    "pytorch.plugins.io": "",
+    "pytorch.plugins.precision": _PRECISIONS,
+    "pytorch.plugins.precision.amp": "MixedPrecision",
+    "pytorch.plugins.precision.precision": "Precision",
+    "pytorch.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler",
+    "pytorch.profilers.advanced": "AdvancedProfiler",
+    "pytorch.profilers.base": "PassThroughProfiler",
+    "pytorch.profilers.profiler": "Profiler",
+    "pytorch.profilers.pytorch": "PyTorchProfiler",
+    "pytorch.profilers.simple": "SimpleProfiler",
+    "pytorch.strategies": _STRATEGIES,
+    "pytorch.strategies.ddp": "DDPStrategy",
+    "pytorch.strategies.deepspeed": "DeepSpeedStrategy",
+    "pytorch.strategies.fsdp": "FSDPStrategy",
+    "pytorch.strategies.model_parallel": "ModelParallelStrategy",
+    "pytorch.strategies.single_device": "SingleDeviceStrategy",
+    "pytorch.strategies.strategy": "Strategy",
+    "pytorch.trainer": "Trainer seed_everything",
+    "pytorch.trainer.states": "RunningStage TrainerFn TrainerStatus",
+    "pytorch.trainer.trainer": "Trainer",
+    "pytorch.tuner": "Tuner",
+    "pytorch.tuner.lr_finder": "_LRFinder",
+    "pytorch.tuner.tuning": "Tuner",
+    "pytorch.utilities": _UTILITIES,
+    "pytorch.utilities.combined_loader": "CombinedLoader",
+    "pytorch.utilities.data": "extract_batch_size",
+    "pytorch.utilities.enums": "GradClipAlgorithmType",
+    "pytorch.utilities.exceptions": "",
+    "pytorch.utilities.grads": "grad_norm",
+    "pytorch.utilities.imports": "",
+    "pytorch.utilities.memory": "",
+    "pytorch.utilities.model_helpers": "is_overridden",
+    "pytorch.utilities.model_summary": "",
+    "pytorch.utilities.parameter_tying": "find_shared_parameters set_shared_parameters",
+    "pytorch.utilities.parsing": "AttributeDict",
+    "pytorch.utilities.rank_zero": _RANK_ZERO,
+    "pytorch.utilities.seed": "isolate_rng",
+    "pytorch.utilities.types": _TYPES,
+    "pytorch.utilities.warnings": "PossibleUserWarning",
+    "fabric": "seed_everything",
+    "fabric.plugins": _PRECISIONS,
+    "fabric.strategies": _STRATEGIES,
+    "fabric.utilities": "AttributeDict move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
+    "fabric.utilities.apply_func": "move_data_to_device",
+    "fabric.utilities.data": "AttributeDict",
+    "fabric.utilities.enums": "",
+    "fabric.utilities.exceptions": "",
+    "fabric.utilities.imports": "",
+    "fabric.utilities.rank_zero": _RANK_ZERO,
+    "fabric.utilities.seed": "isolate_rng reset_seed seed_everything",
+    "fabric.utilities.types": _TYPES,
+    "fabric.utilities.warnings": "PossibleUserWarning",
+}
+
+
+def _table() -> dict[str, dict[str, Target]]:
+    return {
+        f"lightning.{module}".rstrip("."): {name: TARGETS[name] for name in names.split()}
+        for module, names in _MODULES.items()
+    }
+
+
+CONSTANTS: dict[str, dict[str, Any]] = {}
+
+PACKAGE = Package(
+    name="lightning",
+    version=VERSION,
+    modules=_table(),
+    constants=CONSTANTS,
+    aliases={"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"},
+    distributions=("lightning", "pytorch-lightning", "lightning-fabric"),
+    homepage="https://github.com/Lightning-AI/lightning",
+)
