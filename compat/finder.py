@@ -8,7 +8,7 @@ import importlib.machinery
 import importlib.metadata
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from .. import messages
 
 _PACKAGE = __name__.partition(".")[0]
+UNKNOWN: Any = object()
 
 
 @dataclass
@@ -45,6 +46,8 @@ class Package:
         constants: values of names that Paceline has no use for.
         aliases: other packages that are parts of this one, such as ``pytorch_lightning`` of ``lightning.pytorch``.
         distributions: what ``importlib.metadata`` finds installed.
+        fallback: the value of a name that no table has; UNKNOWN if there is none.
+        on_install: called once the imports are answered.
         homepage: in the metadata.
         check_early: libraries that check only once, when they are imported, whether the package is installed.
     """
@@ -55,6 +58,8 @@ class Package:
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     distributions: Collection[str] = ()
+    fallback: Callable[[str], Any] = lambda name: UNKNOWN
+    on_install: Callable[[], None] = lambda: None
     homepage: str = ""
     check_early: Collection[str] = ()
 
@@ -92,9 +97,9 @@ class Alias(ModuleType):
             value = self._targets[name].value()
         elif inner in package.modules:
             return importlib.import_module(inner)
-        elif name.startswith("__"):
+        elif name.startswith("__") and name.endswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        else:
+        elif (value := package.fallback(name)) is UNKNOWN:
             raise AttributeError(
                 f"module {self.__name__!r} has no attribute {name!r}: Paceline replaces {package.name}, and has "
                 f"nothing of that name.{messages.did_you_mean(name, list(self._targets))}"
@@ -183,6 +188,25 @@ class Metadata(importlib.metadata.Distribution):
         return os.path.join(os.path.dirname(__file__), path)
 
 
+class _Placeholder(type):
+    """Type of the classes that stand for what Paceline does not have."""
+
+    why: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(cls.why)
+
+
+def placeholder(name: str, why: str) -> type:
+    """A class of that name, for ``isinstance`` and to inherit from; calling it raises NotImplementedError.
+
+    Args:
+        name: what Paceline does not have.
+        why: goes on after the name, without a full stop.
+    """
+    return _Placeholder(name, (), {"why": f"{name} {why}."})
+
+
 def _normal(name: str) -> str:
     return name.lower().replace("_", "-")
 
@@ -210,4 +234,5 @@ def install(package: Package) -> bool:
         )
     sys.meta_path.insert(0, Finder(package))
     importlib.invalidate_caches()
+    package.on_install()
     return True

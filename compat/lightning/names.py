@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..finder import Package, Target
+from ..finder import UNKNOWN, Package, Target, placeholder
 
 #: The version of Lightning whose names these are; programs see it as the installed one.
 VERSION = "2.6.1"
@@ -36,6 +36,10 @@ _HOMES = {
     "loggers.csv": "CSVLogger",
     "loggers.tensorboard": "TensorBoardLogger",
     "loggers.wandb": "WandbLogger",
+    "compat.lightning.exceptions": "MisconfigurationException SIGTERMException",
+    "compat.lightning.private": "find_free_network_port",
+    "processes.accelerators": "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator",
+    "processes.devices": "num_cuda_devices",
     "processes.seed": "isolate_rng reset_seed seed_everything",
     "profilers.advanced": "AdvancedProfiler",
     "profilers.base": "PassThroughProfiler Profiler",
@@ -80,8 +84,32 @@ _RENAMED = {
     "extract_batch_size": Target("data.batches", "batch_size_of"),
     "move_data_to_device": Target("processes.device_transfer", "move"),
 }
+_NOT_HERE = {
+    "Paceline finds out by itself which launcher has started a process": (
+        "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
+        "TorchElasticEnvironment"
+    ),
+    "Paceline reads and writes checkpoints itself": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO",
+    "use Trainer(sync_batchnorm=True)": "LayerSync TorchSyncBatchNorm",
+    "Paceline has no pruning": "ModelPruning",
+    "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
+        "CometLogger LitLogger MLFlowLogger NeptuneLogger DummyExperiment ExperimentWriter"
+    ),
+    "Paceline has no command line made from classes": (
+        "ArgsType LRSchedulerCallable LightningArgumentParser LightningCLI OptimizerCallable SaveConfigCallback "
+        "instantiate_class"
+    ),
+    "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
+    "the loop has no closures": "Closure",
+    "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
+    "use torch.utils.flop_counter": "Throughput measure_flops",
+    "Paceline does not drive TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
+    "Paceline trains in 16, 32 and 64 bits": "BitsandbytesPrecision TransformerEnginePrecision XLAPrecision",
+}
+UNSUPPORTED = {name: why for why, names in _NOT_HERE.items() for name in names.split()}
 TARGETS = {name: Target(home, name) for home, names in _HOMES.items() for name in names.split()} | _RENAMED
 
+_ACCELERATORS = "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator"
 _CALLBACKS = (
     "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
     "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
@@ -104,6 +132,12 @@ _PRECISIONS = "MixedPrecision Precision"
 _MODULES = {
     "": "Callback LightningDataModule LightningModule Trainer seed_everything",
     "pytorch": "Callback LightningDataModule LightningModule Trainer seed_everything",
+    "pytorch.accelerators": _ACCELERATORS,
+    "pytorch.accelerators.accelerator": "Accelerator",
+    "pytorch.accelerators.cpu": "CPUAccelerator",
+    "pytorch.accelerators.cuda": "CUDAAccelerator num_cuda_devices",
+    "pytorch.accelerators.mps": "MPSAccelerator",
+    "pytorch.accelerators.xla": "",
     "pytorch.callbacks": _CALLBACKS,
     "pytorch.callbacks.batch_size_finder": "BatchSizeFinder",
     "pytorch.callbacks.callback": "Callback",
@@ -145,7 +179,16 @@ _MODULES = {
     "pytorch.loops": "",
     "pytorch.overrides": "",
     "pytorch.plugins": _PRECISIONS,
+    "pytorch.cli": "",
     "pytorch.plugins.environments": "",
+    "pytorch.plugins.io.async_plugin": "",
+    "pytorch.plugins.io.checkpoint_plugin": "",
+    "pytorch.plugins.io.torch_plugin": "",
+    "pytorch.plugins.layer_sync": "",
+    "pytorch.plugins.precision.deepspeed": "",
+    "pytorch.plugins.precision.double": "",
+    "pytorch.plugins.precision.fsdp": "",
+    "pytorch.plugins.precision.half": "",
     "pytorch.plugins.io": "",
     "pytorch.plugins.precision": _PRECISIONS,
     "pytorch.plugins.precision.amp": "MixedPrecision",
@@ -173,7 +216,7 @@ _MODULES = {
     "pytorch.utilities.combined_loader": "CombinedLoader",
     "pytorch.utilities.data": "extract_batch_size",
     "pytorch.utilities.enums": "GradClipAlgorithmType",
-    "pytorch.utilities.exceptions": "",
+    "pytorch.utilities.exceptions": "MisconfigurationException SIGTERMException",
     "pytorch.utilities.grads": "grad_norm",
     "pytorch.utilities.imports": "",
     "pytorch.utilities.memory": "",
@@ -186,13 +229,23 @@ _MODULES = {
     "pytorch.utilities.types": _TYPES,
     "pytorch.utilities.warnings": "PossibleUserWarning",
     "fabric": "seed_everything",
+    "fabric.accelerators": _ACCELERATORS,
+    "fabric.accelerators.accelerator": "Accelerator",
+    "fabric.accelerators.cuda": "CUDAAccelerator num_cuda_devices",
+    "fabric.accelerators.mps": "MPSAccelerator",
+    "fabric.accelerators.xla": "",
+    "fabric.plugins.environments": "",
+    "fabric.plugins.environments.lightning": "find_free_network_port",
+    "fabric.plugins.io.checkpoint_io": "",
+    "fabric.utilities.distributed": "",
+    "fabric.utilities.throughput": "",
     "fabric.plugins": _PRECISIONS,
     "fabric.strategies": _STRATEGIES,
     "fabric.utilities": "AttributeDict move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
     "fabric.utilities.apply_func": "move_data_to_device",
     "fabric.utilities.data": "AttributeDict",
     "fabric.utilities.enums": "",
-    "fabric.utilities.exceptions": "",
+    "fabric.utilities.exceptions": "MisconfigurationException",
     "fabric.utilities.imports": "",
     "fabric.utilities.rank_zero": _RANK_ZERO,
     "fabric.utilities.seed": "isolate_rng reset_seed seed_everything",
@@ -201,11 +254,54 @@ _MODULES = {
 }
 
 
+#: Lightning's modules of which programs use private names at most.
+_MODULES |= dict.fromkeys(
+    (
+        "fabric.accelerators.cpu fabric.plugins.collectives fabric.plugins.io fabric.strategies.launchers "
+        "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
+        "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
+        "fabric.utilities.cloud_io fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
+        "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike "
+        "pytorch._graveyard pytorch.core.saving pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
+        "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
+        "pytorch.loops.prediction_loop pytorch.loops.progress pytorch.loops.training_epoch_loop pytorch.loops.utilities "
+        "pytorch.overrides.distributed pytorch.serve pytorch.strategies.launchers "
+        "pytorch.strategies.launchers.launcher pytorch.strategies.launchers.multiprocessing "
+        "pytorch.strategies.launchers.subprocess_script pytorch.trainer.call pytorch.trainer.configuration_validator "
+        "pytorch.trainer.connectors pytorch.trainer.connectors.accelerator_connector "
+        "pytorch.trainer.connectors.callback_connector pytorch.trainer.connectors.checkpoint_connector "
+        "pytorch.trainer.connectors.data_connector pytorch.trainer.connectors.logger_connector "
+        "pytorch.trainer.connectors.logger_connector.fx_validator "
+        "pytorch.trainer.connectors.logger_connector.logger_connector "
+        "pytorch.trainer.connectors.logger_connector.result pytorch.trainer.connectors.signal_connector "
+        "pytorch.trainer.setup pytorch.utilities.compile pytorch.utilities.consolidate_checkpoint "
+        "pytorch.utilities.migration pytorch.utilities.testing pytorch.utilities.upgrade_checkpoint"
+    ).split(),
+    "",
+)
+
+
 def _table() -> dict[str, dict[str, Target]]:
     return {
         f"lightning.{module}".rstrip("."): {name: TARGETS[name] for name in names.split()}
         for module, names in _MODULES.items()
     }
+
+
+def fallback(name: str) -> Any:
+    """The value of a name that no module's table has."""
+    from . import private
+
+    if name in UNSUPPORTED:
+        return placeholder(name, f"is not available: {UNSUPPORTED[name]}")
+    return private.find(name)
+
+
+def install() -> None:
+    """What changes with the imports: errors are Lightning's too."""
+    from . import behaviours
+
+    behaviours.install()
 
 
 CONSTANTS: dict[str, dict[str, Any]] = {}
@@ -217,5 +313,7 @@ PACKAGE = Package(
     constants=CONSTANTS,
     aliases={"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"},
     distributions=("lightning", "pytorch-lightning", "lightning-fabric"),
+    fallback=fallback,
+    on_install=install,
     homepage="https://github.com/Lightning-AI/lightning",
 )

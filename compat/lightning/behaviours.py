@@ -1,0 +1,33 @@
+"""Where programs written for Lightning expect another behaviour: applied to Paceline's classes by the stand-in."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from .exceptions import translated
+
+#: Modules of Paceline, their classes, and which of their methods raise errors that programs catch as Lightning's.
+_RAISING = {
+    "trainer.trainer": {"Trainer": "__init__ fit validate test predict save_checkpoint"},
+    "trainer.module": {"TrainingModule": "log log_dict manual_backward optimizers lr_schedulers save_hyperparameters"},
+    "callbacks.early_stopping": {"EarlyStopping": "__init__"},
+    "callbacks.finetuning": {"BackboneFinetuning": "__init__"},
+    "callbacks.gradient_accumulation_scheduler": {"GradientAccumulationScheduler": "__init__"},
+    "callbacks.lr_monitor": {"LearningRateMonitor": "__init__"},
+    "callbacks.model_checkpoint": {"ModelCheckpoint": "__init__"},
+    "callbacks.stochastic_weight_averaging": {"StochasticWeightAveraging": "__init__"},
+    "callbacks.timer": {"Timer": "__init__"},
+    "profilers.pytorch": {"PyTorchProfiler": "__init__"},
+    "strategies.precision.mixed": {"MixedPrecision": "__init__"},
+    "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
+}
+
+
+def install() -> None:
+    """Change them."""
+    for module, classes in _RAISING.items():
+        for name, methods in classes.items():
+            owner: Any = getattr(import_module(f"paceline.{module}"), name)
+            for method in methods.split():
+                setattr(owner, method, translated(getattr(owner, method)))
