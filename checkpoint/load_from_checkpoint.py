@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import messages
 from ..processes import seed
 from . import restore
+from .hparams_files import read_hparams
 from .hyperparameters import AttributeDict
 from .read import read
 
@@ -57,7 +58,7 @@ def load_from_checkpoint(
     is_module = issubclass(cls, nn.Module)
     prefix = "" if is_module else "datamodule_"
     if hparams_file is not None:
-        checkpoint[f"{prefix}hyper_parameters"] = _read_hparams(Path(hparams_file))
+        checkpoint[f"{prefix}hyper_parameters"] = read_hparams(Path(hparams_file))
     arguments = _arguments(cls, checkpoint, prefix, kwargs)
     with seed.isolate_rng():
         made = cls(**arguments)
@@ -124,26 +125,3 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
             f"checkpoint's hyperparameters {held}. Pass it: {cls.__name__}.load_from_checkpoint(path, {again}); or "
             f"{kept}."
         )
-
-
-def _read_hparams(path: Path) -> dict[str, Any]:
-    kind = path.suffix.lower()
-    if kind == ".csv":
-        with path.open(newline="") as lines:
-            return {row[0]: _literal(row[1]) for row in list(csv.reader(lines))[1:] if row}
-    if kind in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"hparams_file={str(path)!r} is YAML, and pyyaml is not installed. Run: pip install pyyaml"
-            ) from error
-        return yaml.safe_load(path.read_text()) or {}
-    raise ValueError(f"hparams_file={str(path)!r} has an unknown file type. Pass a .yaml, .yml or .csv file.")
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

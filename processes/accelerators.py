@@ -73,12 +73,15 @@ class MPSAccelerator(Accelerator):
     name = "mps"
 
 
-KINDS: dict[str, type[Accelerator]] = {kind.name: kind for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator)}
+class _Registry(dict[str, type[Accelerator]]):
+    """The kinds by name."""
+
+    def available_accelerators(self) -> list[str]:
+        """The names of all kinds, whether this machine has such a device or not."""
+        return sorted(self)
 
 
-def available_accelerators() -> list[str]:
-    """The names of all kinds, whether this machine has them or not."""
-    return sorted(KINDS)
+AcceleratorRegistry = _Registry((kind.name, kind) for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator))
 
 
 def _find(wanted: Any, kind: str) -> list[torch.device]:

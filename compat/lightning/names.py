@@ -37,8 +37,9 @@ _HOMES = {
     "loggers.tensorboard": "TensorBoardLogger",
     "loggers.wandb": "WandbLogger",
     "compat.lightning.exceptions": "MisconfigurationException SIGTERMException",
+    "checkpoint.hparams_files": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
     "compat.lightning.private": "find_free_network_port",
-    "processes.accelerators": "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator",
+    "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
     "processes.devices": "num_cuda_devices",
     "processes.seed": "isolate_rng reset_seed seed_everything",
     "profilers.advanced": "AdvancedProfiler",
@@ -50,12 +51,13 @@ _HOMES = {
     "strategies.deepspeed.strategy": "DeepSpeedStrategy",
     "strategies.fsdp.strategy": "FSDPStrategy",
     "strategies.model_parallel.strategy": "ModelParallelStrategy",
-    "strategies.precision": "MixedPrecision Precision",
+    "strategies.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
     "trainer.states": "RunningStage TrainerFn TrainerStatus",
     "trainer.trainer": "Trainer",
     "tuner.batch_size_finder": "BatchSizeFinder",
     "tuner.lr_finder": "LearningRateFinder",
     "tuner.tuner": "Tuner",
+    "utilities.data": "has_iterable_dataset has_len suggested_max_num_workers",
     "utilities.enums": "GradClipAlgorithmType",
     "utilities.gradients": "grad_norm",
     "utilities.overriding": "is_overridden",
@@ -80,8 +82,13 @@ _RENAMED = {
     "LightningOptimizer": Target("trainer.optimizers", "ManagedOptimizer"),
     "PossibleUserWarning": Target("messages", "PacelineWarning"),
     "SingleDeviceStrategy": Target("strategies.base", "SingleDevice"),
+    "TrainerState": Target("trainer.state", "RunState"),
     "_LRFinder": Target("tuner.learning_rate", "LRFinder"),
+    "_runif_reasons": Target("compat.lightning.testing", "runif_reasons"),
     "extract_batch_size": Target("data.batches", "batch_size_of"),
+    "from_compiled": Target("strategies.compile_networks", "uncompiled"),
+    "get_cpu_stats": Target("callbacks.device_stats_monitor", "cpu_stats"),
+    "to_uncompiled": Target("strategies.compile_networks", "uncompiled"),
     "move_data_to_device": Target("processes.device_transfer", "move"),
 }
 _NOT_HERE = {
@@ -101,6 +108,7 @@ _NOT_HERE = {
     ),
     "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
+    "ask each rank": "has_len_all_ranks",
     "Paceline shards loaders in their own classes": "DistributedSamplerWrapper",
     "use torch.utils.flop_counter": "Throughput measure_flops",
     "Paceline does not drive TPUs": "SingleDeviceXLAStrategy XLAEnvironment XLAStrategy",
@@ -109,7 +117,7 @@ _NOT_HERE = {
 UNSUPPORTED = {name: why for why, names in _NOT_HERE.items() for name in names.split()}
 TARGETS = {name: Target(home, name) for home, names in _HOMES.items() for name in names.split()} | _RENAMED
 
-_ACCELERATORS = "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator"
+_ACCELERATORS = "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator"
 _CALLBACKS = (
     "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
     "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
@@ -126,7 +134,7 @@ _UTILITIES = (
     "AttributeDict CombinedLoader GradClipAlgorithmType find_shared_parameters grad_norm is_overridden "
     "move_data_to_device rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn set_shared_parameters"
 )
-_PRECISIONS = "MixedPrecision Precision"
+_PRECISIONS = "DoublePrecision HalfPrecision MixedPrecision Precision"
 
 #: Lightning's modules and their names. Every module stands under ``lightning``.
 _MODULES = {
@@ -134,7 +142,7 @@ _MODULES = {
     "pytorch": "Callback LightningDataModule LightningModule Trainer seed_everything",
     "pytorch.accelerators": _ACCELERATORS,
     "pytorch.accelerators.accelerator": "Accelerator",
-    "pytorch.accelerators.cpu": "CPUAccelerator",
+    "pytorch.accelerators.cpu": "CPUAccelerator get_cpu_stats",
     "pytorch.accelerators.cuda": "CUDAAccelerator num_cuda_devices",
     "pytorch.accelerators.mps": "MPSAccelerator",
     "pytorch.accelerators.xla": "",
@@ -169,7 +177,7 @@ _MODULES = {
     "pytorch.core.mixins.hparams_mixin": "HyperparametersMixin",
     "pytorch.core.module": "LightningModule LightningOptimizer",
     "pytorch.core.optimizer": "LightningOptimizer",
-    "pytorch.core.saving": "",
+    "pytorch.core.saving": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
     "pytorch.loggers": "CSVLogger Logger TensorBoardLogger WandbLogger",
     "pytorch.loggers.csv_logs": "CSVLogger",
     "pytorch.loggers.logger": "DummyLogger Logger",
@@ -179,16 +187,16 @@ _MODULES = {
     "pytorch.loops": "",
     "pytorch.overrides": "",
     "pytorch.plugins": _PRECISIONS,
-    "pytorch.cli": "",
+    "pytorch.cli": "LRSchedulerTypeTuple LRSchedulerTypeUnion",
     "pytorch.plugins.environments": "",
     "pytorch.plugins.io.async_plugin": "",
     "pytorch.plugins.io.checkpoint_plugin": "",
     "pytorch.plugins.io.torch_plugin": "",
     "pytorch.plugins.layer_sync": "",
     "pytorch.plugins.precision.deepspeed": "",
-    "pytorch.plugins.precision.double": "",
+    "pytorch.plugins.precision.double": "DoublePrecision",
     "pytorch.plugins.precision.fsdp": "",
-    "pytorch.plugins.precision.half": "",
+    "pytorch.plugins.precision.half": "HalfPrecision",
     "pytorch.plugins.io": "",
     "pytorch.plugins.precision": _PRECISIONS,
     "pytorch.plugins.precision.amp": "MixedPrecision",
@@ -207,14 +215,15 @@ _MODULES = {
     "pytorch.strategies.single_device": "SingleDeviceStrategy",
     "pytorch.strategies.strategy": "Strategy",
     "pytorch.trainer": "Trainer seed_everything",
-    "pytorch.trainer.states": "RunningStage TrainerFn TrainerStatus",
+    "pytorch.trainer.states": "RunningStage TrainerFn TrainerState TrainerStatus",
     "pytorch.trainer.trainer": "Trainer",
     "pytorch.tuner": "Tuner",
     "pytorch.tuner.lr_finder": "_LRFinder",
     "pytorch.tuner.tuning": "Tuner",
     "pytorch.utilities": _UTILITIES,
+    "pytorch.utilities.compile": "from_compiled to_uncompiled",
     "pytorch.utilities.combined_loader": "CombinedLoader",
-    "pytorch.utilities.data": "extract_batch_size",
+    "pytorch.utilities.data": "extract_batch_size has_iterable_dataset has_len",
     "pytorch.utilities.enums": "GradClipAlgorithmType",
     "pytorch.utilities.exceptions": "MisconfigurationException SIGTERMException",
     "pytorch.utilities.grads": "grad_norm",
@@ -226,6 +235,7 @@ _MODULES = {
     "pytorch.utilities.parsing": "AttributeDict",
     "pytorch.utilities.rank_zero": _RANK_ZERO,
     "pytorch.utilities.seed": "isolate_rng",
+    "pytorch.utilities.testing": "_runif_reasons",
     "pytorch.utilities.types": _TYPES,
     "pytorch.utilities.warnings": "PossibleUserWarning",
     "fabric": "seed_everything",
@@ -243,7 +253,7 @@ _MODULES = {
     "fabric.strategies": _STRATEGIES,
     "fabric.utilities": "AttributeDict move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
     "fabric.utilities.apply_func": "move_data_to_device",
-    "fabric.utilities.data": "AttributeDict",
+    "fabric.utilities.data": "AttributeDict has_iterable_dataset has_len suggested_max_num_workers",
     "fabric.utilities.enums": "",
     "fabric.utilities.exceptions": "MisconfigurationException",
     "fabric.utilities.imports": "",
@@ -262,7 +272,7 @@ _MODULES |= dict.fromkeys(
         "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
         "fabric.utilities.cloud_io fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
         "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike "
-        "pytorch._graveyard pytorch.core.saving pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
+        "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
         "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
         "pytorch.loops.prediction_loop pytorch.loops.progress pytorch.loops.training_epoch_loop pytorch.loops.utilities "
         "pytorch.overrides.distributed pytorch.serve pytorch.strategies.launchers "
@@ -274,8 +284,8 @@ _MODULES |= dict.fromkeys(
         "pytorch.trainer.connectors.logger_connector.fx_validator "
         "pytorch.trainer.connectors.logger_connector.logger_connector "
         "pytorch.trainer.connectors.logger_connector.result pytorch.trainer.connectors.signal_connector "
-        "pytorch.trainer.setup pytorch.utilities.compile pytorch.utilities.consolidate_checkpoint "
-        "pytorch.utilities.migration pytorch.utilities.testing pytorch.utilities.upgrade_checkpoint"
+        "pytorch.trainer.setup pytorch.utilities.consolidate_checkpoint "
+        "pytorch.utilities.migration pytorch.utilities.upgrade_checkpoint"
     ).split(),
     "",
 )

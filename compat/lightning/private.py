@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from ...utilities.rank_zero import WarningCache
 from ..finder import UNKNOWN, placeholder
 
 _FLAG = re.compile(r"_(TORCH|TORCHMETRICS|PYTHON|OMEGACONF)_(GREATER_EQUAL|EQUAL|LESS_EQUAL)_(\d+(?:_\d+)*)")
@@ -100,5 +101,7 @@ _VALUES: dict[str, Any] = {
     "_SignalConnector": _SignalConnector,
     "_destroy_dist_connection": _destroy_dist_connection,
     "_distributed_is_initialized": _distributed_is_initialized,
+    "RegisterRecordFunction": placeholder("RegisterRecordFunction", "is not needed: PyTorchProfiler marks modules itself"),
+    "warning_cache": WarningCache(),
     "find_free_network_port": find_free_network_port,
 }

@@ -137,6 +137,24 @@ class TruePrecision(Precision):
         return module if self.input_dtype is None else convert(module, self.input_dtype)
 
 
+class DoublePrecision(TruePrecision):
+    """``"64-true"``."""
+
+    def __init__(self) -> None:
+        super().__init__("64-true")
+
+
+class HalfPrecision(TruePrecision):
+    """``"16-true"`` or ``"bf16-true"``.
+
+    Args:
+        precision: which of the two.
+    """
+
+    def __init__(self, precision: Literal["16-true", "bf16-true"] = "16-true") -> None:
+        super().__init__(precision)
+
+
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that an optimizer's parameters hold just now."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
