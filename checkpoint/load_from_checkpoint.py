@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def load_from_checkpoint(
-    cls: type[T],
+    cls: Any,
     path: Any,
     map_location: Any = None,
     hparams_file: Any = None,
@@ -56,10 +56,9 @@ def load_from_checkpoint(
         )
     checkpoint = read(path, "cpu" if map_location is None else map_location)
     is_module = issubclass(cls, nn.Module)
-    prefix = "" if is_module else "datamodule_"
     if hparams_file is not None:
-        checkpoint[f"{prefix}hyper_parameters"] = read_hparams(Path(hparams_file))
-    arguments = _arguments(cls, checkpoint, prefix, kwargs)
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read_hparams(Path(hparams_file))
+    arguments = _arguments(cls, checkpoint, kwargs)
     with seed.isolate_rng():
         made = cls(**arguments)
         if is_module:
@@ -81,15 +80,15 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
         module.to(device)
 
 
-def _arguments(cls: type, checkpoint: dict[str, Any], prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that ``cls`` takes: the saved ones, overridden by the given ones."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    saved = AttributeDict(checkpoint.get(f"{prefix}hyper_parameters", {}))
+    saved = AttributeDict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
     for key in ("_instantiator", "_class_path"):
         saved.pop(key, None)
-    name = checkpoint.get(f"{prefix}hparams_name")
+    name = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
     if name in named:
         arguments: dict[str, Any] = {name: _attribute_dicts(saved | given)}
         known = [*named, *saved]

@@ -92,13 +92,11 @@ def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...
     from ..checkpoint.logger_positions import say_where
     from .checkpoint_contents import restore_training
 
-    if (
-        run.trainer.max_epochs is None
-        and run.trainer.max_steps == -1
-        and not any(isinstance(c, Timer) and c.time_remaining() is not None for c in run.trainer.callbacks)
-    ):
-        messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
-        run.trainer.max_epochs = 1000
+    if run.trainer.max_epochs is None:
+        timed = any(isinstance(c, Timer) and c.time_remaining() is not None for c in run.trainer.callbacks)
+        if run.trainer.max_steps == -1 and not timed:
+            messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
+        run.trainer.max_epochs = -1 if run.trainer.max_steps != -1 or timed else 1000
     run.resumes = checkpoint is not None and parts != ("model",)
     if checkpoint is not None:
         _restore_model(run, checkpoint, parts)

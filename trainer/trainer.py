@@ -17,6 +17,7 @@ from ..callbacks.base import Callback
 from ..checkpoint.restore import PARTS, Part, check_parts
 from ..doctor.script_arguments import overruled
 from ..loggers.base import Logger
+from ..processes.accelerators import Accelerator, AcceleratorRegistry
 from ..processes.devices import AcceleratorName
 from ..processes.signals import Action, check_signals
 from ..profilers.base import Profiler
@@ -140,7 +141,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        accelerator: AcceleratorName = "auto",
+        accelerator: AcceleratorName | Accelerator = "auto",
         strategy: StrategyName | str | Strategy = "auto",
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
@@ -216,8 +217,12 @@ class Trainer:
         self.check_val_every_n_epoch = every
         self.val_check_interval, self.val_check_seconds = check.check_val_interval(given["val_check_interval"], every)
         if self.fast_dev_run:
-            self.max_epochs, self.max_steps = 1, self.fast_dev_run
+            self.max_epochs, self.max_steps = 1, int(self.fast_dev_run)
             self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
+            self.limit_train_batches = self.limit_val_batches = self.max_steps
+            self.limit_test_batches = self.limit_predict_batches = self.max_steps
+        elif self.max_epochs is None and (self.max_steps != -1 or given["max_time"] is not None):
+            self.max_epochs = -1
         sanity = 2 if given["num_sanity_val_steps"] is None else given["num_sanity_val_steps"]
         self.num_sanity_val_steps = check.check_count("num_sanity_val_steps", sanity, unlimited=True)
         if self.fast_dev_run or given["barebones"]:
@@ -229,6 +234,7 @@ class Trainer:
         self.gradient_clip_algorithm: check.ClipAlgorithm | None = given["gradient_clip_algorithm"]
         check.check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
         every = 50 if given["log_every_n_steps"] is None else given["log_every_n_steps"]
+        every = 1 if self.fast_dev_run else every
         self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62
         reload = given["reload_dataloaders_every_n_epochs"]
         self.reload_dataloaders_every_n_epochs = check.check_count("reload_dataloaders_every_n_epochs", reload)
@@ -623,9 +629,10 @@ class Trainer:
         return self.current_run.current_batch_indices
 
     @property
-    def ckpt_path(self) -> Any:
+    def ckpt_path(self) -> str | None:
         """The file that the last run loaded, or None. Set it and every entry point loads that one, until it is None."""
-        return self.current_run.ckpt_path
+        path = self.current_run.ckpt_path
+        return None if path is None else str(path)
 
     @ckpt_path.setter
     def ckpt_path(self, path: Any) -> None:
@@ -647,9 +654,9 @@ class Trainer:
         return self.strategy.precision.scaler
 
     @property
-    def accelerator(self) -> str:
-        """The kind of device: ``"cpu"``, ``"cuda"`` or ``"mps"``."""
-        return self.strategy.device.type
+    def accelerator(self) -> Accelerator:
+        """The kind of device; it equals ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        return AcceleratorRegistry[self.strategy.device.type]()
 
     @property
     def device_ids(self) -> list[int]:
