@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .exceptions import translated
 
@@ -26,8 +30,21 @@ _RAISING = {
 
 def install() -> None:
     """Change them."""
+    from ...loggers.csv import CSVLogger
+    from ...loggers.tensorboard import TensorBoardLogger
+    from ...trainer.trainer import Trainer
+
+    for logger in (CSVLogger, TensorBoardLogger):
+        defaults = logger.__init__.__defaults__ or ()
+        logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
+    values = Trainer.logged_metrics.fget
+    Trainer.logged_metrics = property(lambda trainer: _tensors(values(trainer)), doc=Trainer.logged_metrics.__doc__)
     for module, classes in _RAISING.items():
         for name, methods in classes.items():
             owner: Any = getattr(import_module(f"paceline.{module}"), name)
             for method in methods.split():
                 setattr(owner, method, translated(getattr(owner, method)))
+
+
+def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value) for name, value in values.items()}

@@ -34,6 +34,11 @@ class Precision:
     #: fp16's loss scaler, or None.
     scaler: Any = None
 
+    @property
+    def precision(self) -> str:
+        """Its name, as in ``Trainer(precision=...)``."""
+        return self.name
+
     def use_on(self, device: torch.device) -> None:
         """Say where it will compute. Called once by the strategy that it belongs to."""
 
