@@ -8,6 +8,7 @@ Every public name is loaded when it is first used, so ``import paceline`` is alm
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +157,10 @@ _MODULE_OF = {
 _ROOMS = ("callbacks", "loggers", "profilers", "strategies", "trainer")
 
 sys.meta_path.insert(0, OldPaths())
+if os.environ.get("PACELINE_STANDS_IN"):
+    from .compat import install_from_environment
+
+    install_from_environment()
 
 
 def __getattr__(name: str) -> Any:

@@ -47,7 +47,7 @@ class Package:
         aliases: other packages that are parts of this one, such as ``pytorch_lightning`` of ``lightning.pytorch``.
         distributions: what ``importlib.metadata`` finds installed.
         fallback: the value of a name that no table has; UNKNOWN if there is none.
-        on_install: called once the imports are answered.
+        on_import: called when the first module is imported.
         homepage: in the metadata.
         check_early: libraries that check only once, when they are imported, whether the package is installed.
     """
@@ -59,7 +59,7 @@ class Package:
     aliases: Mapping[str, str] = field(default_factory=dict)
     distributions: Collection[str] = ()
     fallback: Callable[[str], Any] = lambda name: UNKNOWN
-    on_install: Callable[[], None] = lambda: None
+    on_import: Callable[[], None] = lambda: None
     homepage: str = ""
     check_early: Collection[str] = ()
 
@@ -126,6 +126,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, package: Package) -> None:
         self.package = package
+        self._imported = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """The spec of a module; None if it does not belong to the package."""
@@ -142,6 +143,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Create the module, or take the one that has another name already."""
+        if not self._imported:
+            self._imported = True
+            self.package.on_import()
         original = self.package.own_name(spec.name)
         if original != spec.name:
             module = importlib.import_module(original)
@@ -234,5 +238,4 @@ def install(package: Package) -> bool:
         )
     sys.meta_path.insert(0, Finder(package))
     importlib.invalidate_caches()
-    package.on_install()
     return True

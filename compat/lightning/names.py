@@ -307,8 +307,8 @@ def fallback(name: str) -> Any:
     return private.find(name)
 
 
-def install() -> None:
-    """What changes with the imports: errors are Lightning's too."""
+def change_behaviours() -> None:
+    """Let Paceline's classes behave as programs written for Lightning expect."""
     from . import behaviours
 
     behaviours.install()
@@ -324,6 +324,6 @@ PACKAGE = Package(
     aliases={"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"},
     distributions=("lightning", "pytorch-lightning", "lightning-fabric"),
     fallback=fallback,
-    on_install=install,
+    on_import=change_behaviours,
     homepage="https://github.com/Lightning-AI/lightning",
 )
