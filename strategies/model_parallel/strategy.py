@@ -110,11 +110,16 @@ class ModelParallelStrategy(FSDPStrategy):
         **options: Any,
     ) -> None:
         super().__init__(precision, **_known_options(options))
-        given = locals()
-        for name in ("pipeline_schedule", "microbatches", "virtual_stages", "split_points"):
-            if given[name] is not None and pipeline_parallel == 1:
+        for_pipelines = {
+            "pipeline_schedule": pipeline_schedule,
+            "microbatches": microbatches,
+            "virtual_stages": virtual_stages,
+            "split_points": split_points,
+        }
+        for name, value in for_pipelines.items():
+            if value is not None and pipeline_parallel == 1:
                 raise ValueError(
-                    f"ModelParallelStrategy({name}={given[name]!r}) has no effect without a pipeline. Set "
+                    f"ModelParallelStrategy({name}={value!r}) has no effect without a pipeline. Set "
                     "pipeline_parallel to the number of processes that hold successive layers, or leave it out."
                 )
         self.asked: dict[str, int | str] = {
