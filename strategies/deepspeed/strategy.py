@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from ..precision.base import Precision
 from . import config as configuration
 from . import zero_partitions
 from .package import quiet, require_deepspeed, use_device
+from .settings import DeepSpeedName
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -63,14 +64,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         ModuleNotFoundError: DeepSpeed is not installed.
     """
 
-    names: ClassVar[tuple[str, ...]] = (
-        "deepspeed",
-        "deepspeed_stage_1",
-        "deepspeed_stage_2",
-        "deepspeed_stage_2_offload",
-        "deepspeed_stage_3",
-        "deepspeed_stage_3_offload",
-    )
+    names: ClassVar[tuple[str, ...]] = get_args(DeepSpeedName)
 
     def __init__(
         self,
