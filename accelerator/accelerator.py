@@ -133,26 +133,38 @@ class Accelerator(Facts):
         scheduler_steps: Literal["per_update", "per_sample"] | None = None,
         output_dtype: Literal["fp32", "keep"] | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}
-        arguments = read_arguments(given)
-        strategy, choice = arguments.strategy, arguments.choice
+        arguments = read_arguments(
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            split_batches=split_batches,
+            dynamo_backend=dynamo_backend,
+            log_with=log_with,
+            project_dir=project_dir,
+            strategy=strategy,
+            scheduler_steps=scheduler_steps,
+            output_dtype=output_dtype,
+            dataloader_config=dataloader_config,
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_plugin=dynamo_plugin,
+            parallelism_config=parallelism_config,
+        )
+        strategy = arguments.strategy
         self.settings = arguments.settings
         self.project_configuration = arguments.project_configuration
         self.trackers = Trackers(arguments.log_with, self.project_configuration.logging_dir)
         self.rng_types = rng_types
-        self.handlers = arguments.handlers
+        self.handlers = arguments.choice.handlers
         self.strategy = strategy
         strategy.setup_environment()
         keep_freed_memory(strategy.device)
-        self.state = AcceleratorState.of(
-            PartialState.of(strategy),
-            self.mixed_precision,
-            deepspeed_plugin=choice.deepspeed_plugin,
-            fsdp_plugin=choice.fsdp_plugin,
-            dynamo_plugin=arguments.dynamo,
-            parallelism_config=choice.parallelism_config,
-            device_mesh=getattr(strategy, "mesh", None),
-        )
+        self.state = AcceleratorState.of(PartialState.of(strategy), self.mixed_precision, **arguments.plugins)
         self.gradient_state = GradientState(**arguments.accumulation)
         self.prepared = Prepared(
             strategy,
@@ -186,10 +198,9 @@ class Accelerator(Facts):
         """
         refuse_processes(self.strategy, "An Accelerator")
         own, methods = vars(self), type(self)
-        plugins = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config")
         return {
             "own": {n: own[n] for n in own if n != "state" and not callable(getattr(methods, n, None))},
-            "plugins": {name: getattr(self.state, name) for name in plugins},
+            "plugins": self.state.plugins,
             "precision": self.state.mixed_precision,
         }
 
