@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import messages
 from ..strategies.item_weighting import ItemWindow
+from ..torch_private import local_part
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
@@ -40,6 +41,7 @@ class GradientState:
         first_use: called, once, when the next backward or optimizer step runs.
         windows: those of ``accumulate``, by the ids of their models; ``()``: the one of all models.
         checked: what runs backward was chosen for the models that are prepared now.
+        runs_own_backward: the script was warned that it does not call ``accelerator.backward``.
         step: a number that the loop may count with; states keep it.
     """
 
@@ -67,6 +69,7 @@ class GradientState:
         self.first_use: list[Callable[[], None]] = []
         self.windows: dict[tuple[int, ...], Window] = {}
         self.checked = False
+        self.runs_own_backward = False
         self.step = 0
 
     def models_changed(self) -> None:
@@ -342,6 +345,35 @@ class Window:
             factor = factor if now is None else factor * (now / self._scale)
         if self.by_items or self._scale is not None or factor != 1.0:
             strategy.scale_gradients(inner, factor)
+
+    def check_own_backward(self, optimizer: AcceleratedOptimizer) -> None:
+        """Find gradients of a script that calls ``loss.backward()`` itself; waits for the device if there are any.
+
+        Raises:
+            RuntimeError: inside ``accumulate``, where no update would ever be due.
+        """
+        state, scaler = self.state, optimizer.strategy.precision.scaler
+        counts = state.num_steps > 1 and not self.free
+        scales = scaler is not None and scaler.is_enabled() and not state.runs_own_backward
+        if state.by_hand or not (counts or scales) or any(window.count for window in state.windows.values()):
+            return
+        found = [parameter.grad for parameter in optimizer._parameters if parameter.grad is not None]
+        if not any(gradient.is_sparse or bool(local_part(gradient).any()) for gradient in found):
+            return
+        name = f"{type(optimizer.optimizer).__name__}.step()"
+        if counts:
+            raise RuntimeError(
+                f"{name} was called in `with accelerator.accumulate(...):` with gradients that did not come from "
+                f"accelerator.backward. Only its calls count as micro-batches, so a window of {state.num_steps} would "
+                "never be complete. Call accelerator.backward(loss) instead of loss.backward(); it also divides the "
+                f"loss by gradient_accumulation_steps={state.num_steps}, so do not divide it yourself."
+            )
+        state.runs_own_backward = True
+        messages.warn(
+            f"{name} divides gradients by fp16's loss scale, but they did not come from accelerator.backward, which "
+            "multiplies the loss by it. Call accelerator.backward(loss) instead of loss.backward(). If the script "
+            "calls accelerator.scaler.scale(loss) itself, ignore this warning."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The window under way, as plain data for a checkpoint."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..strategies.base import Strategy
@@ -38,8 +39,8 @@ class AcceleratedOptimizer(Optimizer):
         scales: its gradients have fp16's loss scale in them.
     """
 
-    #: Finds better words for an error of a step; None: there are none.
-    explain: Callable[[BaseException], BaseException | None] | None = None
+    #: Returns an error that says what to do about the one given; None if there is nothing to add.
+    explain: Callable[[BaseException], BaseException | None] = staticmethod(lambda error: None)
 
     def __init__(
         self,
@@ -76,18 +77,19 @@ class AcceleratedOptimizer(Optimizer):
             closure: evaluates the loss and calls ``accelerator.backward``, for optimizers that need one.
         """
         state = self._state_of_gradients
+        window = state.window
+        if not window.count and closure is None:
+            window.check_own_backward(self)
         if not state.sync_gradients:
             return None
         if state.first_use:
             state.used()
-        window = state.window
         loss = None
         if closure is None:
             if self.scales or window.by_items or window.local or window.count != state.num_steps:
                 window.settle(self)  # elsewhere gradients have their final size
             if self._clip_norm is not None:
-                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-                self.strategy.clip_by_norm(parameters, self._clip_norm)
+                self.strategy.clip_by_norm(self._parameters, self._clip_norm)
         self._steps = True
         try:
             if self._plain and closure is None:
@@ -97,7 +99,7 @@ class AcceleratedOptimizer(Optimizer):
             else:
                 loss, self._is_overflow = self._step_with(closure)
         except RuntimeError as error:
-            better = None if self.explain is None else self.explain(error)
+            better = self.explain(error)
             if better is None:
                 raise
             raise better from error
@@ -105,6 +107,11 @@ class AcceleratedOptimizer(Optimizer):
             self._steps = False
         window.stepped.add(id(self))
         return loss
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        """The parameters of all groups."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def refuse_others(self, why: str) -> None:
         """From now on, a step of the user's optimizer that does not come from here is an error.
@@ -189,10 +196,10 @@ class AcceleratedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         refuse_processes(self.strategy, f"A prepared {type(self.optimizer).__name__}")
         window = self._state_of_gradients.window
-        groups = () if self.placements else self.optimizer.param_groups  # gradients of models are with them
+        parameters = () if self.placements else self._parameters  # models bring their gradients
         return {
             "own": {name: value for name, value in vars(self).items() if name not in ("explain", "strategies")},
-            "gradients": [(parameter, parameter.grad) for group in groups for parameter in group["params"]],
+            "gradients": [(parameter, parameter.grad) for parameter in parameters],
             "settled": id(self) in window.settled,
             "stepped": id(self) in window.stepped,
         }
