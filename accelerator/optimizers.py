@@ -85,11 +85,10 @@ class AcceleratedOptimizer(Optimizer):
         if state.first_use:
             state.used()
         loss = None
-        if closure is None:
-            if self.scales or window.by_items or window.local or window.count != state.num_steps:
-                window.settle(self)  # elsewhere gradients have their final size
-            if self._clip_norm is not None:
-                self.strategy.clip_by_norm(self._parameters, self._clip_norm)
+        if closure is None and (self.scales or window.by_items or window.local or window.count != state.num_steps):
+            window.settle(self)  # otherwise gradients have their final size already
+        if closure is None and self._clip_norm is not None:
+            self.strategy.clip_by_norm(self._parameters, self._clip_norm)
         self._steps = True
         try:
             if self._plain and closure is None:
