@@ -88,7 +88,7 @@ class AcceleratedOptimizer(Optimizer):
         if closure is None and (self.scales or window.by_items or window.local or window.count != state.num_steps):
             window.settle(self)  # otherwise gradients have their final size already
         if closure is None and self._clip_norm is not None:
-            self.strategy.clip_by_norm(self._parameters, self._clip_norm)
+            self.strategy.clip_by_norm(self._own_parameters, self._clip_norm)
         self._steps = True
         try:
             if self._plain and closure is None:
@@ -108,7 +108,7 @@ class AcceleratedOptimizer(Optimizer):
         return loss
 
     @property
-    def _parameters(self) -> list[Tensor]:
+    def _own_parameters(self) -> list[Tensor]:
         """The parameters of all groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
@@ -195,7 +195,7 @@ class AcceleratedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         refuse_processes(self.strategy, f"A prepared {type(self.optimizer).__name__}")
         window = self._state_of_gradients.window
-        parameters = () if self.placements else self._parameters  # models bring their gradients
+        parameters = () if self.placements else self._own_parameters  # models bring their gradients
         return {
             "own": {name: value for name, value in vars(self).items() if name not in ("explain", "strategies")},
             "gradients": [(parameter, parameter.grad) for parameter in parameters],
