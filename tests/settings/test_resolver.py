@@ -285,8 +285,7 @@ def test_every_variable_and_key_belongs_to_one_setting() -> None:
 )
 def test_a_misspelt_variable_is_warned_of_once(variable: str, meant: str) -> None:
     with pytest.warns(messages.PacelineWarning, match=f"{variable} has no effect. Did you mean '{meant}'?") as warned:
-        for _ in range(2):
-            resolve(environment={variable: "1", "PACELINE_CONFIG_FILE": "none"})
+        [resolve(environment={variable: "1", "PACELINE_CONFIG_FILE": "none"}) for _ in range(2)]
     assert len(warned) == 1
 
 
