@@ -1,4 +1,4 @@
-"""A prepared optimizer: it steps when the window of micro-batches is complete, and does nothing before."""
+"""Prepared optimizers, which step only when the accumulation window is complete."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class AcceleratedOptimizer(Optimizer):
-    """Stands for the user's optimizer; whatever is read from it is that one's.
+    """Wraps the user's optimizer, and has all of its attributes.
 
     ``step()`` does nothing while gradients are accumulated. ``zero_grad()`` keeps gradients that no step has used yet,
-    so that it may be called at the beginning of a micro-batch as well as at its end.
+    so it may be called at the beginning or at the end of a micro-batch.
 
     Args:
-        optimizer: the user's.
-        strategy: what steps it: that of its model.
-        state: of the Accelerator.
+        optimizer: the user's optimizer.
+        strategy: the strategy of its model, which runs its steps.
+        state: the Accelerator's state.
         placements: the prepared models whose parameters it has.
-        clip_norm: what the norm of its gradients is clipped to before each step; None: they are not.
+        clip_norm: the largest gradient norm, to which each step clips; None to not clip.
 
     Attributes:
-        placement: the first of its models; None if it has parameters of none.
-        strategies: ids of the strategies that hold its models.
-        scales: its gradients have fp16's loss scale in them.
+        placement: the first of its models, or None.
+        strategies: ids of the strategies of its models.
+        scales: whether its gradients contain the fp16 loss scale.
     """
 
     #: Returns an error that says what to do about the one given; None if there is nothing to add.
@@ -67,7 +67,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because fp16's gradients overflowed."""
+        """Whether the last step was skipped because fp16 gradients overflowed."""
         return self._is_overflow
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -113,11 +113,7 @@ class AcceleratedOptimizer(Optimizer):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def refuse_others(self, why: str) -> None:
-        """From now on, a step of the user's optimizer that does not come from here is an error.
-
-        Args:
-            why: what such a step would do wrong, for the error.
-        """
+        """Make direct steps of the user's optimizer an error; ``why`` explains what would go wrong."""
         text = (
             f"{type(self.optimizer).__name__}.step() was called on the optimizer that was passed to prepare, {why}. "
             "Step what prepare returned: optimizer = accelerator.prepare(optimizer)."
@@ -139,7 +135,7 @@ class AcceleratedOptimizer(Optimizer):
         return (losses[0] if losses else None), not stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; nothing while they are accumulated, also at the beginning of a window's last micro-batch.
+        """Clear gradients; does nothing while they are accumulated, or before the backward pass of a micro-batch.
 
         Args:
             set_to_none: as for torch's optimizers.
@@ -161,27 +157,27 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """For optimizers without schedules, which have a mode for training."""
+        """Switch schedule-free optimizers to training."""
         _call(self.optimizer, "train")
 
     def eval(self) -> None:
-        """For optimizers without schedules, which have a mode for evaluation."""
+        """Switch schedule-free optimizers to evaluation."""
         _call(self.optimizer, "eval")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The user's optimizer's."""
+        """The wrapped optimizer's parameter groups."""
         _refuse_scaler(self.scales or self._state_of_gradients.num_steps > 1)
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The user's optimizer's."""
+        """The wrapped optimizer's state."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The user's optimizer's."""
+        """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
@@ -221,13 +217,12 @@ def _call(optimizer: Optimizer, name: str) -> None:
 
 
 def _refuse_scaler(accelerating: bool) -> None:
-    """Raise if it is torch's GradScaler that reads a prepared optimizer's gradients.
+    """Raise a RuntimeError if torch's GradScaler reads a prepared optimizer's parameters.
+
+    The scaler reads nothing else of an optimizer, so only the calling file tells it apart from other readers.
 
     Args:
-        accelerating: gradients are accumulated or scaled, so that a second scaler would spoil them.
-
-    Raises:
-        RuntimeError: it is.
+        accelerating: gradients are accumulated or scaled, so a second scaler would corrupt them.
     """
     if accelerating and sys._getframe(2).f_code.co_filename.endswith("grad_scaler.py"):
         raise RuntimeError(
