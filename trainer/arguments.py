@@ -43,6 +43,7 @@ MOVED = {
 }
 #: The variables of Lightning that give arguments which code leaves out: PL_TRAINER_MAX_EPOCHS=3.
 VARIABLE_PREFIX = "PL_TRAINER_"
+_WRONG_PREFIX = "PACELINE_TRAINER_"
 #: Arguments that settings stand for; None and "auto" count as left out.
 SETTLED = ("accelerator", "strategy", "precision", "accumulate_grad_batches", "compile")
 SWITCHES = (
@@ -80,18 +81,18 @@ def with_variables(init: Callable[Concatenate[Any, P], None]) -> Callable[Concat
 
 
 def _from_variables(known: tuple[str, ...], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that variables give and code does not; a variable of none of the ``known`` names is warned of."""
+    """The arguments that variables give and code does not; warns about variables that name none of ``known``."""
     left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
     found = {}
     for variable, text in os.environ.items():
-        if not variable.startswith(VARIABLE_PREFIX) or not text:
+        if not variable.startswith((VARIABLE_PREFIX, _WRONG_PREFIX)) or not text:
             continue
-        name = variable.removeprefix(VARIABLE_PREFIX).lower()
-        if name not in known:
-            meant = f" Use {MOVED[name]}." if name in MOVED else messages.did_you_mean(name, known)
-            messages.warn_once(
-                f"The environment variable {variable} has no effect: Trainer has no argument {name!r}.{meant}"
-            )
+        name = variable.removeprefix(VARIABLE_PREFIX).removeprefix(_WRONG_PREFIX).lower()
+        if name not in known or variable.startswith(_WRONG_PREFIX):
+            meant = messages.did_you_mean(VARIABLE_PREFIX + name.upper(), [VARIABLE_PREFIX + n.upper() for n in known])
+            why = "" if name in known else f": Trainer has no argument {name!r}"
+            hint = f" Use {MOVED[name]}." if name in MOVED else meant
+            messages.warn_once(f"The environment variable {variable} has no effect{why}.{hint}")
         elif name not in passed or name in left_open:
             found[name] = text
             with contextlib.suppress(Exception):  # it is a word, no number: taken as it is

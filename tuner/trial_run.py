@@ -13,9 +13,10 @@ from .. import messages
 from ..callbacks.finetuning import BaseFinetuning
 from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..data.combined_loader import CombinedLoader
-from ..data.loaders import eval_loaders, train_loader
+from ..data.loaders import eval_loaders, replaced, train_loader
 from ..loggers.base import DummyLogger
 from ..memory.out_of_memory_error import out_of_memory
+from ..strategies.deepspeed.strategy import DeepSpeedStrategy
 from ..trainer.choose_profiler import chosen
 from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
@@ -34,8 +35,6 @@ Change = Callable[[DataLoader[Any]], DataLoader[Any]]
 
 def refuse_strategy(run: Run, what: str) -> None:
     """Raise under a strategy whose state is stored where nobody can put it back."""
-    from ..strategies.deepspeed.strategy import DeepSpeedStrategy
-
     strategy = run.strategy
     if isinstance(strategy, DeepSpeedStrategy) or strategy.splits_batches:
         raise NotImplementedError(
@@ -175,8 +174,6 @@ def _refuse_iterator(given: Any, stage: str) -> None:
 
 
 def _copy_of(loader: Any, change: Change | None) -> Any:
-    from ..data.loaders import replaced
-
     if isinstance(loader, CombinedLoader):
         clone = copy.copy(loader)
         clone.flattened = [_copy_of(leaf, change) for leaf in loader.flattened]

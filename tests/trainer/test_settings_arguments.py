@@ -242,7 +242,12 @@ def test_lightnings_variables_count_after_pacelines_and_before_the_file(
 
 @pytest.mark.parametrize(
     ("variable", "hint"),
-    [("PL_TRAINER_MAX_EPOCH", "Did you mean 'max_epochs'?"), ("PL_TRAINER_GPUS", "Use accelerator='gpu'")],
+    [
+        ("PL_TRAINER_MAX_EPOCH", "Did you mean 'PL_TRAINER_MAX_EPOCHS'?"),
+        ("PACELINE_TRAINER_MAX_EPOCS", "Did you mean 'PL_TRAINER_MAX_EPOCHS'?"),
+        ("PACELINE_TRAINER_MAX_EPOCHS", "Did you mean 'PL_TRAINER_MAX_EPOCHS'?"),
+        ("PL_TRAINER_GPUS", "Use accelerator='gpu'"),
+    ],
 )
 def test_an_unknown_variable_of_that_kind_is_warned_of(
     variable: str, hint: str, monkeypatch: pytest.MonkeyPatch, quiet: dict[str, Any]
