@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.loss_guard import LossGuard
 from ..strategies.compile_networks import scope_of
 from . import phases
 from .hooks import method_of, overridden
@@ -52,8 +51,7 @@ def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., A
         finite, step = LossReader(module, run.strategy).finite, bound
         bound = lambda batch, batch_idx: finite(step(batch, batch_idx))  # noqa: E731
     for callback in run.trainer.callbacks:
-        if isinstance(callback, LossGuard):
-            bound = callback.around_training_step(run.trainer, module, bound)
+        bound = callback.around_training_step(run.trainer, module, bound)
     return bound
 
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch.optim import LBFGS, Optimizer
 
-from ..callbacks.loss_guard import LossGuard
+from ..callbacks.base import Callback, overridden
 from ..strategies.base import SingleDevice
 from ..strategies.compile_networks import scope_of
 from ..torch_private import is_of_scheduler, step_hooks
 from .bind_steps import takes_iterator
-from .hooks import overridden
 
 if TYPE_CHECKING:
     from .run import Run
@@ -81,7 +80,7 @@ def check_module(run: Run) -> None:
         if overridden(module, name, TrainingModule) is not None:
             _refuse(run, f"{owner}.{name} is not part of the graph", "Leave it out")
     for callback in run.trainer.callbacks:
-        if isinstance(callback, LossGuard):
+        if overridden(callback, "around_training_step", Callback) is not None:
             _refuse(run, f"{type(callback).__name__} looks at the loss before its backward", "Leave it out")
     for name in HOOKS:
         for hook in getattr(run.hooks, name):

@@ -75,11 +75,12 @@ def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, traine
         ):
             found.append(_default(kind))
     if max_time is not None:
-        if any(isinstance(c, Timer) for c in found):
+        timer = Timer(to_timedelta(max_time, "Trainer(max_time=)"), grace_seconds=grace_seconds)
+        if any(callback.state_key == timer.state_key for callback in found):
             raise ValueError(
                 f"Trainer(max_time={max_time!r}) contradicts the Timer among its callbacks. Leave one of them out."
             )
-        found.append(Timer(to_timedelta(max_time, "Trainer(max_time=)"), grace_seconds=grace_seconds))
+        found.append(timer)
     elif grace_seconds:
         raise ValueError(
             f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no end to stop before. Pass "

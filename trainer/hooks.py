@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.base import HOOKS, Callback, overridden
+from ..callbacks.base import HOOKS, OTHER_METHODS, Callback, overridden
 from ..messages import owner_of
 from .profiling import wrap_hooks
 
@@ -54,7 +54,6 @@ DATA_METHODS = (
     "load_state_dict",
     *MODULE_METHODS[MODULE_METHODS.index("train_dataloader") :],
 )
-STATE = ("state_dict", "load_state_dict")
 #: The steps take a choice of arguments, which ``binding.py`` examines.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 #: Hooks of other versions of Lightning, which nobody calls here, and those that took their place.
@@ -77,7 +76,7 @@ MOVED = {
     "configure_sharded_model": "configure_model",
 }
 
-_CALLED = frozenset((*HOOKS, *MODULE_METHODS, *STATE))
+_CALLED = frozenset((*HOOKS, *MODULE_METHODS, *OTHER_METHODS))
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
@@ -101,7 +100,7 @@ class HookTable:
         from .module import TrainingModule
 
         for callback in callbacks:
-            check(callback, Callback, (*HOOKS, *STATE))
+            check(callback, Callback, (*HOOKS, *OTHER_METHODS))
         check(module, TrainingModule, (*HOOKS, *MODULE_METHODS))
         if datamodule is not None:
             check(datamodule, DataModule, DATA_METHODS)

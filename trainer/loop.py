@@ -6,7 +6,6 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
-from ..callbacks.loss_guard import LossGuard
 from ..data.batches import Batches, HandOver
 from ..data.loaders import seed_shuffling, what_fetching_changes
 from ..processes.seed import host_random_states, mixed
@@ -48,7 +47,7 @@ class FitLoop:
         self.validation = Validation(run)
         self.stops = run.stops
         self.takes_iterator = takes_iterator(run.module.training_step)
-        self.guarded = any(isinstance(callback, LossGuard) for callback in run.trainer.callbacks)
+        self.guarded = any(callback.skips_together for callback in run.trainer.callbacks)
         self.losses = LossReader(run.module, run.strategy, together=self.guarded)
         self.log_every = run.trainer.log_every_n_steps
         self.at_epoch_start: dict[str, Any] | None = None

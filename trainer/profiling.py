@@ -115,13 +115,10 @@ def fetched(run: Run, batches: Any, kind: str) -> Any:
 
 
 def report_split(run: Run) -> None:
-    """Give what was found to those who make a page about the run, before they do."""
-    from ..callbacks.run_report import RunReport
-
-    split = run.trainer.profiler.split()
-    for callback in run.trainer.callbacks if split else ():
-        if isinstance(callback, RunReport):
-            callback.add_split(type(run.trainer.profiler).__name__, split)
+    """Tell the callbacks how the run's time was split."""
+    trainer, split = run.trainer, run.trainer.profiler.split()
+    for callback in trainer.callbacks if split else ():
+        callback.on_profile(trainer, run.module, type(trainer.profiler).__name__, split)
 
 
 def teardown(run: Run, stage: str) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
-from ..callbacks.loss_guard import Rollback
+from ..callbacks.base import Rollback
 from ..checkpoint.folder_lock import Claims
 from ..checkpoint.restore import PARTS
 from ..data.worker_processes import explain_lost_worker, torchs_own

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import messages
-from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from ..callbacks.base import Callback
 from ..settings import Given, Row, Settings, resolve
 from ..strategies.base import Strategy
 from ..strategies.choose import strategy_in
@@ -135,7 +135,7 @@ def _precision(given: Mapping[str, Any]) -> Any:
 
 def _accumulation(given: Mapping[str, Any]) -> Any:
     callbacks = given["callbacks"] if isinstance(given["callbacks"], Sequence) else (given["callbacks"],)
-    scheduled = any(isinstance(one, GradientAccumulationScheduler) for one in callbacks)
+    scheduled = any(isinstance(c, Callback) and c.get_accumulate_grad_batches(0) is not None for c in callbacks)
     return 1 if scheduled and given["accumulate_grad_batches"] is None else given["accumulate_grad_batches"]
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from .. import messages
 from ..callbacks.base import Callback
-from ..callbacks.timer import Timer
 from ..data.datamodule import DataModule
 from ..doctor.script_options import Plan
 from ..processes.cluster_environment import is_requeued
@@ -95,7 +94,7 @@ def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...
     if (
         run.trainer.max_epochs is None
         and run.trainer.max_steps == -1
-        and not any(isinstance(c, Timer) and c.time_remaining() is not None for c in run.trainer.callbacks)
+        and not any(callback.limits_training for callback in run.trainer.callbacks)
     ):
         messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
         run.trainer.max_epochs = 1000

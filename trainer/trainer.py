@@ -769,10 +769,8 @@ class Trainer:
 
     def _accumulation(self, epoch: int) -> int:
         """Micro-batches an update in an epoch."""
-        from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-
-        schedule = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
-        return self.accumulate_grad_batches if schedule is None else schedule.get_accumulate_grad_batches(epoch)
+        found = (callback.get_accumulate_grad_batches(epoch) for callback in self.callbacks)
+        return next((batches for batches in found if batches is not None), self.accumulate_grad_batches)
 
     # ---- callbacks -------------------------------------------------------------------------------------------------
 

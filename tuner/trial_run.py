@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from .. import messages
 from ..callbacks.finetuning import BaseFinetuning
-from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..data.combined_loader import CombinedLoader
 from ..data.loaders import eval_loaders, train_loader
 from ..loggers.base import DummyLogger
@@ -94,8 +93,9 @@ def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
     double.loggers = [DummyLogger()] if trainer.loggers else []
     double.callbacks = [copy.deepcopy(c) for c in trainer.callbacks if isinstance(c, BaseFinetuning)]
     for callback in trainer.callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
-            double.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.state.epoch)
+        batches = callback.get_accumulate_grad_batches(trainer.state.epoch)
+        if batches is not None:
+            double.accumulate_grad_batches = batches
     double.state = RunState()
     double.state.load_state_dict(trainer.state.state_dict())
     run = double.current_run = Run(double, request)
