@@ -43,6 +43,11 @@ class Strategy(Placement, Communication, State):
     communicates_gradients: ClassVar[bool] = False
     #: Whether a step runs on micro-batches, pieces of a batch, one after the other.
     splits_batches: ClassVar[bool] = False
+    #: The methods that a profiler times.
+    timed: ClassVar[tuple[str, ...]] = (
+        *("backward", "optimizer_step"),
+        *("reduce", "all_gather", "broadcast", "gather_objects", "barrier"),
+    )
 
     # ---- the run ---------------------------------------------------------------------------------------------------
 
@@ -107,6 +112,14 @@ class Strategy(Placement, Communication, State):
 
     def teardown(self) -> None:
         """Release what the strategy holds. Called once a run, also after an exception."""
+
+    def time_with(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None) -> None:
+        """Bind the methods in ``timed`` through a profiler's ``around`` for one run; None: as they are defined."""
+        for name in self.timed:
+            if around is None:
+                vars(self).pop(name, None)
+            else:
+                setattr(self, name, around(f"[Strategy]{type(self).__name__}.{name}", getattr(self, name)))
 
     # ---- communication of gradients ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from .hooks import method_of, overridden
 from .loss import LossReader
 from .microbatch_metrics import JoiningStep
 from .module import TrainingModule
-from .profiling import wrap_bound
+from .profiling import by_strategy
 
 if TYPE_CHECKING:
     from .run import Run
@@ -41,7 +41,7 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
     bound = around_training_step(run, bound) if name == "training_step" else bound
     if name == "training_step" and scope_of(run.trainer.compile) in ("step", "graphs"):
         return bound  # it is traced, not called
-    return wrap_bound(run, name, bound)
+    return by_strategy(run, name, bound)
 
 
 def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
     strategy = run.strategy
     move = strategy.batch_mover()
     if move is not None:
-        move = wrap_bound(run, "batch_to_device", move)
+        move = by_strategy(run, "batch_to_device", move)
     if not any(hooks.values()):
         return move
     before, transfer, after = hooks.values()

@@ -22,7 +22,7 @@ from ..torch_private import compiler_errors, on_compiling, tracing_whole_steps
 from .compiled_optimizer import TracedOptimizer
 from .compiled_step_checks import check_optimizers, check_trainer, cycles_momentum
 from .microbatch_metrics import Heard, listened
-from .profiling import wrap_bound
+from .profiling import by_strategy
 from .step import Outputs, TrainStep
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class WholeStep:
             more: arguments for ``torch.compile``.
         """
         function.__code__ = function.__code__.replace(co_name=f"{self.owner}_{name}_of_fit_{self.number}")
-        return wrap_bound(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
+        return by_strategy(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
 
     def batch_step(self, batch: Any) -> Callable[..., Any]:
         """What runs a batch: for each shape a graph of its own, so that it does not matter which came first.

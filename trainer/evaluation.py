@@ -12,7 +12,7 @@ import torch
 from ..data.batches import Batches
 from ..data.sharding import surplus
 from ..torch_private import pytree
-from . import phases, profiling
+from . import phases
 from .bind_steps import bind_mover, bind_step
 from .hooks import check_signature, method_of, overridden
 from .shared_step_values import keep_step, stand_by
@@ -25,6 +25,11 @@ Kind = Literal["validate", "test", "predict"]
 
 #: What hooks call a stage.
 WORDS = {"validate": "validation", "test": "test", "predict": "predict"}
+#: What a profiler calls the fetching of their batches.
+FETCHES = {
+    kind: f"[_EvaluationLoop].{word}_next"
+    for kind, word in (("validate", "val"), ("test", "test"), ("predict", "predict"))
+}
 
 
 class EvalLoop:
@@ -141,7 +146,7 @@ class EvalLoop:
         after_step, after_hooks = places = metrics.sharings()
         stops, may_stop = run.stops, self.may_stop(known)
         with closing(batches):
-            for batch, is_mine in profiling.fetched(run, self.in_step(batches, known), self.kind):
+            for batch, is_mine in run.trainer.profiler.iterate(FETCHES[self.kind], self.in_step(batches, known)):
                 batch_idx += 1
                 state.evaluated += 1
                 state.passed += may_stop

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks.base import HOOKS, OTHER_METHODS, Callback, overridden
 from ..messages import owner_of
-from .profiling import wrap_hooks
 
 if TYPE_CHECKING:
     from ..data.datamodule import DataModule
@@ -108,30 +107,32 @@ class HookTable:
         theirs = [(callback, Callback, (trainer, module)) for callback in callbacks]
         own = [(module, TrainingModule, ())]
         self.on_train_epoch_end: tuple[Bound, ...] = ()
+        bind = partial(_bind, trainer.profiler.around)
         for name in HOOKS:
             owners = [*data, *theirs, *own] if name in ("setup", "teardown", "on_exception") else [*theirs, *own]
-            setattr(self, name, tuple(_bind(owners, name)))
+            setattr(self, name, tuple(bind(owners, name)))
         savers = [owner for owner in theirs if owner[0].runs_last]
         others = [owner for owner in theirs if not owner[0].runs_last]
         for name in ("on_train_batch_end", "on_validation_end"):
-            setattr(self, name, tuple(_bind([*others, *own, *savers], name)))
+            setattr(self, name, tuple(bind([*others, *own, *savers], name)))
         quiet = [owner for owner in theirs if not owner[0].monitors_metrics]
         monitors = [owner for owner in theirs if owner[0].monitors_metrics]
-        self.on_train_epoch_end = tuple(_bind([*quiet, *own], "on_train_epoch_end"))
-        self.on_train_epoch_end_monitors = tuple(_bind(monitors, "on_train_epoch_end"))
-        self.prepare_data = tuple(_bind([*data, *own], "prepare_data"))
-        if trainer.profiler.active:
-            wrap_hooks(trainer.profiler, self)
+        self.on_train_epoch_end = tuple(bind([*quiet, *own], "on_train_epoch_end"))
+        self.on_train_epoch_end_monitors = tuple(bind(monitors, "on_train_epoch_end"))
+        self.prepare_data = tuple(bind([*data, *own], "prepare_data"))
 
     def __getattr__(self, name: str) -> tuple[Bound, ...]:
         raise AttributeError(f"There is no hook {name!r}")
 
 
-def _bind(owners: Iterable[tuple[Any, type, tuple[Any, ...]]], name: str) -> Iterable[Bound]:
+def _bind(
+    around: Callable[..., Bound], owners: Iterable[tuple[Any, type, tuple[Any, ...]]], name: str
+) -> Iterable[Bound]:
     for owner, base, given in owners:
         method = overridden(owner, name, base)
         if method is not None:
-            yield partial(method, *given) if given else method
+            who = owner.state_key if base is Callback else type(owner).__name__
+            yield around(f"[{base.__name__}]{who}.{name}", partial(method, *given) if given else method)
 
 
 def check(owner: Any, base: type, known: Sequence[str]) -> None:

@@ -9,14 +9,14 @@ from .. import messages
 from ..data.batches import Batches, HandOver
 from ..data.loaders import seed_shuffling, what_fetching_changes
 from ..processes.seed import host_random_states, mixed
-from . import phases, profiling
+from . import phases
 from .bind_steps import bind_mover, bind_step, takes_iterator
 from .compiled_step import compiled_whole
 from .loss import LossReader, LossWatch
 from .lr_schedules import Schedules
 from .manual_step_check import HandSteps
 from .state import Pending
-from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached
+from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached, without_last_items
 from .validation import Validation
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class FitLoop:
         self._fetched: Batches | None = None
         self.hand_steps = HandSteps(run, self)
         run.fit = self
-        profiling.wrap_fit(run, self)
+        self.profiler = run.trainer.profiler
+        self.validate = self.profiler.around("run_validation", self.validation.validate)
 
     def train(self) -> None:
         """Train until a limit is reached, somebody stops it, or an exception ends it."""
@@ -77,12 +78,13 @@ class FitLoop:
             hook()
         if self.resumed is not None and (owed in (Pending.EPOCH_VALUES, Pending.TRAIN_END) or state.next_batch == 0):
             self.resumed.go_on()
+        run_epoch = self.profiler.around("run_training_epoch", self.run_epoch)
         if owed is Pending.EPOCH_VALUES:
             self.finish_epoch()
         elif owed not in (Pending.NOTHING, Pending.TRAIN_END):
-            self.run_epoch(state.next_batch)
+            run_epoch(state.next_batch)
         while not self.finished():
-            self.run_epoch(state.next_batch)
+            run_epoch(state.next_batch)
         state.pending = Pending.NOTHING
         metrics.enter(phases.ON_TRAIN_END)
         for hook in self.hooks.on_train_end:
@@ -124,6 +126,7 @@ class FitLoop:
         run, state, hooks, metrics, validation = self.run, self.state, self.hooks, self.metrics, self.validation
         self.start_epoch()
         step, schedules, batches = self.step(), Schedules(run), self.batches(start_batch)
+        run_batch = self.profiler.around("run_training_batch", step)
         starts, ends, stops = hooks.on_train_batch_start, hooks.on_train_batch_end, self.stops
         num_batches, max_steps = run.source.num_training_batches, limit(run.trainer.max_steps)
         log_every = self.log_every = run.trainer.log_every_n_steps
@@ -143,7 +146,7 @@ class FitLoop:
                     self.skip_rest(step, schedules)
                     complete = True
                     break
-                outputs = step(batch, batch_idx)
+                outputs = run_batch(batch, batch_idx)
                 if after_step.on:
                     after_step.meet()
                 state.batches += 1
@@ -188,15 +191,14 @@ class FitLoop:
     def step(self) -> ManualStep:
         """The step, bound to what callbacks left of optimizers and accumulation."""
         if self.whole is not None:
-            step: ManualStep = self.whole.step(self.losses)
-        else:
-            step = choose_step(self.run, self.forward, self.losses)
-        profiling.wrap_parts(self.run, step)
-        if self.whole is None:
-            self.hand_steps.watch(step)
-        if self.run.source.last_share == 0.0:
-            step = EmptyLastStep(step)
-        return profiling.wrap_step(self.run, IteratorStep(step) if self.takes_iterator else step)
+            return self.whole.step(self.losses)
+        empty = self.run.source.last_share == 0.0
+        step = choose_step(
+            self.run, without_last_items(self.state, self.forward) if empty else self.forward, self.losses
+        )
+        self.hand_steps.watch(step)
+        step = EmptyLastStep(step) if empty else step
+        return IteratorStep(step) if self.takes_iterator else step
 
     def batches(self, start_batch: int) -> Any:
         """The epoch's batches on the device, in an order that (seed, epoch) alone decide."""
@@ -231,7 +233,8 @@ class FitLoop:
         if resumed is not None and start_batch > 0:
             resumed.enter_epoch()
         self.at_epoch_start = host_random_states()
-        iterator = profiling.started(self.run, batches)
+        name = "[_TrainingEpochLoop].train_dataloader_next"
+        iterator = self.profiler.iterate(name, self.profiler.around(name, iter)(batches))  # fetching ahead begins here
         if resumed is not None and start_batch > 0:
             resumed.go_on()
             self.finish_batch(schedules)
@@ -260,7 +263,7 @@ class FitLoop:
         if state.pending is LOGGING and state.stepped and (state.updates % self.log_every == 0 or reason == "asked"):
             self.metrics.flush_step(state.updates, state.epoch, outputs)
         if state.pending is not PLATEAUS and validation.every is not None and validation.due(state.batch_idx, reason):
-            reason = validation.validate()
+            reason = self.validate()
         if schedules.step_plateaus and state.stepped:
             schedules.advance(schedules.step_plateaus, state.updates)
         state.pending = NOTHING

@@ -221,7 +221,7 @@ class Run:
 
     def teardown(self, fn: str, failed: bool) -> None:
         """End the run: hooks, loggers, profiler, locks, loaders, strategy."""
-        jobs: list[Any] = [partial(profiling.report_split, self)] if self.trainer.profiler.active else []
+        jobs: list[Any] = [partial(profiling.report_split, self)]
         if self.hooks is not None:
             jobs += [lambda hook=hook: hook(fn) for hook in self.hooks.teardown]
         status = ("interrupted" if self.state.signum else "failed") if failed else "success"

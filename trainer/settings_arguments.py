@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -9,11 +14,13 @@ from typing import Any
 
 from .. import messages
 from ..callbacks.base import Callback
+from ..doctor.script_arguments import overruled
 from ..settings import Given, Row, Settings, resolve
 from ..strategies.base import Strategy
 from ..strategies.choose import strategy_in
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.precision.base import Precision
+from .arguments import MOVED
 
 #: Words for the precisions that settings have, and for what the Trainer accepts for the same.
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
@@ -36,6 +43,49 @@ _SWITCHES = {
     "use_deepspeed": ("deepspeed",),
     "use_parallelism_config": ("modelparallel", "model_parallel", "fsdp", "hybrid_shard"),
 }
+
+
+#: Variables of Lightning for arguments that code leaves out: PL_TRAINER_MAX_EPOCHS=3.
+VARIABLE_PREFIX = "PL_TRAINER_"
+
+
+def settled(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorator for ``Trainer.__init__``, which then gets the final value of each argument.
+
+    It is the first of: code, variable ``PL_TRAINER_<ARGUMENT>``, setting, default; in a script that ``paceline doctor``
+    runs, its plan before all. ``settings_in_force`` of the object says where each value comes from.
+    """
+    parameters = inspect.signature(init).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    @functools.wraps(init)
+    def settle(self: Any, *args: Any, **kwargs: Any) -> None:
+        found = _from_variables(tuple(defaults), kwargs)
+        variables = {name: VARIABLE_PREFIX + name.upper() for name in found}
+        given, self.settings_in_force = with_origins({**defaults, **kwargs, **found}, defaults, variables)
+        init(self, *args, **overruled(given))
+
+    return settle
+
+
+def _from_variables(known: tuple[str, ...], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that variables give and code does not; warns of variables for arguments that are not ``known``."""
+    left_open = {name for name in _ARGUMENTS.values() if passed.get(name) is None or passed[name] == "auto"}
+    found = {}
+    for variable, text in os.environ.items():
+        if not variable.startswith(VARIABLE_PREFIX) or not text:
+            continue
+        name = variable.removeprefix(VARIABLE_PREFIX).lower()
+        if name not in known:
+            meant = f" Use {MOVED[name]}." if name in MOVED else messages.did_you_mean(name, known)
+            messages.warn_once(
+                f"The environment variable {variable} has no effect: Trainer has no argument {name!r}.{meant}"
+            )
+        elif name not in passed or name in left_open:
+            found[name] = text
+            with contextlib.suppress(Exception):  # it is a word, not a number
+                found[name] = ast.literal_eval(text)
+    return found
 
 
 def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:

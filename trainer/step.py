@@ -18,9 +18,11 @@ from torch.optim import LBFGS, Optimizer
 from .hooks import method_of, overridden
 from .loss import LossReader
 from .manual_step_check import second_backward
+from .profiling import by_module
 
 if TYPE_CHECKING:
     from .run import Run
+    from .state import RunState
 
 Outputs = Any
 
@@ -83,7 +85,8 @@ class TrainStep(ManualStep):
         own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
         plain = overridden(self.optimizer, "zero_grad", Optimizer) is None and own_zero is None
         zero_grad = method_of(module, "optimizer_zero_grad", TrainingModule)
-        self.clear = clear_gradients if plain else partial(self._zero_grad, zero_grad)
+        clear = clear_gradients if plain else partial(self._zero_grad, zero_grad)
+        self.clear = by_module(run, "optimizer_zero_grad", clear)
 
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
         from .module import TrainingModule
@@ -93,7 +96,8 @@ class TrainStep(ManualStep):
         if own is None and run.trainer.gradient_clip_val is None:
             return None
         value, algorithm = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
-        return lambda optimizer: (own or module.clip_gradients)(optimizer, value, algorithm)
+        clip = own or module.clip_gradients
+        return by_module(run, "configure_gradient_clipping", lambda optimizer: clip(optimizer, value, algorithm))
 
     def _zero_grad(self, zero: Callable[..., Any], optimizer: Optimizer) -> None:
         zero(self.state.epoch, self.state.batch_idx, optimizer)
@@ -193,6 +197,7 @@ class ClosureStep(TrainStep):
                 "accumulate_grad_batches=1."
             )
         self.managed = run.managed[0]
+        self.optimizer_step = by_module(run, "optimizer_step", run.module.optimizer_step)
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         state = self.state
@@ -236,7 +241,7 @@ class ClosureStep(TrainStep):
         """The module's ``optimizer_step``; then clear, unless every batch of the window was skipped."""
         state, managed = self.state, self.managed
         managed.expected = True
-        self.run.module.optimizer_step(state.epoch, state.batch_idx, managed, closure)
+        self.optimizer_step(state.epoch, state.batch_idx, managed, closure)
         managed.expected = False
         if state.window:
             for hook in self.before_zero:
@@ -255,27 +260,27 @@ class EmptyLastStep(ManualStep):
     """For a rank that has no sample in the epoch's last batch: it takes part with one that counts for nothing."""
 
     def __init__(self, step: ManualStep) -> None:
-        self.step = step
-        self.state, self.metrics = step.state, step.run.metrics
-        self.module = step.run.module
+        self.step, self.run, self.state = step, step.run, step.state
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         if not self.state.is_last_batch:
             return self.step(batch, batch_idx)
-        forward = self.step.forward
-        self.step.forward = lambda batch, batch_idx: _without_items(forward(batch, batch_idx))
-        try:
-            with self.metrics.muted(self.module):
-                return self.step(batch, batch_idx)
-        finally:
-            self.step.forward = forward
+        with self.run.metrics.muted(self.run.module):
+            return self.step(batch, batch_idx)
 
     def finish_window(self) -> None:
         self.step.finish_window()
 
 
-def _without_items(output: Any) -> Any:
-    return output | {"num_items": 0} if isinstance(output, dict) and "num_items" in output else output
+def without_last_items(state: RunState, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` for an :class:`EmptyLastStep`: the epoch's last batch has no items."""
+
+    def forward_without(batch: Any, batch_idx: int) -> Any:
+        output = forward(batch, batch_idx)
+        counts = state.is_last_batch and isinstance(output, dict) and "num_items" in output
+        return output | {"num_items": 0} if counts else output
+
+    return forward_without
 
 
 class IteratorStep(ManualStep):
