@@ -192,6 +192,20 @@ class Strategy(Placement, Communication, State):
         """Take fp16's loss scale out of the gradients; a second call before the step does nothing."""
         self.precision.unscale_gradients(optimizer)
 
+    def finish_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
+        """Give a complete window's gradients their final size: without fp16's loss scale, and times ``factor``."""
+        if self.precision.scaler is not None:
+            self.unscale_gradients(optimizer)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            self.scale_gradients(optimizer, factor)
+
+    def clip(self, parameters: Iterable[Tensor], value: float, algorithm: str | None) -> None:
+        """Clip gradients of final size to ``value``; ``algorithm``: ``"value"``, or ``"norm"`` (None means this)."""
+        if algorithm == "value":
+            self.clip_by_value(parameters, float(value))
+        else:
+            self.clip_by_norm(parameters, float(value))
+
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients' total norm over all shards; return the norm before, a scalar tensor."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

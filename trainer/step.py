@@ -79,7 +79,7 @@ class TrainStep(ManualStep):
         self.sync = strategy.sync_gradients if strategy.communicates_gradients and self.accumulate > 1 else None
         own_backward = overridden(module, "backward", TrainingModule)
         self.backward = partial(strategy.backward, how=own_backward) if own_backward else strategy.backward
-        self.unscale = strategy.unscale_gradients if strategy.precision.scaler is not None else None
+        self.scales = strategy.precision.scaler is not None
         self.clip = self._clipping(module)
         self.take = strategy.optimizer_step
         own_zero = overridden(module, "optimizer_zero_grad", TrainingModule)
@@ -167,12 +167,10 @@ class TrainStep(ManualStep):
     def complete(self) -> None:
         """Give the gradients their final size: unscaled, weighed by the window's true content, clipped."""
         optimizer = self.optimizer
-        if self.unscale is not None:
-            self.unscale(optimizer)
-        if self.losses.by_items:
-            self.run.strategy.scale_gradients(optimizer, self.losses.finish_window())
-        elif self.state.window != self.accumulate:
-            self.run.strategy.scale_gradients(optimizer, self.accumulate / self.state.window)
+        by_items, window = self.losses.by_items, self.state.window
+        if self.scales or by_items or window != self.accumulate:
+            factor = self.losses.finish_window() if by_items else self.accumulate / window
+            self.run.strategy.finish_gradients(optimizer, factor)
         for hook in self.before_step:
             hook(optimizer)
         if self.clip is not None:
