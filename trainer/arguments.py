@@ -11,15 +11,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from .. import messages
+from .. import messages, profilers
 from ..callbacks.timer import to_timedelta
 from ..checkpoint import storage
+from ..profilers.base import PassThroughProfiler, Profiler
 from ..strategies.compile_networks import SCOPES, Scope, scope_of
 
 if TYPE_CHECKING:
     from .trainer import Request
 
 ClipAlgorithm = Literal["norm", "value"]
+ProfilerName = Literal["simple", "advanced", "pytorch", "doctor"]
+#: The classes of the profilers that have a name.
+PROFILERS = {
+    "simple": "SimpleProfiler",
+    "advanced": "AdvancedProfiler",
+    "pytorch": "PyTorchProfiler",
+    "doctor": "Doctor",
+}
 
 #: Arguments of other versions of Lightning's Trainer, and where what they did is done here.
 MOVED = {
@@ -126,6 +135,23 @@ def check_clipping(value: Any, algorithm: str | None) -> None:
             f"Trainer(gradient_clip_algorithm={algorithm!r}) without gradient_clip_val clips nothing. Pass "
             "gradient_clip_val too."
         )
+
+
+def check_profiler(value: Any) -> Profiler:
+    """A profiler by name or object; one that does nothing for None."""
+    if value is None:
+        return PassThroughProfiler()
+    if isinstance(value, Profiler):
+        return value
+    if not isinstance(value, str):
+        hint = f" Did you mean {value.__name__}()?" if isinstance(value, type) else ""
+        raise TypeError(
+            f"Trainer(profiler={value!r}) is {messages.a(value)}. Pass {messages.names(PROFILERS)}, or a "
+            f"Profiler.{hint}"
+        )
+    if value.lower() not in PROFILERS:
+        raise ValueError(messages.unknown("profiler", value, PROFILERS, ", or pass a Profiler"))
+    return getattr(profilers, PROFILERS[value.lower()])()
 
 
 def check_folder(name: str, value: Any) -> str:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..data.datamodule import DataModule
 from ..strategies.compile_networks import scope_of
 from . import phases
 from .hooks import method_of, overridden
@@ -104,8 +105,6 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
 
 def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
     """What happens to a batch between the loader and the step; None when nothing does."""
-    from ..data.datamodule import DataModule
-
     hooks: dict[str, Callable[..., Any] | None] = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         data = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None

@@ -12,6 +12,7 @@ from ..strategies.base import SingleDevice
 from ..strategies.compile_networks import scope_of
 from ..torch_private import is_of_scheduler, step_hooks
 from .bind_steps import takes_iterator
+from .module import TrainingModule
 
 if TYPE_CHECKING:
     from .run import Run
@@ -70,8 +71,6 @@ def check_module(run: Run) -> None:
     """
     check_trainer(run.trainer)  # a callback may have changed it since
     module, owner = run.module, type(run.module).__name__
-    from .module import TrainingModule
-
     if not module.automatic_optimization:
         _refuse(run, f"{owner} optimizes by hand (automatic_optimization=False)", "Let the trainer do it")
     if takes_iterator(module.training_step):

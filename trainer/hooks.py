@@ -10,52 +10,34 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks.base import HOOKS, OTHER_METHODS, Callback, overridden
+from ..data.datamodule import DataModule
 from ..messages import owner_of
+from .module import TrainingModule
 
 if TYPE_CHECKING:
-    from ..data.datamodule import DataModule
-    from .module import TrainingModule
     from .trainer import Trainer
 
 Bound = Callable[..., Any]
 
-#: What a module can define that no callback has.
+_LOADERS_AND_TRANSFERS = (
+    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
+#: Methods that a module can define and a callback cannot.
 MODULE_METHODS = (
-    "prepare_data",
-    "configure_model",
-    "configure_callbacks",
-    "configure_optimizers",
-    "configure_gradient_clipping",
-    "training_step",
-    "validation_step",
-    "test_step",
-    "predict_step",
-    "backward",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "lr_scheduler_step",
-    "on_validation_model_zero_grad",
+    *("prepare_data", "configure_model", "configure_callbacks", "configure_optimizers", "configure_gradient_clipping"),
+    *("training_step", "validation_step", "test_step", "predict_step"),
+    *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "on_validation_model_zero_grad"),
     *(f"on_{stage}_model_{mode}" for stage in ("validation", "test", "predict") for mode in ("eval", "train")),
-    "train_dataloader",
-    "val_dataloader",
-    "test_dataloader",
-    "predict_dataloader",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
+    *_LOADERS_AND_TRANSFERS,
 )
 DATA_METHODS = (
-    "prepare_data",
-    "setup",
-    "teardown",
-    "on_exception",
-    "state_dict",
-    "load_state_dict",
-    *MODULE_METHODS[MODULE_METHODS.index("train_dataloader") :],
+    *("prepare_data", "setup", "teardown", "on_exception", "state_dict", "load_state_dict"),
+    *_LOADERS_AND_TRANSFERS,
 )
-#: The steps take a choice of arguments, which ``binding.py`` examines.
+#: Steps, whose arguments ``bind_steps.py`` checks.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-#: Hooks of other versions of Lightning, which nobody calls here, and those that took their place.
+#: Hooks of other versions of Lightning, which are never called here, and their replacements.
 MOVED = {
     "on_init_start": "setup",
     "on_init_end": "setup",
@@ -95,9 +77,6 @@ class HookTable:
     def __init__(
         self, trainer: Trainer, module: TrainingModule, callbacks: Sequence[Callback], datamodule: DataModule | None
     ) -> None:
-        from ..data.datamodule import DataModule
-        from .module import TrainingModule
-
         for callback in callbacks:
             check(callback, Callback, (*HOOKS, *OTHER_METHODS))
         check(module, TrainingModule, (*HOOKS, *MODULE_METHODS))
@@ -210,9 +189,6 @@ def calling_hook() -> str:
 
 def wanted_arguments(owner: Any, name: str) -> list[str]:
     """What the loop passes to a hook of ``owner``, by the hook's own definition."""
-    from ..data.datamodule import DataModule
-    from .module import TrainingModule
-
     base = next(kind for kind in (Callback, TrainingModule, DataModule) if isinstance(owner, kind))
     defined = getattr(base, name, None)
     parameters = inspect.signature(defined or getattr(Callback, name)).parameters.values()

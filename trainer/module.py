@@ -243,8 +243,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no configure_optimizers, so fit cannot change its weights. Define it, for "
-            "example: "
-            "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
+            "example: return torch.optim.AdamW(self.parameters(), lr=1e-3)."
         )
 
     @overload

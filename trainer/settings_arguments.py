@@ -88,20 +88,15 @@ def _from_variables(known: tuple[str, ...], passed: Mapping[str, Any]) -> dict[s
     return found
 
 
-def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The Trainer's arguments, where those left open take what a launcher's flags, variables or the file say."""
-    return with_origins(given)[0]
-
-
 def with_origins(
     given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, variables: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[Row]]:
-    """The arguments as :func:`fill_in` gives them; and each with its place, then the settings that somebody gave.
+    """The final arguments, and a table of where each comes from, followed by the settings that were given.
 
     Args:
-        given: the arguments, by name.
-        defaults: those of the Trainer. An argument that has its default counts as left out.
-        variables: of the arguments whose value a variable ``PL_TRAINER_<ARGUMENT>`` gave, its name.
+        given: the arguments by name; those left out take what launch flags, variables or the settings file say.
+        defaults: the Trainer's. An argument with its default value counts as left out.
+        variables: names of the variables ``PL_TRAINER_<ARGUMENT>`` that gave a value, by argument.
     """
     variables, read = variables or {}, given
     given = {**read, **{name: (defaults or {})[name] for name in variables}}

@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from .hooks import method_of, overridden
 from .loss import LossReader
 from .manual_step_check import second_backward
+from .module import TrainingModule
 from .profiling import by_module
 
 if TYPE_CHECKING:
@@ -69,8 +70,6 @@ class TrainStep(ManualStep):
         super().__init__(run, forward)
         self.losses = losses
         module, hooks, strategy = run.module, run.hooks, run.strategy
-        from .module import TrainingModule
-
         self.optimizer: Optimizer = run.optimizers[0]
         self.accumulate = run.trainer.accumulate_grad_batches
         self.share = run.source.last_share
@@ -89,8 +88,6 @@ class TrainStep(ManualStep):
         self.clear = by_module(run, "optimizer_zero_grad", clear)
 
     def _clipping(self, module: Any) -> Callable[[Optimizer], Any] | None:
-        from .module import TrainingModule
-
         run = self.run
         own = overridden(module, "configure_gradient_clipping", TrainingModule)
         if own is None and run.trainer.gradient_clip_val is None:
@@ -229,9 +226,8 @@ class ClosureStep(TrainStep):
         self.step_through_module(closure)
         if not evaluated:
             raise RuntimeError(
-                f"{type(self.run.module).__name__}.optimizer_step did not run the closure, so this "
-                "batch was not trained on. Call optimizer.step(closure=optimizer_closure), or optimizer_closure() to "
-                "skip the step."
+                f"{type(self.run.module).__name__}.optimizer_step did not run the closure, so this batch was not "
+                "trained on. Call optimizer.step(closure=optimizer_closure), or optimizer_closure() to skip the step."
             )
         return evaluated[0]
 
@@ -308,8 +304,6 @@ def clear_gradients(optimizer: Optimizer) -> None:
 
 def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> ManualStep:
     """The step for this module and its optimizers, chosen anew each epoch: callbacks may change the accumulation."""
-    from .module import TrainingModule
-
     module = run.module
     if not run.optimizers:
         return FreeStep(run, forward)

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .. import messages
 from ..callbacks.base import Callback
+from ..callbacks.early_stopping import EarlyStopping
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.progress import ProgressBar
 from ..checkpoint.restore import PARTS, Part, check_parts
 from ..loggers.base import Logger
 from ..processes.devices import AcceleratorName
@@ -27,11 +30,10 @@ from ..strategies.compile_networks import Scope
 from ..strategies.precision.base import Precision
 from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
-from .choose_profiler import ProfilerName, chosen
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
+from .evaluation import show_results
 from .logged_values import bar_values, callback_values, sent_values
-from .results_table import show_results
 from .run import Request, Run
 from .settings_arguments import settled
 from .state import RunState
@@ -39,9 +41,6 @@ from .state import RunState
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..callbacks.early_stopping import EarlyStopping
-    from ..callbacks.model_checkpoint import ModelCheckpoint
-    from ..callbacks.progress import ProgressBar
     from ..data.datamodule import DataModule
     from .checkpoint_saver import Saver
     from .module import TrainingModule
@@ -172,7 +171,7 @@ class Trainer:
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: ProfilerName | Profiler | None = None,
+        profiler: check.ProfilerName | Profiler | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Precision | list[Precision] | None = None,
@@ -231,7 +230,7 @@ class Trainer:
             off |= {"fast_dev_run": fast_dev_run, "detect_anomaly": detect_anomaly}
             check.check_barebones(logger=logger, **off, log_every_n_steps=log_every_n_steps)
             self.num_sanity_val_steps = 0
-        self.profiler = chosen(profiler)
+        self.profiler = check.check_profiler(profiler)
         self.signals = check_signals(signals or {})
         self.strategy = choose_strategy(strategy, accelerator, devices, num_nodes, precision, plugins)
         check_trainer(self)
@@ -771,8 +770,6 @@ class Trainer:
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
         """The ``ModelCheckpoint`` callbacks."""
-        from ..callbacks.model_checkpoint import ModelCheckpoint
-
         return [c for c in self.callbacks if isinstance(c, ModelCheckpoint)]
 
     @property
@@ -783,8 +780,6 @@ class Trainer:
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """The ``EarlyStopping`` callbacks."""
-        from ..callbacks.early_stopping import EarlyStopping
-
         return [c for c in self.callbacks if isinstance(c, EarlyStopping)]
 
     @property
@@ -795,8 +790,6 @@ class Trainer:
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
         """The progress bar, or None."""
-        from ..callbacks.progress import ProgressBar
-
         return next((c for c in self.callbacks if isinstance(c, ProgressBar)), None)
 
     # ---- logging ---------------------------------------------------------------------------------------------------

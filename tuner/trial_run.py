@@ -15,7 +15,7 @@ from ..data.combined_loader import CombinedLoader
 from ..data.loaders import eval_loaders, train_loader
 from ..loggers.base import DummyLogger
 from ..memory.out_of_memory_error import out_of_memory
-from ..trainer.choose_profiler import chosen
+from ..trainer.arguments import check_profiler
 from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
 from ..trainer.run import Request, Run
@@ -89,7 +89,7 @@ def _kept_around(trainer: Trainer, request: Request, module: Any) -> Kept:
 def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
     """A run of a Trainer with the same settings and strategy, with counters, callbacks and loggers of its own."""
     double = copy.copy(trainer)
-    double.profiler = chosen(None)
+    double.profiler = check_profiler(None)
     double.loggers = [DummyLogger()] if trainer.loggers else []
     double.callbacks = [copy.deepcopy(c) for c in trainer.callbacks if isinstance(c, BaseFinetuning)]
     for callback in trainer.callbacks:

@@ -17,7 +17,12 @@ from paceline.callbacks import GradientAccumulationScheduler
 from paceline.messages import PacelineWarning
 from paceline.strategies import DDPStrategy, FSDPStrategy, SingleDevice
 from paceline.strategies.precision.mixed import MixedPrecision
-from paceline.trainer.settings_arguments import fill_in, settled
+from paceline.trainer.settings_arguments import settled, with_origins
+
+
+def fill_in(given: dict[str, Any]) -> dict[str, Any]:
+    return with_origins(given)[0]
+
 
 OPEN: dict[str, Any] = {
     "accelerator": "auto",
