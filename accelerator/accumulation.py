@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .. import messages
-from ..strategies.item_weighting import ItemWindow
+from ..strategies.item_weighting import ItemWindow, weighed
 from ..torch_private import local_part
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ class Window:
                 f"accelerator.backward got num_items={num_items} and {self._batch_items} for losses of one "
                 "micro-batch, but its items are counted once. Pass the same number with each of its losses."
             )
-        return loss * (num_items / (self.items.unit or 1.0))
+        return weighed(loss, num_items, self.items.unit)
 
     def settle(self, optimizer: AcceleratedOptimizer) -> None:
         """Make an optimizer's gradients final, once: communicate, unscale and weight them."""
@@ -335,17 +335,15 @@ class Window:
         left = self.local & optimizer.strategies if optimizer.strategies else self.local
         if left or (lacking and strategy.communicates_gradients):
             strategy.complete_gradients(inner)
-        if optimizer.scales:
-            strategy.unscale_gradients(inner)
         factor = self._factor
         if factor is None:
             factor = self.items.finish() if self.by_items else 1.0 if self.free else steps / self.count
             self._factor = factor
         if self._scale is not None:
+            strategy.unscale_gradients(inner)  # first: it may change the scale
             now = self._precision.shared_scale()
             factor = factor if now is None else factor * (now / self._scale)
-        if self.by_items or self._scale is not None or factor != 1.0:
-            strategy.scale_gradients(inner, factor)
+        strategy.finish_gradients(inner, factor)
 
     def check_own_backward(self, optimizer: AcceleratedOptimizer) -> None:
         """Find gradients of a script that calls ``loss.backward()`` itself; waits for the device if there are any.
