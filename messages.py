@@ -47,12 +47,17 @@ def set_rank(rank: int | None) -> None:
     _rank = rank
 
 
+def rank() -> int:
+    """The index of this process among all, 0-based."""
+    if _rank is not None:
+        return _rank
+    value = next((value for name in _RANK_VARIABLES if (value := os.environ.get(name))), "0")
+    return int(value) if value.isdecimal() else 0
+
+
 def is_rank_zero() -> bool:
     """Whether this process is rank 0, which prints messages and writes files."""
-    if _rank is not None:
-        return _rank == 0
-    rank = next((value for name in _RANK_VARIABLES if (value := os.environ.get(name))), "0")
-    return rank == "0" or not rank.isdecimal()
+    return rank() == 0
 
 
 def spoken() -> str:

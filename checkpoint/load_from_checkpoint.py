@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import csv
 import inspect
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from .. import messages
 from ..processes import seed
 from . import restore
+from .hparams_files import read_hparams
 from .hyperparameters import AttributeDict
 from .read import read
 
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 def load_from_checkpoint(
-    cls: type[T],
+    cls: Any,
     path: Any,
     map_location: Any = None,
     hparams_file: Any = None,
@@ -55,10 +54,9 @@ def load_from_checkpoint(
         )
     checkpoint = read(path, "cpu" if map_location is None else map_location)
     is_module = issubclass(cls, nn.Module)
-    prefix = "" if is_module else "datamodule_"
     if hparams_file is not None:
-        checkpoint[f"{prefix}hyper_parameters"] = _read_hparams(Path(hparams_file))
-    arguments = _arguments(cls, checkpoint, prefix, kwargs)
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read_hparams(Path(hparams_file))
+    arguments = _arguments(cls, checkpoint, kwargs)
     with seed.isolate_rng():
         made = cls(**arguments)
         if is_module:
@@ -80,15 +78,15 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
         module.to(device)
 
 
-def _arguments(cls: type, checkpoint: dict[str, Any], prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that ``cls`` takes: the saved ones, overridden by the given ones."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    saved = AttributeDict(checkpoint.get(f"{prefix}hyper_parameters", {}))
+    saved = AttributeDict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
     for key in ("_instantiator", "_class_path"):
         saved.pop(key, None)
-    name = checkpoint.get(f"{prefix}hparams_name")
+    name = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
     if name in named:
         arguments: dict[str, Any] = {name: _attribute_dicts(saved | given)}
         known = [*named, *saved]
@@ -124,26 +122,3 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
             f"checkpoint's hyperparameters {held}. Pass it: {cls.__name__}.load_from_checkpoint(path, {again}); or "
             f"{kept}."
         )
-
-
-def _read_hparams(path: Path) -> dict[str, Any]:
-    kind = path.suffix.lower()
-    if kind == ".csv":
-        with path.open(newline="") as lines:
-            return {row[0]: _literal(row[1]) for row in list(csv.reader(lines))[1:] if row}
-    if kind in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"hparams_file={str(path)!r} is YAML, and pyyaml is not installed. Run: pip install pyyaml"
-            ) from error
-        return yaml.safe_load(path.read_text()) or {}
-    raise ValueError(f"hparams_file={str(path)!r} has an unknown file type. Pass a .yaml, .yml or .csv file.")
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -43,6 +43,11 @@ class DataModule(HyperparametersMixin):
         ...         return DataLoader(self.data, batch_size=4, shuffle=True)
     """
 
+    #: Keys of a checkpoint that hold the hyperparameters, and the argument that takes them as one.
+    CHECKPOINT_HYPER_PARAMS_KEY: ClassVar[str] = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME: ClassVar[str] = "datamodule_hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE: ClassVar[str] = "datamodule_hparams_type"
+
     _defines_defaults: ClassVar[bool] = True
 
     trainer: Trainer | None = None

@@ -24,10 +24,15 @@ Kind = Literal["cpu", "cuda", "mps"]
 _GPUS: tuple[Kind, ...] = ("cuda", "mps")
 
 
+def num_cuda_devices() -> int:
+    """Number of CUDA GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
 def count(kind: str) -> int:
     """Number of devices of a kind (``"cpu"``, ``"cuda"``, ``"mps"``) that this process sees; always 1 for the CPU."""
     if kind == "cuda":
-        return torch.cuda.device_count()
+        return num_cuda_devices()
     if kind == "mps":
         return int(torch.backends.mps.is_available())
     return 1

@@ -41,6 +41,16 @@ class Placement:
         self.precision.use_on(self.device)
 
     @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.device
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The Precision in use."""
+        return self.precision
+
+    @property
     def device_ids(self) -> list[int]:
         """Indices of the devices used by the processes on this machine, one each; on the CPU 0, 1, ..."""
         return [self.device.index or 0]

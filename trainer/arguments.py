@@ -86,13 +86,13 @@ def check_accumulation(value: Any) -> int:
     return check_count("accumulate_grad_batches", value, least=1, hint=hint)
 
 
-def check_fast_dev_run(value: Any) -> int:
-    """True means one batch of each kind."""
+def check_fast_dev_run(value: Any) -> int | bool:
+    """A number of batches of each kind; True means one."""
     if not isinstance(value, (bool, Integral)):
         raise TypeError(f"Trainer(fast_dev_run={value!r}) is {messages.a(value)}. Pass True, or a number of batches.")
     if value < 0:
         raise ValueError(f"Trainer(fast_dev_run={value!r}) is out of range. Pass True, or a number of batches.")
-    return int(value)
+    return value if isinstance(value, bool) else int(value)
 
 
 def check_val_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float, float | None]:

@@ -69,7 +69,7 @@ def gather(run: Run, weights_only: bool = False) -> dict[str, Any]:
     if not weights_only:
         _add_training(run, checkpoint)
         checkpoint["paceline"]["ranks"] = ranks
-    _add_hyperparameters(module, "hparams_name", "hyper_parameters", checkpoint)
+    _add_hyperparameters(module, checkpoint)
     if run.datamodule is not None:
         _add_datamodule(run.datamodule, checkpoint)
     for hook in run.hooks.on_save_checkpoint:
@@ -82,8 +82,8 @@ def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "versions": versions(),
-        "fn": run.state.fn,
-        "stage": run.state.stage,
+        "fn": run.state.fn and run.state.fn.value,
+        "stage": run.state.stage and run.state.stage.value,
         "world_size": run.strategy.world_size,
         "data_ranks": run.strategy.num_data_ranks if left is None else left.data_ranks,
         "batch_samples": _batch_samples(run) if left is None else left.batch_samples,
@@ -115,13 +115,13 @@ def _add_training(run: Run, checkpoint: dict[str, Any]) -> None:
 
 
 def _add_datamodule(datamodule: Any, checkpoint: dict[str, Any]) -> None:
-    _add_hyperparameters(datamodule, "datamodule_hparams_name", "datamodule_hyper_parameters", checkpoint)
+    _add_hyperparameters(datamodule, checkpoint)
     state = datamodule.state_dict()
     if state:
         checkpoint[type(datamodule).__qualname__] = state
 
 
-def _add_hyperparameters(owner: Any, name_key: str, key: str, checkpoint: dict[str, Any]) -> None:
+def _add_hyperparameters(owner: Any, checkpoint: dict[str, Any]) -> None:
     hparams = owner.hparams
     if not hparams:
         return
@@ -131,8 +131,8 @@ def _add_hyperparameters(owner: Any, name_key: str, key: str, checkpoint: dict[s
             kept[name] = plain(value, name)
         except TypeError:
             left_out[name] = type(value).__qualname__
-    checkpoint[name_key] = getattr(owner, "_hparams_name", None) or "kwargs"
-    checkpoint[key] = kept
+    checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(owner, "_hparams_name", None) or "kwargs"
+    checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = kept
     if left_out:
         _say_left_out(type(owner).__name__, left_out)
 

@@ -90,10 +90,8 @@ class DataSource:
         return loaders
 
     def limit(self, stage: str) -> int | float | None:
-        """``limit_*_batches`` of a stage with ``overfit_batches`` and ``fast_dev_run`` applied."""
+        """``limit_*_batches`` of a stage with ``overfit_batches`` applied."""
         run = self.run
-        if run.trainer.fast_dev_run:
-            return int(run.trainer.fast_dev_run)
         name = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}[stage]
         limit = getattr(run.trainer, f"limit_{name}_batches")
         return (

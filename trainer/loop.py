@@ -16,6 +16,7 @@ from .loss import LossReader, LossWatch
 from .lr_schedules import Schedules
 from .manual_step_check import HandSteps
 from .state import Pending
+from .states import RunningStage
 from .step import EmptyLastStep, IteratorStep, ManualStep, choose_step, detached, without_last_items
 from .validation import Validation
 
@@ -69,7 +70,7 @@ class FitLoop:
         if run.trainer.limit_train_batches == 0 or (self.finished() and owed is NOTHING):
             self.train_nothing()
             return
-        state.stage = "train"
+        state.stage = RunningStage.TRAINING
         metrics.losses = None if self.guarded else LossWatch(self.losses.owner)
         self.load_data()
         self.bind()
@@ -347,7 +348,7 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def leave_epoch(self, reason: Reason) -> bool:
-        """Whether the batch after which the run stops is the epoch's last; before that, a signal ends the run at once."""
+        """Whether the batch after which the run stops is the epoch's last; else a signal ends the run at once."""
         if reason == "signal" and not self.state.is_last_batch:
             raise self.stops.by_signal()
         return self.state.is_last_batch

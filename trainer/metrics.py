@@ -78,7 +78,7 @@ class MetricStore:
         """Say what ``self.log`` means from here on; return what it meant, for :meth:`back`."""
         before = (self._moment, self.records, self._dataloader_idx)
         self._moment = moment
-        self.records = self._tables.setdefault((self.state.stage or "", moment.name, dataloader_idx), Table())
+        self.records = self._tables.setdefault((str(self.state.stage or ""), moment.name, dataloader_idx), Table())
         self._dataloader_idx = dataloader_idx
         return before
 
@@ -124,7 +124,7 @@ class MetricStore:
 
     def sharings(self) -> tuple[Sharing, Sharing]:
         """Where processes share the step values of the loader under way: after the step, after the batch's hooks."""
-        stage, idx = self.state.stage or "", self._dataloader_idx
+        stage, idx = str(self.state.stage or ""), self._dataloader_idx
         word = {"train": "training"}.get(stage, self._stage_word())
         for after_hooks in (False, True):
             where = f"the hook on_{word.removesuffix('ing')}_batch_end" if after_hooks else f"a {word} batch"
@@ -291,7 +291,7 @@ class MetricStore:
 
     def flush_eval_step(self) -> None:
         """Send an evaluation batch's step values, against a counter of the stage's own."""
-        stage = self.state.stage or ""
+        stage = str(self.state.stage or "")
         if stage == "sanity_check":
             return
         step = self._eval_steps.get(stage, 0)
@@ -306,13 +306,13 @@ class MetricStore:
 
     def _write(self, values: dict[str, float], step: int, epoch: int) -> None:
         self._look(values, step, epoch)
-        if self.send is None or not values:
+        if not values:
             return
         if "step" in values:
             step = int(values.pop("step"))
-        values.setdefault("epoch", epoch)
         self.sent.update(values)
-        self.send(values, step)
+        if self.send is not None:
+            self.send({"epoch": epoch, **values}, step)
 
     def _look(self, values: dict[str, float], step: int, epoch: int) -> None:
         if self.losses is not None:

@@ -68,6 +68,11 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
     """
 
+    #: Keys of a checkpoint that hold the hyperparameters, and the argument that takes them as one.
+    CHECKPOINT_HYPER_PARAMS_KEY: ClassVar[str] = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME: ClassVar[str] = "hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE: ClassVar[str] = "hparams_type"
+
     _defines_defaults: ClassVar[bool] = True
     _trainer: Trainer | None = None
     _metric_store: MetricStore | None = None

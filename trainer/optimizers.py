@@ -57,9 +57,9 @@ class ManagedOptimizer:
         expected: in automatic optimization, whether the module's ``optimizer_step`` runs, which steps it.
     """
 
-    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+    def __init__(self, optimizer: Optimizer, run: Run | None = None) -> None:
         self.optimizer = optimizer
-        self._run = run
+        self._run: Run = run  # type: ignore[assignment] - of one that nobody steps there is none
         self.stepped_at = -1
         self.expected = False
 

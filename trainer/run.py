@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
 from ..callbacks.base import Rollback
@@ -26,7 +26,7 @@ from .loop import FitLoop
 from .metrics import MetricStore
 from .optimizers import ManagedOptimizer
 from .start_run import attach
-from .state import Fn
+from .states import RunningStage, TrainerFn, TrainerStatus
 from .stopping import Stops
 from .torch_settings import numerics
 
@@ -50,7 +50,7 @@ class Request:
         trial: a :class:`~..tuner.tuner.Tuner` asks; it starts from no checkpoint.
     """
 
-    fn: Fn
+    fn: Literal["fit", "validate", "test", "predict"] | TrainerFn
     module: Any
     datamodule: Any = None
     loaders: dict[str, Any] = field(default_factory=dict)
@@ -206,12 +206,12 @@ class Run:
 
     def _evaluation(self, request: Request) -> EvalLoop:
         kind: Any = request.fn
-        self.state.stage = kind
+        self.state.stage = RunningStage(kind)
         return EvalLoop(self, kind, request.keep_predictions, request.gather)
 
     def _fail(self, error: BaseException) -> None:
         """Tell everybody who wants to know; nothing that goes wrong here hides the error itself."""
-        self.state.status = "interrupted"
+        self.state.status = TrainerStatus.INTERRUPTED
         if not self.stops.signum:
             self.strategy.abandon(error)
         profiler = self.trainer.profiler
@@ -230,7 +230,7 @@ class Run:
         jobs += [partial(profiling.teardown, self, fn)]
         jobs += [self.saver.close, self.claims.release, self.source.release, self.strategy.teardown]
         if not failed:
-            self.state.status = "finished"
+            self.state.status = TrainerStatus.FINISHED
         try:
             _run_all(jobs, hidden=failed)
         finally:

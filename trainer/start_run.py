@@ -92,13 +92,13 @@ def attach(run: Run, request: Request) -> Resumed | None:
 
 def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
     """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
-    if (
-        run.trainer.max_epochs is None
-        and run.trainer.max_steps == -1
-        and not any(callback.limits_training for callback in run.trainer.callbacks)
-    ):
-        messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
-        run.trainer.max_epochs = 1000
+    if run.trainer.max_epochs is None:
+        timed = any(callback.limits_training for callback in run.trainer.callbacks)
+        if run.trainer.max_steps == -1 and not timed:
+            messages.warn_once(
+                "None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs."
+            )
+        run.trainer.max_epochs = -1 if run.trainer.max_steps != -1 or timed else 1000
     run.resumes = checkpoint is not None and parts != ("model",)
     if checkpoint is not None:
         restore_model(run, checkpoint, parts)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
+
+from .states import RunningStage, TrainerFn, TrainerStatus
 
 
 class Pending(str, Enum):
@@ -19,10 +21,6 @@ class Pending(str, Enum):
     TRAIN_END = "end"  # the end of the training, if that was its last epoch
 
 
-Fn = Literal["fit", "validate", "test", "predict"]
-Stage = Literal["sanity_check", "train", "validate", "test", "predict"]
-
-
 @dataclass(slots=True, eq=False)
 class RunState:
     """What a run has done so far. The loop writes it, everybody reads it, a checkpoint holds it.
@@ -30,7 +28,7 @@ class RunState:
     Attributes:
         fn: the entry point that is running, or None between runs.
         stage: what that entry point is doing now, or None.
-        status: ``"initializing"``, ``"running"``, ``"finished"`` or ``"interrupted"``.
+        status: how far the run has come.
         epoch: the current training epoch (0-based); between epochs, the number of finished epochs.
         global_step: optimizer steps made, over all optimizers; a step that fp16 skipped does not count.
         updates: training batches that ended in a step of at least one optimizer; the x axis of the logs.
@@ -52,9 +50,9 @@ class RunState:
         evaluated: batches of evaluations begun in this run, of all kinds and loaders.
     """
 
-    fn: Fn | None = None
-    stage: Stage | None = None
-    status: str = "initializing"
+    fn: TrainerFn | None = None
+    stage: RunningStage | None = None
+    status: TrainerStatus = TrainerStatus.INITIALIZING
     epoch: int = 0
     global_step: int = 0
     updates: int = 0
@@ -81,21 +79,21 @@ class RunState:
         *("pending", "stepped", "is_last_batch", "epoch_done", "shuffle_seed"),
     )
 
-    def begin(self, fn: Fn) -> None:
+    def begin(self, fn: str) -> None:
         """Begin a run, which nothing has asked to stop."""
-        self.fn, self.stage, self.status = fn, None, "running"
+        self.fn, self.stage, self.status = TrainerFn(fn), None, TrainerStatus.RUNNING
         self.signum = self.passed = self.evaluated = 0
         self.should_stop = self.stop = self.saving = False
 
     @property
     def finished(self) -> bool:
         """Whether the run ended normally."""
-        return self.status == "finished"
+        return self.status is TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
         """Whether the run ended, normally or by an exception or signal."""
-        return self.status in ("finished", "interrupted")
+        return self.status.stopped
 
     def where(self) -> str:
         """What the run is doing, in words: ``train, epoch 0, batch 3, step 3``; empty between runs."""

@@ -19,6 +19,7 @@ from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress import ProgressBar
 from ..checkpoint.restore import PARTS, Part, check_parts
 from ..loggers.base import Logger
+from ..processes.accelerators import Accelerator, AcceleratorRegistry
 from ..processes.devices import AcceleratorName
 from ..processes.signals import Action, check_signals
 from ..profilers.base import Profiler
@@ -37,6 +38,7 @@ from .logged_values import bar_values, callback_values, sent_values
 from .run import Request, Run
 from .settings_arguments import settled
 from .state import RunState
+from .states import RunningStage, TrainerStatus
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -138,7 +140,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        accelerator: AcceleratorName = "auto",
+        accelerator: AcceleratorName | Accelerator = "auto",
         strategy: StrategyName | str | Strategy = "auto",
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
@@ -219,9 +221,14 @@ class Trainer:
         limits = {"limit_train_batches": limit_train_batches, "limit_val_batches": limit_val_batches}
         check.check_overfitting(overfit_batches, fast_dev_run=fast_dev_run, **limits)
         if self.fast_dev_run:
-            self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, self.fast_dev_run, 0
+            self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, int(self.fast_dev_run), 0
             self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
+            self.limit_train_batches = self.limit_val_batches = self.max_steps
+            self.limit_test_batches = self.limit_predict_batches = self.max_steps
+            self.log_every_n_steps = 1
         else:
+            if self.max_epochs is None and (self.max_steps != -1 or max_time is not None):
+                self.max_epochs = -1
             check.check_range("epochs", min_epochs, max_epochs)
             check.check_range("steps", min_steps, max_steps)
         if barebones:
@@ -525,7 +532,7 @@ class Trainer:
 
     @sanity_checking.setter
     def sanity_checking(self, checking: bool) -> None:
-        self.state.stage = "sanity_check" if checking else None
+        self.state.stage = RunningStage.SANITY_CHECKING if checking else None
 
     @property
     def evaluating(self) -> bool:
@@ -535,7 +542,7 @@ class Trainer:
     @property
     def interrupted(self) -> bool:
         """The last run ended early."""
-        return self.state.status == "interrupted"
+        return self.state.status is TrainerStatus.INTERRUPTED
 
     @property
     def received_sigterm(self) -> bool:
@@ -615,9 +622,10 @@ class Trainer:
         return self.current_run.current_batch_indices
 
     @property
-    def ckpt_path(self) -> Any:
+    def ckpt_path(self) -> str | None:
         """The file that the last run loaded, or None. Set it and every entry point loads that one, until it is None."""
-        return self.current_run.ckpt_path
+        path = self.current_run.ckpt_path
+        return None if path is None else str(path)
 
     @ckpt_path.setter
     def ckpt_path(self, path: Any) -> None:
@@ -639,9 +647,9 @@ class Trainer:
         return self.strategy.precision.scaler
 
     @property
-    def accelerator(self) -> str:
-        """The kind of device: ``"cpu"``, ``"cuda"`` or ``"mps"``."""
-        return self.strategy.device.type
+    def accelerator(self) -> Accelerator:
+        """The kind of device; it equals ``"cpu"``, ``"cuda"`` or ``"mps"``."""
+        return AcceleratorRegistry[self.strategy.device.type]()
 
     @property
     def device_ids(self) -> list[int]:

@@ -1,5 +1,7 @@
 """Which dtypes a run computes in; composed into a strategy."""
 
+from .base import DoublePrecision as DoublePrecision
+from .base import HalfPrecision as HalfPrecision
 from .base import Precision as Precision
 from .base import TruePrecision as TruePrecision
 from .choose import choose_precision as choose_precision

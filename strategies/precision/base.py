@@ -34,6 +34,11 @@ class Precision:
     #: fp16's loss scaler, or None.
     scaler: Any = None
 
+    @property
+    def precision(self) -> str:
+        """Its name, as in ``Trainer(precision=...)``."""
+        return self.name
+
     def use_on(self, device: torch.device) -> None:
         """Say where it will compute. Called once by the strategy that it belongs to."""
 
@@ -135,6 +140,24 @@ class TruePrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module if self.input_dtype is None else convert(module, self.input_dtype)
+
+
+class DoublePrecision(TruePrecision):
+    """``"64-true"``."""
+
+    def __init__(self) -> None:
+        super().__init__("64-true")
+
+
+class HalfPrecision(TruePrecision):
+    """``"16-true"`` or ``"bf16-true"``.
+
+    Args:
+        precision: which of the two.
+    """
+
+    def __init__(self, precision: Literal["16-true", "bf16-true"] = "16-true") -> None:
+        super().__init__(precision)
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:

@@ -31,7 +31,7 @@ class MixedPrecision(Precision):
     in ``skipped_steps``.
 
     Args:
-        name: which of the two.
+        precision: which of the two.
         device: kind of device, ``"cuda"``, ``"cpu"`` or ``"mps"``; None: that of the strategy.
         scaler: a ``GradScaler`` of your own, for fp16 only.
         autocast: False: the forward computes in the dtype of weights and inputs.
@@ -40,19 +40,21 @@ class MixedPrecision(Precision):
 
     def __init__(
         self,
-        name: MixedName = "bf16-mixed",
+        precision: MixedName = "bf16-mixed",
         device: str | None = None,
         scaler: GradScaler | None = None,
         *,
         autocast: bool = True,
         cache: bool | None = None,
     ) -> None:
-        if name not in DTYPES:
-            raise ValueError(f"MixedPrecision({name!r}): choose one of {', '.join(map(repr, DTYPES))}.")
-        if scaler is not None and name != "16-mixed":
-            raise ValueError(f"MixedPrecision({name!r}, scaler=...): bf16 needs no loss scaling. Leave scaler out.")
-        self.name = name
-        self.dtype = DTYPES[name]
+        if precision not in DTYPES:
+            raise ValueError(f"MixedPrecision({precision!r}): choose one of {', '.join(map(repr, DTYPES))}.")
+        if scaler is not None and precision != "16-mixed":
+            raise ValueError(
+                f"MixedPrecision({precision!r}, scaler=...): bf16 needs no loss scaling. Leave scaler out."
+            )
+        self.name = precision
+        self.dtype = DTYPES[precision]
         self.device = device
         self.scaler: Any = scaler
         self.autocast, self.cache = autocast, cache
@@ -75,7 +77,11 @@ class MixedPrecision(Precision):
     def _scales(self) -> bool:
         return self.scaler is not None and self.scaler.is_enabled()
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def autocast_context_manager(self) -> torch.autocast:
+        """The context in which the forward is computed."""
+        return self.forward_context()
+
+    def forward_context(self) -> torch.autocast:
         kind = self.device or "cpu"
         return torch.autocast(kind, dtype=self.dtype, enabled=self.autocast, cache_enabled=self.cache)
 

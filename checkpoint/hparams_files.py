@@ -1,0 +1,102 @@
+"""Read and write files of hyperparameters: YAML, or CSV with a name and a value in each row."""
+
+from __future__ import annotations
+
+import ast
+import csv
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_hparams(path: Path) -> dict[str, Any]:
+    """The values of a ``.yaml``, ``.yml`` or ``.csv`` file.
+
+    Raises:
+        ValueError: another type of file.
+        ModuleNotFoundError: YAML without the package pyyaml.
+    """
+    kind = path.suffix.lower()
+    if kind == ".csv":
+        with path.open(newline="") as lines:
+            return {row[0]: _literal(row[1]) for row in list(csv.reader(lines))[1:] if row}
+    if kind in (".yaml", ".yml"):
+        try:
+            import yaml
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"hparams_file={str(path)!r} is YAML, and pyyaml is not installed. Run: pip install pyyaml"
+            ) from error
+        return yaml.safe_load(path.read_text()) or {}
+    raise ValueError(f"hparams_file={str(path)!r} has an unknown file type. Pass a .yaml, .yml or .csv file.")
+
+
+def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
+    """The values of a YAML file; empty if there is no such file.
+
+    Args:
+        config_yaml: path of the file.
+        use_omegaconf: return an OmegaConf container if that package is installed and a value is an interpolation.
+    """
+    path = Path(config_yaml)
+    values = read_hparams(path) if path.is_file() else {}
+    if use_omegaconf and "${" in str(values):
+        try:
+            from omegaconf import OmegaConf
+        except ModuleNotFoundError:
+            return values
+        return OmegaConf.create(values)
+    return values
+
+
+def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
+    """The values of a CSV file; empty if there is no such file."""
+    path = Path(tags_csv)
+    return read_hparams(path) if path.is_file() else {}
+
+
+def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
+    """Write values to a YAML file, in a folder that exists.
+
+    Args:
+        config_yaml: path of the file.
+        hparams: a mapping, a namespace or an OmegaConf container. Values that YAML cannot hold are written as text.
+        use_omegaconf: write a container with its interpolations.
+
+    Raises:
+        RuntimeError: the folder does not exist.
+    """
+    import yaml
+
+    path = Path(config_yaml)
+    if not path.parent.is_dir():
+        raise RuntimeError(
+            f"save_hparams_to_yaml({str(path)!r}): there is no folder {str(path.parent)!r}. Make it first."
+        )
+    if type(hparams).__module__.partition(".")[0] == "omegaconf":
+        from omegaconf import OmegaConf
+
+        if use_omegaconf:
+            path.write_text(OmegaConf.to_yaml(hparams))
+            return
+        hparams = OmegaConf.to_container(hparams, resolve=True)
+    values: Mapping[str, Any] = vars(hparams) if isinstance(hparams, Namespace) else dict(hparams)
+    path.write_text(yaml.safe_dump({name: _writable(value) for name, value in values.items()}, sort_keys=False))
+
+
+def _writable(value: Any) -> Any:
+    import yaml
+
+    try:
+        yaml.safe_dump(value)
+    except yaml.YAMLError:
+        return getattr(value, "__name__", None) or repr(value)
+    return value
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,238 @@
+"""Answer the imports of another package with Paceline's names: what all stand-ins share."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from .. import messages
+
+_PACKAGE = __name__.partition(".")[0]
+UNKNOWN: Any = object()
+
+
+@dataclass
+class Target:
+    """Where Paceline has a name: a module, and the name in it ("" is the module itself)."""
+
+    module: str
+    name: str
+
+    def owner(self) -> ModuleType:
+        """The module."""
+        return importlib.import_module(f"{_PACKAGE}.{self.module}" if self.module else _PACKAGE)
+
+    def value(self) -> Any:
+        """What the name stands for."""
+        return getattr(self.owner(), self.name) if self.name else self.owner()
+
+
+@dataclass
+class Package:
+    """A package that Paceline replaces.
+
+    Attributes:
+        name: under which it is imported.
+        version: which version's names these are; programs see it as the installed one.
+        modules: by full name, each module's names.
+        constants: values of names that Paceline has no use for.
+        aliases: other packages that are parts of this one, such as ``pytorch_lightning`` of ``lightning.pytorch``.
+        distributions: what ``importlib.metadata`` finds installed.
+        fallback: the value of a name that no table has; UNKNOWN if there is none.
+        on_install: called once the imports are answered.
+        homepage: in the metadata.
+        check_early: libraries that check only once, when they are imported, whether the package is installed.
+    """
+
+    name: str
+    version: str
+    modules: Mapping[str, Mapping[str, Target]]
+    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    distributions: Collection[str] = ()
+    fallback: Callable[[str], Any] = lambda name: UNKNOWN
+    on_install: Callable[[], None] = lambda: None
+    homepage: str = ""
+    check_early: Collection[str] = ()
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Every top-level package that it answers for."""
+        return (self.name, *self.aliases)
+
+    def own_name(self, module: str) -> str:
+        """The full name of a module, which may be imported by an alias."""
+        for alias, original in self.aliases.items():
+            if module == alias or module.startswith(f"{alias}."):
+                return original + module.removeprefix(alias)
+        return module
+
+    def is_package(self, module: str) -> bool:
+        """Whether a module has modules in it."""
+        return any(other.startswith(f"{module}.") for other in self.modules)
+
+
+class Alias(ModuleType):
+    """A module of a replaced package, whose names are Paceline's, each looked up when it is first used."""
+
+    def __init__(self, name: str, package: Package) -> None:
+        super().__init__(name, f"{name}, by Paceline.")
+        vars(self)["_package"] = package
+        vars(self)["_targets"] = package.modules[name]
+        vars(self).update(package.constants.get(name, {}))
+        vars(self)["__all__"] = sorted(one for one in self._targets if not one.startswith("_"))
+
+    def __getattr__(self, name: str) -> Any:
+        package: Package = vars(self)["_package"]
+        inner = f"{self.__name__}.{name}"
+        if name in self._targets:
+            value = self._targets[name].value()
+        elif inner in package.modules:
+            return importlib.import_module(inner)
+        elif name.startswith("__") and name.endswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        elif (value := package.fallback(name)) is UNKNOWN:
+            raise AttributeError(
+                f"module {self.__name__!r} has no attribute {name!r}: Paceline replaces {package.name}, and has "
+                f"nothing of that name.{messages.did_you_mean(name, list(self._targets))}"
+            )
+        vars(self)[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a name here and where Paceline has it, so that what replaces it in a test is used.
+
+        Importing a submodule does not hide a function of the same name.
+        """
+        target = self._targets.get(name)
+        if isinstance(value, Alias) and target is not None:
+            return
+        if target is not None and target.name and not name.startswith("__"):
+            setattr(target.owner(), target.name, value)
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *self._targets})
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import finder, in ``sys.meta_path``, for the modules and the metadata of one package."""
+
+    def __init__(self, package: Package) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a module; None if it does not belong to the package."""
+        if name.partition(".")[0] not in self.package.roots:
+            return None
+        original = self.package.own_name(name)
+        if original not in self.package.modules:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, self, origin=__file__, is_package=self.package.is_package(original))
+        spec.has_location = True
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Create the module, or take the one that has another name already."""
+        original = self.package.own_name(spec.name)
+        if original != spec.name:
+            module = importlib.import_module(original)
+            spec.loader_state = module.__spec__
+            return module
+        return Alias(spec.name, self.package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Set the version; restore the spec of a module that has another name already."""
+        if module.__spec__ is not None and module.__spec__.loader_state is not None:
+            module.__spec__ = module.__spec__.loader_state
+        vars(module).setdefault("__version__", self.package.version)
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        """The distributions that ``importlib.metadata`` reads."""
+        wanted = _normal(getattr(context, "name", None) or "")
+        return [Metadata(name, self.package) for name in self.package.distributions if _normal(name) == wanted]
+
+    def invalidate_caches(self) -> None:
+        """Do nothing: this finder caches nothing."""
+
+
+class Metadata(importlib.metadata.Distribution):
+    """Package metadata with the replaced package's name and version."""
+
+    def __init__(self, distribution: str, package: Package) -> None:
+        self._distribution, self._package = distribution, package
+
+    def read_text(self, filename: str) -> str | None:
+        """The text of METADATA; None for other files."""
+        if filename != "METADATA":
+            return None
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {self._distribution}",
+            f"Version: {self._package.version}",
+            f"Summary: {self._package.name}, by Paceline",
+            *([f"Home-page: {self._package.homepage}"] if self._package.homepage else []),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def locate_file(self, path: Any) -> Any:
+        """The path of a file of the package."""
+        return os.path.join(os.path.dirname(__file__), path)
+
+
+class _Placeholder(type):
+    """Type of the classes that stand for what Paceline does not have."""
+
+    why: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(cls.why)
+
+
+def placeholder(name: str, why: str) -> type:
+    """A class of that name, for ``isinstance`` and to inherit from; calling it raises NotImplementedError.
+
+    Args:
+        name: what Paceline does not have.
+        why: goes on after the name, without a full stop.
+    """
+    return _Placeholder(name, (), {"why": f"{name} {why}."})
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def install(package: Package) -> bool:
+    """Make the imports of a package import Paceline; False if they do already.
+
+    Raises:
+        RuntimeError: the real package has already been imported.
+    """
+    if any(isinstance(finder, Finder) and finder.package is package for finder in sys.meta_path):
+        return False
+    for root in package.roots:
+        if root in sys.modules:
+            raise RuntimeError(
+                f"compat.install({package.name!r}) replaces {root} with Paceline, but the real one has already been "
+                f"imported, from {getattr(sys.modules[root], '__file__', None)}. Call it first: before `import {root}`"
+                ", and before libraries that import it."
+            )
+    early = [name for name in package.check_early if name in sys.modules]
+    if early:
+        messages.warn(
+            f"compat.install({package.name!r}) comes after the import of {messages.names(early, last='and')}, which "
+            f"may already have decided that {package.name} is not installed. Call it before importing them."
+        )
+    sys.meta_path.insert(0, Finder(package))
+    importlib.invalidate_caches()
+    package.on_install()
+    return True

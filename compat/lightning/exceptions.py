@@ -1,0 +1,55 @@
+"""Lightning's exceptions. Paceline raises Python's own; under the stand-in each is Lightning's as well."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+_PACKAGE = __name__.partition(".")[0]
+
+
+class MisconfigurationException(Exception):  # noqa: N818 - Lightning's name
+    """An argument, or what a program defines, is not what it has to be."""
+
+
+class SIGTERMException(SystemExit):
+    """SIGTERM ended the run."""
+
+    code = 143
+
+
+#: What Paceline raises where Lightning raises MisconfigurationException.
+_MEANT = (ValueError, TypeError, RuntimeError, NotImplementedError, ModuleNotFoundError)
+
+
+@functools.cache
+def _joined(kind: type[Exception]) -> type[Exception]:
+    return type(f"Misconfiguration{kind.__name__}", (MisconfigurationException, kind), {"__module__": __name__})
+
+
+def _is_own(traceback: TracebackType | None) -> bool:
+    """Whether the line that raised is one of Paceline's."""
+    module = ""
+    while traceback is not None:
+        module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
+    return module.partition(".")[0] == _PACKAGE
+
+
+def translated(function: F) -> F:
+    """Have a function raise Paceline's errors as Lightning's too."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except _MEANT as error:
+            if type(error) not in _MEANT or not _is_own(error.__traceback__):
+                raise
+            both = _joined(type(error))(*error.args)
+            both.__cause__, both.__suppress_context__ = error.__cause__, True
+            raise both.with_traceback(error.__traceback__)  # noqa: B904 - it is the same error
+
+    return call  # type: ignore[return-value]

@@ -1,0 +1,109 @@
+"""Names of Lightning that are not part of its interface and that programs use all the same."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import operator
+import re
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from ...utilities.rank_zero import WarningCache
+from ..finder import UNKNOWN, placeholder
+
+_FLAG = re.compile(r"_(TORCH|TORCHMETRICS|PYTHON|OMEGACONF)_(GREATER_EQUAL|EQUAL|LESS_EQUAL)_(\d+(?:_\d+)*)")
+_COMPARED = {"GREATER_EQUAL": operator.ge, "LESS_EQUAL": operator.le, "EQUAL": operator.eq}
+_PACKAGES = {"_JSONARGPARSE_SIGNATURES": "jsonargparse", "_COMET": "comet_ml", "_TORCH_TRT": "torch_tensorrt"}
+_AVAILABLE = re.compile(r"(_[A-Z0-9_]+)_AVAILABLE")
+
+
+def find(name: str) -> Any:
+    """The value of such a name; UNKNOWN if it is part of the interface and there is nothing of that name."""
+    if name in _VALUES:
+        return _VALUES[name]
+    if flag := _FLAG.fullmatch(name):
+        package, comparison, wanted = flag.groups()
+        return _compare(package.lower(), comparison, wanted.replace("_", "."))
+    if available := _AVAILABLE.fullmatch(name):
+        package = _PACKAGES.get(available[1], available[1].strip("_").lower())
+        return importlib.util.find_spec(package) is not None
+    if name.startswith("_"):
+        return placeholder(name, "is a private part of Lightning, which Paceline does not have")
+    return UNKNOWN
+
+
+def _compare(package: str, comparison: str, wanted: str) -> bool:
+    if package == "python":
+        have = Version(".".join(map(str, sys.version_info[:3])))
+    else:
+        try:
+            have = Version(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            return False
+    have = Version(have.base_version)
+    if comparison == "EQUAL":
+        parts = wanted.count(".") + 1
+        return have.release[:parts] == Version(wanted).release
+    return _COMPARED[comparison](have, Version(wanted))
+
+
+def find_free_network_port() -> int:
+    """A port of this machine that is free just now."""
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return one.getsockname()[1]
+
+
+def _distributed_is_initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _destroy_dist_connection() -> None:
+    if _distributed_is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class _SignalConnector:
+    @staticmethod
+    def _valid_signals() -> set[signal.Signals]:
+        return signal.valid_signals()
+
+
+class _ChildProcessObserver(threading.Thread):
+    pass
+
+
+class _NoXLA:
+    """Lightning's accelerator for TPUs, none of which Paceline drives."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return False
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 0
+
+
+_VALUES: dict[str, Any] = {
+    "XLAAccelerator": _NoXLA,
+    "_ChildProcessObserver": _ChildProcessObserver,
+    "_IS_INTERACTIVE": hasattr(sys, "ps1"),
+    "_IS_WINDOWS": sys.platform == "win32",
+    "_KINETO_AVAILABLE": torch.profiler.kineto_available(),
+    "_SignalConnector": _SignalConnector,
+    "_destroy_dist_connection": _destroy_dist_connection,
+    "_distributed_is_initialized": _distributed_is_initialized,
+    "RegisterRecordFunction": placeholder(
+        "RegisterRecordFunction", "is not needed: PyTorchProfiler marks modules itself"
+    ),
+    "warning_cache": WarningCache(),
+    "find_free_network_port": find_free_network_port,
+}

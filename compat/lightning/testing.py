@@ -1,0 +1,86 @@
+"""What a test asks of the machine, for suites that are written with Lightning's ``RunIf``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+#: Arguments that ask for a package.
+_PACKAGES = {
+    "deepspeed": "deepspeed",
+    "omegaconf": "omegaconf",
+    "onnx": "onnx",
+    "onnxscript": "onnxscript",
+    "psutil": "psutil",
+    "rich": "rich",
+    "sklearn": "sklearn",
+    "tensorrt": "torch_tensorrt",
+}
+
+
+def runif_reasons(
+    *,
+    min_cuda_gpus: int = 0,
+    min_torch: str | None = None,
+    max_torch: str | None = None,
+    min_python: str | None = None,
+    bf16_cuda: bool = False,
+    tpu: bool = False,
+    mps: bool | None = None,
+    skip_windows: bool = False,
+    linux_only: bool = False,
+    standalone: bool = False,
+    dynamo: bool = False,
+    **packages: bool,
+) -> tuple[list[str], dict[str, bool]]:
+    """Why a test cannot run here, and the marks that it gets.
+
+    Args:
+        min_cuda_gpus: so many GPUs.
+        min_torch: this version or a later one.
+        max_torch: a version before this one.
+        min_python: this version or a later one.
+        bf16_cuda: a GPU that computes in bfloat16.
+        tpu: a TPU; there never is one.
+        mps: True: an Apple GPU; False: none.
+        skip_windows: not Windows.
+        linux_only: Linux.
+        standalone: that the variable ``PL_RUN_STANDALONE_TESTS`` is 1.
+        dynamo: ``torch.compile``.
+        **packages: that a package is installed.
+    """
+    reasons: list[str] = []
+    marks: dict[str, bool] = {}
+    torch_version, python = (
+        Version(Version(torch.__version__).base_version),
+        Version(sys.version.split()[0].rstrip("+")),
+    )
+    has_mps = torch.backends.mps.is_available()
+    wanted: list[tuple[Any, str]] = [
+        (torch.cuda.device_count() < min_cuda_gpus, f"GPUs>={min_cuda_gpus}"),
+        (min_torch and torch_version < Version(min_torch), f"torch>={min_torch}"),
+        (max_torch and torch_version >= Version(max_torch), f"torch<{max_torch}"),
+        (min_python and python < Version(min_python), f"python>={min_python}"),
+        (bf16_cuda and not (torch.cuda.is_available() and torch.cuda.is_bf16_supported()), "CUDA device bf16"),
+        (tpu, "TPU"),
+        (mps is True and not has_mps, "MPS"),
+        (mps is False and has_mps, "not MPS"),
+        (skip_windows and sys.platform == "win32", "unimplemented on Windows"),
+        (linux_only and sys.platform != "linux", "only implemented on Linux"),
+        (standalone and os.environ.get("PL_RUN_STANDALONE_TESTS") != "1", "Standalone execution"),
+        (dynamo and sys.platform == "win32", "Dynamo"),
+    ]
+    wanted += [
+        (asked and importlib.util.find_spec(_PACKAGES.get(name, name)) is None, name)
+        for name, asked in packages.items()
+    ]
+    reasons += [text for missing, text in wanted if missing]
+    for name, asked in (("min_cuda_gpus", min_cuda_gpus), ("tpu", tpu), ("standalone", standalone)):
+        if asked:
+            marks[name] = True
+    return reasons, marks

@@ -1,0 +1,88 @@
+"""Kinds of devices as objects, each of which equals its name: ``CPUAccelerator() == "cpu"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import devices
+
+
+class Accelerator(str):
+    """A kind of device. It equals, and can be used as, its name in ``Trainer(accelerator=)``."""
+
+    name = ""
+
+    def __new__(cls) -> Accelerator:
+        return super().__new__(cls, cls.name)
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether this process sees a device of this kind."""
+        return cls.auto_device_count() > 0
+
+    @classmethod
+    def auto_device_count(cls) -> int:
+        """How many ``devices="auto"`` takes; 1 for the CPU."""
+        return devices.count(cls.name)
+
+    @classmethod
+    def parse_devices(cls, devices: Any) -> Any:
+        """What ``Trainer(devices=)`` was given, as indices; for the CPU the number of processes."""
+        found = _find(devices, cls.name)
+        return len(found) if cls.name == "cpu" else [device.index or 0 for device in found]
+
+    @classmethod
+    def get_parallel_devices(cls, devices: Any) -> list[torch.device]:
+        """The devices for what ``Trainer(devices=)`` was given."""
+        return _find(devices, cls.name)
+
+    def get_device_stats(self, device: torch.device | str) -> dict[str, float]:
+        """Numbers about a device, as ``DeviceStatsMonitor`` logs them."""
+        from ..callbacks.device_stats_monitor import cpu_stats, device_stats
+
+        device = torch.device(device)
+        return cpu_stats() if device.type == "cpu" else device_stats(device)
+
+    def setup(self, trainer: Any) -> None:
+        """Nothing to do: a Strategy sets up its device."""
+
+    def teardown(self) -> None:
+        """Nothing to do: a Strategy lets go of its device."""
+
+
+class CPUAccelerator(Accelerator):
+    """The processor."""
+
+    name = "cpu"
+
+
+class CUDAAccelerator(Accelerator):
+    """GPUs that torch drives through CUDA or ROCm."""
+
+    name = "cuda"
+
+
+class MPSAccelerator(Accelerator):
+    """The GPU of an Apple processor."""
+
+    name = "mps"
+
+
+class _Registry(dict[str, type[Accelerator]]):
+    """The kinds by name."""
+
+    def available_accelerators(self) -> list[str]:
+        """The names of all kinds, whether this machine has such a device or not."""
+        return sorted(self)
+
+
+AcceleratorRegistry = _Registry((kind.name, kind) for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator))
+
+
+def _find(wanted: Any, kind: str) -> list[torch.device]:
+    return devices.find_devices(wanted, kind)

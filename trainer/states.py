@@ -1,0 +1,58 @@
+"""What a Trainer is doing, as words that equal their strings."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal
+
+
+class _Word(str, Enum):
+    __hash__ = str.__hash__  # a key of a dict is found by its plain string too
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class TrainerStatus(_Word):
+    """How far a run has come."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class TrainerFn(_Word):
+    """Which entry point was called."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(_Word):
+    """Which kind of batches the run is at."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it validates or tests."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+    @property
+    def dataloader_prefix(self) -> Literal["train", "val", "test", "predict"] | None:
+        """What the names of its loaders begin with; None in the sanity check."""
+        if self is RunningStage.SANITY_CHECKING:
+            return None
+        return "val" if self is RunningStage.VALIDATING else self.value  # type: ignore[return-value]

@@ -1,0 +1,41 @@
+"""Facts about data loaders."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from .. import messages
+
+
+def has_iterable_dataset(dataloader: Any) -> bool:
+    """Whether a loader reads a data set that has no order by index."""
+    return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+
+
+def has_len(dataloader: Any) -> bool:
+    """Whether a loader has a length. A length of 0 is warned of."""
+    try:
+        length = len(dataloader)
+    except (TypeError, NotImplementedError):
+        return False
+    if length == 0:
+        messages.warn_once(f"{type(dataloader).__name__} returned 0 for its length: it gives no batches.")
+    return True
+
+
+def suggested_max_num_workers(local_world_size: int) -> int:
+    """Worker processes for each loader of this process, so that the processes of this machine share its cores.
+
+    Args:
+        local_world_size: number of processes of the run on this machine.
+
+    Raises:
+        ValueError: it is less than 1.
+    """
+    if local_world_size < 1:
+        raise ValueError(f"suggested_max_num_workers({local_world_size}): pass the number of processes, 1 or more.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size - 1)

@@ -1,0 +1,31 @@
+"""Norms of gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
+    """The norm of every parameter's gradient, and of all together, to be logged in ``on_before_optimizer_step``.
+
+    Args:
+        module: after a backward pass. Parameters without a gradient are left out.
+        norm_type: which p-norm, or ``"inf"``.
+        group_separator: between the two parts of a name.
+
+    Returns:
+        Scalars by name: ``grad_2.0_norm/layer.weight`` and so on, and ``grad_2.0_norm_total``, the norm of these
+        norms. Empty if there are no gradients.
+    """
+    order = float(norm_type)
+    if order <= 0:
+        raise ValueError(f"grad_norm(norm_type={norm_type!r}): choose a positive number or 'inf'.")
+    norms = {
+        f"grad_{order}_norm{group_separator}{name}": parameter.grad.detach().norm(order)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if norms:
+        norms[f"grad_{order}_norm_total"] = torch.stack([norm.float() for norm in norms.values()]).norm(order)
+    return norms

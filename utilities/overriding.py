@@ -1,0 +1,38 @@
+"""Whether a user's class overrides a method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..callbacks.base import Callback, overridden
+from ..data.datamodule import DataModule
+from ..strategies.base import Strategy
+from ..trainer.module import TrainingModule
+
+_PARENTS = (TrainingModule, DataModule, Callback, Strategy)
+
+
+def is_overridden(method_name: str, instance: object | None, parent: type | None = None) -> bool:
+    """Whether the class of ``instance``, or the instance itself, defines a method other than its base class does.
+
+    Args:
+        method_name: of the method.
+        instance: None is an instance that overrides nothing.
+        parent: the base class; None: the one of TrainingModule, DataModule, Callback and Strategy that fits.
+
+    Raises:
+        ValueError: none of these fits, or ``parent`` has no such method.
+    """
+    if instance is None:
+        return False
+    if parent is None:
+        parent = next((one for one in _PARENTS if isinstance(instance, one)), None)
+        if parent is None:
+            raise ValueError(
+                f"is_overridden({method_name!r}, {type(instance).__name__}): this is neither a TrainingModule, "
+                "DataModule, Callback nor Strategy. Pass its base class as parent."
+            )
+    if not hasattr(parent, method_name):
+        raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} has no method of that name.")
+    method: Any = overridden(instance, method_name, parent)
+    return method is not None

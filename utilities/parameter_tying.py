@@ -1,0 +1,30 @@
+"""Parameters that a module has under several names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+from torch import nn
+
+from ..big_model.module_sizes import find_tied_parameters
+
+
+def find_shared_parameters(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has more than one."""
+    return find_tied_parameters(module)
+
+
+def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
+    """Tie parameters again: what the first name of each list stands for gets the list's other names too.
+
+    Args:
+        module: changed in place.
+        shared_params: as :func:`find_shared_parameters` returned it before the module was copied or moved.
+    """
+    for first, *others in shared_params:
+        parameter = reduce(getattr, first.split("."), module)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, parameter)
+    return module

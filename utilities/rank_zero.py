@@ -1,0 +1,100 @@
+"""Call a function on rank 0 only, and speak on rank 0 only."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from .. import messages
+
+R = TypeVar("R")
+
+log = logging.getLogger("paceline")
+
+
+class RankZeroDeprecationWarning(DeprecationWarning):
+    """Category of :func:`rank_zero_deprecation`."""
+
+
+class RankZeroOnly:
+    """The decorator :data:`rank_zero_only`: other ranks get ``default`` without calling the function.
+
+    Attributes:
+        rank: index of this process among all, 0-based. Set it if you start processes that Paceline does not know of.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among all, 0-based."""
+        return messages.rank()
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        messages.set_rank(rank)
+
+    def __call__(self, fn: Callable[..., R], default: Any = None) -> Callable[..., R]:
+        """Wrap ``fn``, a function or method."""
+
+        @wraps(fn)
+        def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs) if messages.is_rank_zero() else default
+
+        return on_rank_zero
+
+
+rank_zero_only = RankZeroOnly()
+
+
+@rank_zero_only
+def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
+    """``logging.info`` on rank 0."""
+    log.info(*args, stacklevel=stacklevel, **kwargs)
+
+
+@rank_zero_only
+def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
+    """``logging.debug`` on rank 0."""
+    log.debug(*args, stacklevel=stacklevel, **kwargs)
+
+
+@rank_zero_only
+def rank_zero_warn(message: Any, stacklevel: int = 4, **kwargs: Any) -> None:
+    """``warnings.warn`` on rank 0; ``category`` as there."""
+    warnings.warn(message, stacklevel=stacklevel, **kwargs)
+
+
+@rank_zero_only
+def rank_zero_deprecation(message: Any, stacklevel: int = 5, **kwargs: Any) -> None:
+    """:func:`rank_zero_warn` about something that will go away."""
+    kwargs.setdefault("category", RankZeroDeprecationWarning)
+    warnings.warn(message, stacklevel=stacklevel, **kwargs)
+
+
+def rank_prefixed_message(message: str, rank: int | None) -> str:
+    """``"[rank: 1] message"``; the message itself if ``rank`` is None."""
+    return message if rank is None else f"[rank: {rank}] {message}"
+
+
+class WarningCache(set[str]):
+    """Messages that were shown; each is shown once."""
+
+    def warn(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
+        """Warn on rank 0 unless the message was shown before."""
+        if message not in self:
+            self.add(message)
+            rank_zero_warn(message, stacklevel=stacklevel, **kwargs)
+
+    def deprecation(self, message: str, stacklevel: int = 6, **kwargs: Any) -> None:
+        """The same as :func:`rank_zero_deprecation`."""
+        if message not in self:
+            self.add(message)
+            rank_zero_deprecation(message, stacklevel=stacklevel, **kwargs)
+
+    def info(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
+        """The same as :func:`rank_zero_info`."""
+        if message not in self:
+            self.add(message)
+            rank_zero_info(message, stacklevel=stacklevel, **kwargs)
