@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..finder import UNKNOWN, Package, Target, placeholder
+from ..finder import Package, Target, placeholder
 
 #: The version of Lightning whose names these are; programs see it as the installed one.
 VERSION = "2.6.1"
