@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -199,13 +200,14 @@ Convolution = nn.modules.conv._ConvNd
 Dropout = nn.modules.dropout._DropoutNd
 
 
-class BatchNormOfAnyShape(BatchNorm):
-    """A batch norm for inputs with any number of dimensions from 2 on; channels are dimension 1.
+def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
+    """Attributes that let a batch norm run as a ``SyncBatchNorm``, which needs a GPU, although its class is another.
 
-    Torch 2.11 to 2.13. If it goes: inputs are not checked, which is what this class wants.
+    Torch 2.11 to 2.13. If it goes: AttributeError.
     """
-
-    def _check_input_dim(self, input: Tensor) -> None: ...
+    kind = nn.SyncBatchNorm
+    check = "_check_non_zero_input_channels"
+    return {"forward": partial(kind.forward, layer), check: partial(getattr(kind, check), layer), "process_group": None}
 
 
 # ---- tensors and operators -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from .. import messages
 from ..settings import Settings, if_set, resolve
 from ..strategies.base import Strategy
 from ..strategies.precision.base import Precision
-from .kwargs_handlers import Handlers, sort_handlers
+from .kwargs_handlers import sort_handlers
 from .loaders import DataLoaderConfiguration
 from .plugins import DeepSpeedPlugin, ProjectConfiguration, TorchDynamoPlugin, choose_accumulation, choose_dynamo
 from .process_state import stays_on_cpu
@@ -61,13 +61,19 @@ class Arguments:
     log_with: Any
 
     @property
-    def handlers(self) -> Handlers:
-        """Those of ``kwargs_handlers``."""
-        return self.choice.handlers
+    def plugins(self) -> dict[str, Any]:
+        """The plugins in use, by name."""
+        choice = self.choice
+        return {
+            "deepspeed_plugin": choice.deepspeed_plugin,
+            "fsdp_plugin": choice.fsdp_plugin,
+            "dynamo_plugin": self.dynamo,
+            "parallelism_config": choice.parallelism_config,
+        }
 
 
-def read_arguments(arguments: Mapping[str, Any]) -> Arguments:
-    """Read the arguments of ``Accelerator(...)``, by name.
+def read_arguments(**arguments: Any) -> Arguments:
+    """Read the arguments of ``Accelerator(...)``.
 
     Raises:
         TypeError: an object of another class than its argument takes.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import messages
 from ..settings import fill
 from ..strategies.options import mesh_options
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from ..torch_private import flatten_mesh
 
 #: The dimensions of the mesh, outermost first.
 DIMS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -187,10 +187,6 @@ class ParallelismConfig:
 
         Every process must call; the process group exists.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from ..torch_private import flatten_mesh
-
         if not self.active_mesh_dims:
             return None
         sizes = tuple(self.size(dim) for dim in self.active_mesh_dims)
@@ -218,8 +214,6 @@ class ParallelismConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Sizes, back ends and handlers as plain data."""
-        from dataclasses import asdict, is_dataclass
-
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         return {name: asdict(value) if is_dataclass(value) else value for name, value in found.items()}  # type: ignore[arg-type]
 

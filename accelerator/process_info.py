@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .enums import DistributedType
+from .operations import split_between_processes
 
 if TYPE_CHECKING:
     import torch
@@ -139,8 +140,6 @@ class Processes:
             inputs: what is split, in rank order; the first processes have one more where it does not come out even.
             apply_padding: repeat the last element so that all parts have the same length.
         """
-        from .operations import split_between_processes
-
         yield split_between_processes(inputs, self.strategy, apply_padding)
 
 

@@ -7,7 +7,6 @@ Accelerator.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 #: Set in processes that a notebook forked.
 FORKED = "FORK_LAUNCHED"
+_PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config")
 
 
 @dataclass
@@ -137,10 +137,15 @@ class PartialState(Processes):
         """Where tensors live and how the processes communicate."""
         if self._resets != _process.resets:
             if _process.strategy is None:
-                asked = sys._getframe(1).f_code.co_name
-                raise AttributeError(_forgotten("PartialState", asked if hasattr(type(self), asked) else "strategy"))
+                raise AttributeError  # __getattr__ words it, with the name of the attribute that was read
             self._own, self._resets = _process.strategy, _process.resets
         return self._own
+
+    def __getattr__(self, name: str) -> Any:
+        """Called when an attribute is missing, or a property has raised an AttributeError."""
+        if "_resets" in vars(self) and not self.initialized and hasattr(type(self), name):
+            raise AttributeError(_forgotten("PartialState", name))
+        return object.__getattribute__(self, name)  # raises the error again
 
     @property
     def initialized(self) -> bool:
@@ -234,22 +239,25 @@ class AcceleratorState:
         """That of an Accelerator which is being made; it becomes what ``AcceleratorState()`` returns.
 
         Args:
-            partial: its place.
+            partial: its process.
             mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-            **plugins: ``deepspeed_plugin``, ``fsdp_plugin``, ``dynamo_plugin``, ``parallelism_config`` and
-                ``device_mesh``, each None if there is none.
+            **plugins: those of ``_PLUGINS`` that there are.
         """
         state = object.__new__(cls)
-        names = ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config", "device_mesh")
-        vars(state).update({name: plugins.get(name) for name in names})
+        mesh = getattr(partial.strategy, "mesh", None)
+        vars(state).update({name: plugins.get(name) for name in _PLUGINS}, device_mesh=mesh)
         vars(state).update(_partial=partial, mixed_precision=mixed_precision)
         _process.state = state
         return state
 
     def __reduce__(self) -> Any:
-        """The same settings, at the place of the process that reads it."""
-        plugins = {name: value for name, value in vars(self).items() if name not in ("_partial", "device_mesh")}
-        return _state_here, (self._partial, plugins)
+        """The same settings, in the process that unpickles it."""
+        return _state_here, (self._partial, {"mixed_precision": self.mixed_precision, **self.plugins})
+
+    @property
+    def plugins(self) -> dict[str, Any]:
+        """The plugins by name, each None if there is none."""
+        return {name: vars(self)[name] for name in _PLUGINS}
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

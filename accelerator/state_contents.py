@@ -1,4 +1,4 @@
-"""What a state of an Accelerator holds: gathered from a loop, and given back to one."""
+"""The contents of an Accelerator's state: gather them from a loop, and restore them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ Weights = dict[int, dict[str, Any]]
 
 @dataclass(eq=False)
 class Contents:
-    """What a state of a loop is made of.
+    """The parts of an Accelerator whose state is saved.
 
     Attributes:
-        strategy: of the Accelerator.
+        strategy: the Accelerator's strategy.
         prepared: models, optimizers, schedulers and loaders.
-        windows: the micro-batches that wait for an optimizer step.
-        trackers: whose positions are kept.
-        project: its number of the next folder is kept.
+        windows: micro-batches that wait for an optimizer step.
+        trackers: trackers whose positions are saved.
+        project: holds the number of the next folder.
         settings: recorded, not restored.
-        objects: those registered for checkpointing, in their order.
-        script_skips: the script itself skips to the position in the data that was loaded.
+        objects: objects registered for checkpointing, in order.
+        script_skips: whether the script itself skips to the loaded position in the data.
     """
 
     strategy: Strategy
@@ -57,7 +57,7 @@ class Contents:
     script_skips: bool = False
 
     def weights(self, only_trainable: bool) -> tuple[Weights, dict[int, list[str]]]:
-        """The weights of all models, and the names of those left out; every rank must call."""
+        """The weights of all models, and the names of omitted ones. Every rank must call this."""
         weights: Weights = {}
         left_out: dict[int, list[str]] = {}
         for index, placement in enumerate(self.prepared.placements.values()):
@@ -127,7 +127,7 @@ class Contents:
         }
 
     def _updates(self) -> int:
-        """How many times the weights were updated, as far as an optimizer or a scheduler has counted."""
+        """Number of weight updates, according to the counters of optimizers and schedulers."""
         counts = [
             float(values["step"])
             for one in self.prepared.optimizers
@@ -159,7 +159,7 @@ class Contents:
         }
 
     def _settings(self) -> dict[str, str]:
-        """Those that somebody gave, as text."""
+        """The settings that are not defaults, as text."""
         settings = self.settings
         return {name: str(settings[name]) for name in settings if settings.is_set(name)}
 
@@ -174,7 +174,7 @@ def _parameters(module: nn.Module) -> Any:
 
 
 def _fingerprint(value: Any) -> Any:
-    """Equal for equal plain data; of tensors a checksum."""
+    """A value that is equal for equal plain data; tensors are represented by checksums."""
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape), b"" if is_in_parts(value) else digest(value.detach().cpu()))
     if isinstance(value, dict):
@@ -188,19 +188,19 @@ def _fingerprint(value: Any) -> Any:
 
 
 class Restored:
-    """What a state holds for this rank, and what is missing from it.
+    """A state that was read: compares it with the prepared objects, and restores them.
 
     Args:
-        contents: with everything prepared.
-        checkpoint: as read.
-        models: whose weights are to be loaded; a hook may have loaded those of others.
+        contents: the parts to restore.
+        checkpoint: the checkpoint.
+        models: models whose weights are loaded; a hook may have loaded others.
         newer: the name of a later state of the same run, if there is one.
 
     Attributes:
-        missing: in words, what keeps its current state, or has no counterpart here.
+        missing: descriptions of what keeps its current state, or is only in the checkpoint.
 
     Raises:
-        ValueError: an optimizer is another one than in the saved run.
+        ValueError: an optimizer is different from the saved one.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Restored:
         self._compare()
 
     def _match_weights(self, wanted: set[int]) -> list[tuple[PreparedModel, dict[str, Any], list[str]]]:
-        """Each model that is to be loaded, its weights, and the names of those that were left out."""
+        """The models to load, each with its weights and the names of omitted ones."""
         about = self.own_section.get("models", [{"class": "its own", "saved": True, "left_out": []}])
         others = self.checkpoint.get("models", {})
         found = []
@@ -294,7 +294,7 @@ class Restored:
     # ---- apply ------------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Restore everything; every rank must call."""
+        """Restore everything. Every rank must call this."""
         contents = self.contents
         self._load_models()
         for one, state in zip(self.prepared.optimizers, self.checkpoint.get("optimizer_states", []), strict=False):
@@ -353,7 +353,7 @@ class Restored:
                     _tell_position(index, loaded)
 
     def _load_windows(self) -> None:
-        """Restore the micro-batches that wait for a step; where a script skips by itself, once it has."""
+        """Restore micro-batches that wait for a step; if the script skips itself, when it has arrived."""
         contents, own = self.contents, self.own if self.alike else None
         count = max((entry["state"]["count"] for entry in (own or self.ranks[0])["windows"]), default=0)
         within = [loader.loaded for loader in self.prepared.loaders if loader.loaded is not None]
@@ -377,7 +377,7 @@ class Restored:
     # ---- randomness --------------------------------------------------------------------------------------------------
 
     def _load_random(self) -> None:
-        """Last, since what came before may have drawn."""
+        """Restore random states last, because everything before may draw random numbers."""
         strategy = self.strategy
         if self.own is not None:
             seed.set_random_states(self.own["random"])
@@ -390,7 +390,7 @@ class Restored:
 
 
 def _tell_position(index: int, loaded: Loaded) -> None:
-    """Say where the next pass over a loader begins, so that nothing skips to it once more."""
+    """Print where the next pass over a loader begins, so that the script does not skip again."""
     epoch, done = loaded.position["epoch"], loaded.position["batches"]
     if loaded.position["last"]:
         messages.info_once(
@@ -405,7 +405,7 @@ def _tell_position(index: int, loaded: Loaded) -> None:
 
 
 def _silent(load: Any) -> Any:
-    """The same without an answer, so that nothing is said of weights that are known to be missing."""
+    """The function without a result, so that weights known to be missing are not reported."""
 
     def loading(*args: Any) -> None:
         load(*args)

@@ -11,7 +11,10 @@ from typing import Any, ClassVar, TypeVar, cast
 from .. import messages
 from ..checkpoint.logger_positions import named, say_where
 from ..loggers.base import Logger, Nothing
+from ..loggers.csv import CSVLogger
+from ..loggers.tensorboard import TensorBoardLogger
 from ..loggers.values import present
+from ..loggers.wandb import WandbLogger
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -198,8 +201,6 @@ class CSVTracker(LoggerTracker):
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        from ..loggers.csv import CSVLogger
-
         super().__init__(CSVLogger(logging_dir, **{"name": run_name, **kwargs}))
 
 
@@ -211,8 +212,6 @@ class TensorBoardTracker(LoggerTracker):
     package = "tensorboard"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        from ..loggers.tensorboard import TensorBoardLogger
-
         super().__init__(TensorBoardLogger(logging_dir, **{"name": run_name, "default_hp_metric": False, **kwargs}))
 
     @property
@@ -231,8 +230,6 @@ class WandBTracker(LoggerTracker):
     package = "wandb"
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        from ..loggers.wandb import WandbLogger
-
         super().__init__(WandbLogger(**{"project": run_name, **kwargs}))
 
     @property

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import csv
 import inspect
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,8 +15,6 @@ from .hparams_files import read_hparams
 from .hyperparameters import AttributeDict
 from .read import read
 
-T = TypeVar("T")
-
 
 def load_from_checkpoint(
     cls: Any,
@@ -28,7 +24,7 @@ def load_from_checkpoint(
     strict: bool | None = None,
     weights_only: bool | None = None,
     **kwargs: Any,
-) -> T:
+) -> Any:
     """Make an instance from a checkpoint: its hyperparameters become ``__init__`` arguments, then its state is loaded.
 
     The random states do not change.

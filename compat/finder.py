@@ -108,8 +108,10 @@ class Alias(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a name here and where Paceline has it, so that what replaces it in a test is used; importing a submodule
-        does not hide a function of the same name."""
+        """Set a name here and where Paceline has it, so that what replaces it in a test is used.
+
+        Importing a submodule does not hide a function of the same name.
+        """
         target = self._targets.get(name)
         if isinstance(value, Alias) and target is not None:
             return
@@ -135,9 +137,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         original = self.package.own_name(name)
         if original not in self.package.modules:
             return None
-        spec = importlib.machinery.ModuleSpec(
-            name, self, origin=__file__, is_package=self.package.is_package(original)
-        )
+        spec = importlib.machinery.ModuleSpec(name, self, origin=__file__, is_package=self.package.is_package(original))
         spec.has_location = True
         return spec
 

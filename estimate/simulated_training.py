@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,6 +23,7 @@ from ..torch_private import FakeTensorMode, fake_store, pytree
 from ..trainer.module import TrainingModule
 from ..trainer.optimizers import configure
 from ..trainer.step import clear_gradients
+from ..trainer.trainer import Trainer
 from .tensor_lifetimes import Ledger
 
 if TYPE_CHECKING:
@@ -154,8 +156,6 @@ class Rehearsal:
         module = self.module
         if not isinstance(module, TrainingModule):
             return
-        from ..trainer.trainer import Trainer
-
         trainer = Trainer(
             max_steps=1000, max_epochs=-1, barebones=True, accelerator=find_kind(self.strategy.device.type), devices=1
         )
@@ -305,8 +305,6 @@ def _choose_kernels(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def _call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
-    import inspect
-
     takes = [
         p for p in inspect.signature(step).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]

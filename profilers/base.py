@@ -1,7 +1,7 @@
 """Interface of profilers, and a profiler that does nothing.
 
-Running code never checks for a profiler: functions to be timed are wrapped once, when they are bound
-(``trainer/profiling.py``).
+Running code never checks for a profiler: functions to be timed are bound once through :meth:`Profiler.around`, which
+returns them unchanged if there is no profiler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Profiler:
         filename: part of the files' names (``fit-<filename>.txt``); None or ``"-"`` prints the report instead.
     """
 
-    #: Whether functions must be wrapped.
+    #: Whether anything is timed.
     active = True
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
@@ -79,11 +79,16 @@ class Profiler:
             self.stop(action_name)
 
     def around(self, action_name: str, function: Callable[..., T]) -> Callable[..., T]:
-        """Return ``function`` with each call timed."""
+        """Return ``function`` with each call timed, or ``function`` itself if this profiler is not ``active``."""
+        if not self.active:
+            return function
         return partial(_timed, self.start, self.stop, action_name, function)
 
     def iterate(self, action_name: str, iterator: Iterable[T]) -> Iterator[T]:
-        """Iterate over ``iterator`` with each ``next`` timed."""
+        """Return an iterator over ``iterator`` with each ``next`` timed."""
+        return self._timed_batches(action_name, iterator) if self.active else iter(iterator)
+
+    def _timed_batches(self, action_name: str, iterator: Iterable[T]) -> Iterator[T]:
         fetch = self.around(action_name, partial(next, iter(iterator), _END))
         while (value := fetch()) is not _END:
             yield value  # type: ignore[misc]

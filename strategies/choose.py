@@ -15,6 +15,7 @@ from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.devices import find_devices, find_kind
 from ..settings import Settings
 from .base import SingleDevice, Strategy
+from .deepspeed.settings import DeepSpeedName
 from .distributed import DistributedStrategy, check_backend
 from .options import Options, options_in
 from .precision.base import Precision
@@ -43,12 +44,7 @@ StrategyName = Literal[
     "fsdp_cpu_offload",
     "hybrid_shard",
     "model_parallel",
-    "deepspeed",
-    "deepspeed_stage_1",
-    "deepspeed_stage_2",
-    "deepspeed_stage_2_offload",
-    "deepspeed_stage_3",
-    "deepspeed_stage_3_offload",
+    DeepSpeedName,
 ]
 
 #: Strategies for several processes: name -> (file, class, arguments). A file is imported when its name is asked for.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
@@ -14,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import messages
-from ..processes.host_program import StartMethod
 from ..torch_private import communication_times, time_every_step
-from .distributed import DistributedStrategy
+from .distributed import DistributedStrategy, ProcessOptions, passes_on
 from .precision.base import Precision
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
@@ -30,6 +28,26 @@ HOOKS: tuple[HookName, ...] = get_args(HookName)
 #: Hooks that compress before another one.
 WrapperName = Literal["fp16", "bf16"]
 WRAPPERS: tuple[WrapperName, ...] = get_args(WrapperName)
+
+
+class DDPOptions(ProcessOptions, total=False):
+    """What :class:`DDPStrategy` passes on: to its base class, and to DistributedDataParallel."""
+
+    dim: int
+    broadcast_buffers: bool | None
+    init_sync: bool
+    bucket_cap_mb: int | None
+    bucket_cap_mb_list: list[int] | None
+    check_reduction: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    delay_all_reduce_named_params: list[tuple[str, nn.Parameter]] | None
+    param_to_hook_all_reduce: nn.Parameter | None
+    mixed_precision: Any
+    device_mesh: Any
+    skip_all_reduce_unused_params: bool
+    batched_grad_copy: bool
+    forward_sync_buffers: bool | None
 
 
 class DDPStrategy(DistributedStrategy):
@@ -48,13 +66,17 @@ class DDPStrategy(DistributedStrategy):
         ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``; or ``"fp16"`` or ``"bf16"``.
         model_averaging_period: with ``post_localSGD_hook``, average the parameters over all processes every so many
             steps (Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020).
-        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
-        **ddp_options: what DistributedDataParallel takes: ``bucket_cap_mb``, ``gradient_as_bucket_view``,
-            ``static_graph``, ``broadcast_buffers``, ...
+        **options: arguments of ``DistributedStrategy``, such as ``timeout``, and of DistributedDataParallel:
+            ``bucket_cap_mb``, ``gradient_as_bucket_view``, ``static_graph``, ``broadcast_buffers``, ...
     """
 
     names: ClassVar[tuple[str, ...]] = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 
+    @passes_on(
+        DistributedStrategy.__init__,
+        DistributedDataParallel.__init__,
+        decided=("module", "device_ids", "output_device", "process_group"),
+    )
     def __init__(
         self,
         precision: Precision | None = None,
@@ -64,25 +86,16 @@ class DDPStrategy(DistributedStrategy):
         ddp_comm_state: Any = None,
         ddp_comm_wrapper: WrapperName | Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
-        process_group_backend: str | None = None,
-        init_method: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: StartMethod = "auto",
-        numa: bool = False,
-        **ddp_options: Any,
+        **options: Unpack[DDPOptions],
     ) -> None:
+        given: dict[str, Any] = {**options}
         super().__init__(
-            precision,
-            process_group_backend=process_group_backend,
-            init_method=init_method,
-            timeout=timeout,
-            start_method=start_method,
-            numa=numa,
+            precision, **{name: given.pop(name) for name in ProcessOptions.__annotations__ if name in given}
         )
         self.find_unused_parameters = find_unused_parameters
         self.hook = (ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.model_averaging_period = model_averaging_period
-        self.ddp_options = _known_options(ddp_options)
+        self.ddp_options = given
         self._wrapped: DistributedDataParallel | None = None
         self._reduced: list[nn.Parameter] = []
         self._late = False
@@ -321,13 +334,3 @@ def _named_wrapper(wrapper: str | Callable[..., Any] | None) -> Callable[..., An
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     return getattr(default_hooks, f"{wrapper}_compress_wrapper")
-
-
-def _known_options(options: dict[str, Any]) -> dict[str, Any]:
-    known = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name != "self"]
-    for name in options:
-        if name not in known:
-            raise TypeError(messages.unknown("argument of DDPStrategy", name, known))
-        if name in ("module", "device_ids", "output_device", "process_group"):
-            raise TypeError(f"DDPStrategy({name}=...): the strategy decides that itself. Leave it out.")
-    return options

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,8 +36,52 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class ProcessOptions(TypedDict, total=False):
+    """Arguments of :class:`DistributedStrategy` that its subclasses pass on."""
+
+    process_group_backend: str | None
+    init_method: str | None
+    timeout: timedelta
+    start_method: StartMethod
+    numa: bool
+
+
+def passes_on(*bases: Callable[..., None], decided: Sequence[str] = ()) -> Callable[[F], F]:
+    """Decorator for a constructor with ``**options``: its signature shows what they can be, and others are refused.
+
+    Args:
+        bases: the constructors that take the options.
+        decided: arguments of those that the strategy sets itself.
+    """
+
+    def decorate(init: F) -> F:
+        owner, signature = init.__qualname__.partition(".")[0], inspect.signature(init)
+        found = dict(signature.parameters)
+        for base in bases:
+            for name, taken in inspect.signature(base).parameters.items():
+                if name not in decided:
+                    found.setdefault(name, taken.replace(kind=taken.KEYWORD_ONLY))
+        shown = [parameter for parameter in found.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        names = [parameter.name for parameter in shown if parameter.name != "self"]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **options: Any) -> None:
+            for name in options:
+                if name in decided:
+                    raise TypeError(f"{owner}({name}=...): the strategy decides that itself. Leave it out.")
+                if name not in names:
+                    raise TypeError(messages.unknown(f"argument of {owner}", name, names))
+            init(self, *args, **options)
+
+        vars(checked)["__signature__"] = signature.replace(parameters=shown)
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
 class DistributedStrategy(Strategy):

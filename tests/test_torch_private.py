@@ -200,9 +200,14 @@ def test_layers_are_found_by_their_common_class() -> None:
     assert all(isinstance(one(), private.Dropout) for one in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
 
 
-def test_a_batch_norm_takes_any_shape() -> None:
-    x = torch.arange(48.0).view(2, 3, 1, 2, 2, 2)
-    assert private.BatchNormOfAnyShape(3)(x).shape == x.shape
+def test_a_batch_norm_can_run_as_a_synchronized_one() -> None:
+    alone, layer = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    vars(layer).update(private.as_sync_batch_norm(layer))
+    x = torch.arange(12.0).view(4, 3)
+    assert torch.equal(layer(x), alone(x))
+    assert torch.equal(layer.running_var, alone.running_var)
+    with pytest.raises(ValueError, match="channels should be non-zero"):
+        layer(torch.empty(4, 0))
 
 
 # ---- tensors and operators -------------------------------------------------------------------------------------------

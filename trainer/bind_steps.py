@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.loss_guard import LossGuard
+from ..data.datamodule import DataModule
 from ..strategies.compile_networks import scope_of
 from . import phases
 from .hooks import method_of, overridden
 from .loss import LossReader
 from .microbatch_metrics import JoiningStep
 from .module import TrainingModule
-from .profiling import wrap_bound
+from .profiling import by_strategy
 
 if TYPE_CHECKING:
     from .run import Run
@@ -42,7 +42,7 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
     bound = around_training_step(run, bound) if name == "training_step" else bound
     if name == "training_step" and scope_of(run.trainer.compile) in ("step", "graphs"):
         return bound  # it is traced, not called
-    return wrap_bound(run, name, bound)
+    return by_strategy(run, name, bound)
 
 
 def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,8 +52,7 @@ def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., A
         finite, step = LossReader(module, run.strategy).finite, bound
         bound = lambda batch, batch_idx: finite(step(batch, batch_idx))  # noqa: E731
     for callback in run.trainer.callbacks:
-        if isinstance(callback, LossGuard):
-            bound = callback.around_training_step(run.trainer, module, bound)
+        bound = callback.around_training_step(run.trainer, module, bound)
     return bound
 
 
@@ -106,8 +105,6 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
 
 def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
     """What happens to a batch between the loader and the step; None when nothing does."""
-    from ..data.datamodule import DataModule
-
     hooks: dict[str, Callable[..., Any] | None] = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         data = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None
@@ -115,7 +112,7 @@ def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
     strategy = run.strategy
     move = strategy.batch_mover()
     if move is not None:
-        move = wrap_bound(run, "batch_to_device", move)
+        move = by_strategy(run, "batch_to_device", move)
     if not any(hooks.values()):
         return move
     before, transfer, after = hooks.values()

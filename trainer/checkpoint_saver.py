@@ -16,6 +16,7 @@ from ..checkpoint.snapshot import Buffers, size_bytes
 from ..processes.timings import timed
 from . import phases
 from .checkpoint_contents import gather
+from .profiling import timed_in_run
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
@@ -79,6 +80,7 @@ class Saver:
         self._write: _Write | None = None
         self._thread: threading.Thread | None = None
 
+    @timed_in_run("save_checkpoint")
     @timed("saving a checkpoint")
     def save(
         self,
@@ -150,6 +152,7 @@ class Saver:
         """A copy that training does not change; what a file cannot hold is an error here, not in the thread."""
         return self._buffers.copy(plain(checkpoint, "checkpoint"))
 
+    @timed_in_run("wait_for_checkpoint")
     def wait(self, together: bool = True) -> None:
         """Return when the write in flight, if there is one, has ended; raise its error, on every rank.
 

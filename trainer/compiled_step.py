@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from ..strategies.compile_networks import arguments_of, scope_of
+from ..strategies.item_weighting import final_factor, weighed
 from ..strategies.recompile_watch import advice_for, watch_compiling
 from ..torch_private import compiler_errors, on_compiling, tracing_whole_steps
 from .compiled_optimizer import TracedOptimizer
 from .compiled_step_checks import check_optimizers, check_trainer, cycles_momentum
 from .microbatch_metrics import Heard, listened
-from .profiling import wrap_bound
+from .profiling import by_strategy
 from .step import Outputs, TrainStep
 
 if TYPE_CHECKING:
@@ -90,10 +91,7 @@ class WholeStep:
         self.owner = type(run.module).__name__
         self.module, self.store = run.module, run.metrics
         self.accumulate = run.trainer.accumulate_grad_batches
-        self.clip_value, self.clips_value = (
-            run.trainer.gradient_clip_val,
-            run.trainer.gradient_clip_algorithm == "value",
-        )
+        self.clipping = run.trainer.gradient_clip_val, run.trainer.gradient_clip_algorithm
         self.optimizer = TracedOptimizer(run.optimizers[0], cycles_momentum(run))
         self.primed = False
         self.number = next(_fits)
@@ -118,7 +116,7 @@ class WholeStep:
             more: arguments for ``torch.compile``.
         """
         function.__code__ = function.__code__.replace(co_name=f"{self.owner}_{name}_of_fit_{self.number}")
-        return wrap_bound(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
+        return by_strategy(self.run, "training_step", torch.compile(function, **{**self.arguments, **more}))
 
     def batch_step(self, batch: Any) -> Callable[..., Any]:
         """What runs a batch: for each shape a graph of its own, so that it does not matter which came first.
@@ -166,7 +164,7 @@ class WholeStep:
             return with_tensors(output, Tensor.detach), False, before
         total: Any = None
         if items is not None:
-            loss = loss * (items / (self.unit or 1.0))
+            loss = weighed(loss, items, self.unit)
             total = torch.as_tensor(items, dtype=torch.float64, device=loss.device).detach()
             total = total if before is None else before + total
         elif self.accumulate > 1:
@@ -174,7 +172,7 @@ class WholeStep:
         self.trace_gradients(loss, complete)
         if complete:
             if total is not None:
-                factor = (self.unit or 1.0) / total.clamp(min=torch.finfo(torch.float32).tiny)
+                factor = final_factor(total, self.unit)
             self.trace_update(factor)
         return with_tensors(output, Tensor.detach), True, total  # backward has used up the graph
 
@@ -201,9 +199,9 @@ class WholeStep:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad * factor
-        if self.clip_value is not None:
-            clip = self.strategy.clip_by_value if self.clips_value else self.strategy.clip_by_norm
-            clip(parameters, float(self.clip_value))
+        value, algorithm = self.clipping
+        if value is not None:
+            self.strategy.clip(parameters, value, algorithm)
         self.optimizer.step()
         for parameter in parameters:
             parameter.grad = None

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch.optim import LBFGS, Optimizer
 
-from ..callbacks.loss_guard import LossGuard
+from ..callbacks.base import Callback, overridden
 from ..strategies.base import SingleDevice
 from ..strategies.compile_networks import scope_of
 from ..torch_private import is_of_scheduler, step_hooks
 from .bind_steps import takes_iterator
-from .hooks import overridden
+from .module import TrainingModule
 
 if TYPE_CHECKING:
     from .run import Run
@@ -71,8 +71,6 @@ def check_module(run: Run) -> None:
     """
     check_trainer(run.trainer)  # a callback may have changed it since
     module, owner = run.module, type(run.module).__name__
-    from .module import TrainingModule
-
     if not module.automatic_optimization:
         _refuse(run, f"{owner} optimizes by hand (automatic_optimization=False)", "Let the trainer do it")
     if takes_iterator(module.training_step):
@@ -81,7 +79,7 @@ def check_module(run: Run) -> None:
         if overridden(module, name, TrainingModule) is not None:
             _refuse(run, f"{owner}.{name} is not part of the graph", "Leave it out")
     for callback in run.trainer.callbacks:
-        if isinstance(callback, LossGuard):
+        if overridden(callback, "around_training_step", Callback) is not None:
             _refuse(run, f"{type(callback).__name__} looks at the loss before its backward", "Leave it out")
     for name in HOOKS:
         for hook in getattr(run.hooks, name):

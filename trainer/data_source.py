@@ -22,6 +22,7 @@ from ..data.loaders import (
 )
 from ..data.sharding import batch_indices, last_share, shard_evaluation, shard_training
 from .hooks import overridden
+from .module import TrainingModule
 
 if TYPE_CHECKING:
     from .run import Run
@@ -75,8 +76,6 @@ class DataSource:
             )
 
     def _hook(self, stage: str) -> Callable[[], Any] | None:
-        from .module import TrainingModule
-
         run, name = self.run, HOOK[stage]
         found = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None
         return found or overridden(run.trainer.training_module, name, TrainingModule)
@@ -164,9 +163,8 @@ class DataSource:
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
                 raise ValueError(
-                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an "
-                    "epoch, so "
-                    "validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
+                    f"Trainer(val_check_interval={interval}) is more than the {batches} training batches of an epoch, "
+                    "so validation would never run. Lower it, or set check_val_every_n_epoch=None to count over epochs."
                 )
             return interval
         if interval == 1.0 or not isinstance(interval, float):
@@ -174,8 +172,7 @@ class DataSource:
         if batches == INF:
             raise ValueError(
                 f"Trainer(val_check_interval={interval}) is a fraction of an epoch, but the train_dataloader has no "
-                "length. "
-                "Pass a number of batches (an int), or give the loader a __len__."
+                "length. Pass a number of batches (an int), or give the loader a __len__."
             )
         return max(1, int(batches * interval))
 
@@ -183,8 +180,6 @@ class DataSource:
 
     def validates(self) -> bool:
         """Whether this fit can validate: it has a loader, a step, and is not limited to 0 batches."""
-        from .module import TrainingModule
-
         run = self.run
         loader = self.defined("validate")
         step = overridden(run.trainer.training_module, "validation_step", TrainingModule) is not None

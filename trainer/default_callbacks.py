@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import messages
 from ..callbacks.base import Callback, overridden
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.model_summary import ModelSummary
+from ..callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from ..callbacks.progress import ProgressBar
+from ..callbacks.timer import Timer, to_timedelta
 from ..checkpoint import storage
 from ..loggers.base import DummyLogger, Logger
 
@@ -62,8 +67,6 @@ def _given_loggers(logger: Any) -> list[Logger] | None:
 
 def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, trainer: Trainer) -> list[Callback]:
     """The user's callbacks in their order, the defaults that are not there yet, those that save last."""
-    from ..callbacks.timer import Timer, to_timedelta
-
     found = _given_callbacks(callbacks)
     refuse_switched_off(found, trainer)
     for name in SWITCHED:
@@ -75,11 +78,12 @@ def choose_callbacks(callbacks: Any, max_time: Any, grace_seconds: float, traine
         ):
             found.append(_default(kind))
     if max_time is not None:
-        if any(isinstance(c, Timer) for c in found):
+        timer = Timer(to_timedelta(max_time, "Trainer(max_time=)"), grace_seconds=grace_seconds)
+        if any(callback.state_key == timer.state_key for callback in found):
             raise ValueError(
                 f"Trainer(max_time={max_time!r}) contradicts the Timer among its callbacks. Leave one of them out."
             )
-        found.append(Timer(to_timedelta(max_time, "Trainer(max_time=)"), grace_seconds=grace_seconds))
+        found.append(timer)
     elif grace_seconds:
         raise ValueError(
             f"Trainer(grace_seconds={grace_seconds!r}) without max_time: there is no end to stop before. Pass "
@@ -114,17 +118,11 @@ def refuse_switched_off(callbacks: list[Callback], trainer: Trainer) -> None:
 
 
 def _kind(switch: str) -> type[Callback]:
-    from ..callbacks.model_checkpoint import ModelCheckpoint
-    from ..callbacks.model_summary import ModelSummary
-    from ..callbacks.progress import ProgressBar
-
     kinds: tuple[type[Callback], ...] = (ProgressBar, ModelSummary, ModelCheckpoint)
     return kinds[SWITCHED.index(switch)]
 
 
 def _default(kind: type[Callback]) -> Callback:
-    from ..callbacks.progress import ProgressBar
-
     if kind is ProgressBar:
         from ..callbacks.rich_progress import RichProgressBar
 
@@ -134,9 +132,6 @@ def _default(kind: type[Callback]) -> Callback:
 
 def order(callbacks: list[Callback]) -> list[Callback]:
     """Callbacks that tune come first, so that the others see what was found; those that save last."""
-    from ..callbacks.model_checkpoint import ModelCheckpoint
-    from ..callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-
     last = (ModelCheckpoint, OnExceptionCheckpoint)
     saving = [c for c in callbacks if isinstance(c, last)]
     others = [c for c in callbacks if not isinstance(c, last)]

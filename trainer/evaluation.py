@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..callbacks.base import Callback
 from ..data.batches import Batches
 from ..data.sharding import surplus
 from ..torch_private import pytree
-from . import phases, profiling
+from . import phases
 from .bind_steps import bind_mover, bind_step
 from .hooks import check_signature, method_of, overridden
+from .module import TrainingModule
 from .shared_step_values import keep_step, stand_by
 from .state import Pending
 
@@ -25,6 +27,11 @@ Kind = Literal["validate", "test", "predict"]
 
 #: What hooks call a stage.
 WORDS = {"validate": "validation", "test": "test", "predict": "predict"}
+#: What a profiler calls the fetching of their batches.
+FETCHES = {
+    kind: f"[_EvaluationLoop].{word}_next"
+    for kind, word in (("validate", "val"), ("test", "test"), ("predict", "predict"))
+}
 
 
 class EvalLoop:
@@ -71,8 +78,6 @@ class EvalLoop:
 
     def switch(self, what: str) -> None:
         """Call the module's ``on_<stage>_model_<what>``."""
-        from .module import TrainingModule
-
         method_of(self.run.module, f"on_{self.word}_model_{what}", TrainingModule)()
 
     def run_loaders(self, loaders: list[Any], limits: list[float]) -> list[dict[str, float]]:
@@ -141,7 +146,7 @@ class EvalLoop:
         after_step, after_hooks = places = metrics.sharings()
         stops, may_stop = run.stops, self.may_stop(known)
         with closing(batches):
-            for batch, is_mine in profiling.fetched(run, self.in_step(batches, known), self.kind):
+            for batch, is_mine in run.trainer.profiler.iterate(FETCHES[self.kind], self.in_step(batches, known)):
                 batch_idx += 1
                 state.evaluated += 1
                 state.passed += may_stop
@@ -230,9 +235,6 @@ class EvalLoop:
 
     def check_hooks(self) -> None:
         """With several loaders batch hooks also get ``dataloader_idx``: those that cannot take it are named now."""
-        from ..callbacks.base import Callback
-        from .module import TrainingModule
-
         run = self.run
         owners = [*((callback, Callback) for callback in run.trainer.callbacks), (run.module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):
@@ -241,3 +243,20 @@ class EvalLoop:
                 method = overridden(owner, name, base)
                 if method is not None:
                     check_signature(owner, name, method, extra=1)
+
+
+def show_results(results: list[dict[str, float]], fn: str) -> None:
+    """Print the logged values, a column per loader."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(dict.fromkeys(name for one in results for name in one))
+    if not names:
+        return
+    table = Table(title=fn.capitalize())
+    table.add_column("Metric")
+    for idx in range(len(results)):
+        table.add_column("Value" if len(results) == 1 else f"Loader {idx}", justify="right")
+    for name in names:
+        table.add_row(name, *(f"{one[name]:.6g}" if name in one else "" for one in results))
+    Console(soft_wrap=True).print(table)

@@ -9,55 +9,35 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks.base import HOOKS, Callback, overridden
+from ..callbacks.base import HOOKS, OTHER_METHODS, Callback, overridden
+from ..data.datamodule import DataModule
 from ..messages import owner_of
-from .profiling import wrap_hooks
+from .module import TrainingModule
 
 if TYPE_CHECKING:
-    from ..data.datamodule import DataModule
-    from .module import TrainingModule
     from .trainer import Trainer
 
 Bound = Callable[..., Any]
 
-#: What a module can define that no callback has.
+_LOADERS_AND_TRANSFERS = (
+    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
+#: Methods that a module can define and a callback cannot.
 MODULE_METHODS = (
-    "prepare_data",
-    "configure_model",
-    "configure_callbacks",
-    "configure_optimizers",
-    "configure_gradient_clipping",
-    "training_step",
-    "validation_step",
-    "test_step",
-    "predict_step",
-    "backward",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "lr_scheduler_step",
-    "on_validation_model_zero_grad",
+    *("prepare_data", "configure_model", "configure_callbacks", "configure_optimizers", "configure_gradient_clipping"),
+    *("training_step", "validation_step", "test_step", "predict_step"),
+    *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "on_validation_model_zero_grad"),
     *(f"on_{stage}_model_{mode}" for stage in ("validation", "test", "predict") for mode in ("eval", "train")),
-    "train_dataloader",
-    "val_dataloader",
-    "test_dataloader",
-    "predict_dataloader",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
+    *_LOADERS_AND_TRANSFERS,
 )
 DATA_METHODS = (
-    "prepare_data",
-    "setup",
-    "teardown",
-    "on_exception",
-    "state_dict",
-    "load_state_dict",
-    *MODULE_METHODS[MODULE_METHODS.index("train_dataloader") :],
+    *("prepare_data", "setup", "teardown", "on_exception", "state_dict", "load_state_dict"),
+    *_LOADERS_AND_TRANSFERS,
 )
-STATE = ("state_dict", "load_state_dict")
-#: The steps take a choice of arguments, which ``binding.py`` examines.
+#: Steps, whose arguments ``bind_steps.py`` checks.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-#: Hooks of other versions of Lightning, which nobody calls here, and those that took their place.
+#: Hooks of other versions of Lightning, which are never called here, and their replacements.
 MOVED = {
     "on_init_start": "setup",
     "on_init_end": "setup",
@@ -77,7 +57,7 @@ MOVED = {
     "configure_sharded_model": "configure_model",
 }
 
-_CALLED = frozenset((*HOOKS, *MODULE_METHODS, *STATE))
+_CALLED = frozenset((*HOOKS, *MODULE_METHODS, *OTHER_METHODS))
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
@@ -97,11 +77,8 @@ class HookTable:
     def __init__(
         self, trainer: Trainer, module: TrainingModule, callbacks: Sequence[Callback], datamodule: DataModule | None
     ) -> None:
-        from ..data.datamodule import DataModule
-        from .module import TrainingModule
-
         for callback in callbacks:
-            check(callback, Callback, (*HOOKS, *STATE))
+            check(callback, Callback, (*HOOKS, *OTHER_METHODS))
         check(module, TrainingModule, (*HOOKS, *MODULE_METHODS))
         if datamodule is not None:
             check(datamodule, DataModule, DATA_METHODS)
@@ -109,30 +86,32 @@ class HookTable:
         theirs = [(callback, Callback, (trainer, module)) for callback in callbacks]
         own = [(module, TrainingModule, ())]
         self.on_train_epoch_end: tuple[Bound, ...] = ()
+        bind = partial(_bind, trainer.profiler.around)
         for name in HOOKS:
             owners = [*data, *theirs, *own] if name in ("setup", "teardown", "on_exception") else [*theirs, *own]
-            setattr(self, name, tuple(_bind(owners, name)))
+            setattr(self, name, tuple(bind(owners, name)))
         savers = [owner for owner in theirs if owner[0].runs_last]
         others = [owner for owner in theirs if not owner[0].runs_last]
         for name in ("on_train_batch_end", "on_validation_end"):
-            setattr(self, name, tuple(_bind([*others, *own, *savers], name)))
+            setattr(self, name, tuple(bind([*others, *own, *savers], name)))
         quiet = [owner for owner in theirs if not owner[0].monitors_metrics]
         monitors = [owner for owner in theirs if owner[0].monitors_metrics]
-        self.on_train_epoch_end = tuple(_bind([*quiet, *own], "on_train_epoch_end"))
-        self.on_train_epoch_end_monitors = tuple(_bind(monitors, "on_train_epoch_end"))
-        self.prepare_data = tuple(_bind([*data, *own], "prepare_data"))
-        if trainer.profiler.active:
-            wrap_hooks(trainer.profiler, self)
+        self.on_train_epoch_end = tuple(bind([*quiet, *own], "on_train_epoch_end"))
+        self.on_train_epoch_end_monitors = tuple(bind(monitors, "on_train_epoch_end"))
+        self.prepare_data = tuple(bind([*data, *own], "prepare_data"))
 
     def __getattr__(self, name: str) -> tuple[Bound, ...]:
         raise AttributeError(f"There is no hook {name!r}")
 
 
-def _bind(owners: Iterable[tuple[Any, type, tuple[Any, ...]]], name: str) -> Iterable[Bound]:
+def _bind(
+    around: Callable[..., Bound], owners: Iterable[tuple[Any, type, tuple[Any, ...]]], name: str
+) -> Iterable[Bound]:
     for owner, base, given in owners:
         method = overridden(owner, name, base)
         if method is not None:
-            yield partial(method, *given) if given else method
+            who = owner.state_key if base is Callback else type(owner).__name__
+            yield around(f"[{base.__name__}]{who}.{name}", partial(method, *given) if given else method)
 
 
 def check(owner: Any, base: type, known: Sequence[str]) -> None:
@@ -210,9 +189,6 @@ def calling_hook() -> str:
 
 def wanted_arguments(owner: Any, name: str) -> list[str]:
     """What the loop passes to a hook of ``owner``, by the hook's own definition."""
-    from ..data.datamodule import DataModule
-    from .module import TrainingModule
-
     base = next(kind for kind in (Callback, TrainingModule, DataModule) if isinstance(owner, kind))
     defined = getattr(base, name, None)
     parameters = inspect.signature(defined or getattr(Callback, name)).parameters.values()

@@ -70,8 +70,7 @@ class LossReader:
         if self.strategy.world_size > 1:
             raise RuntimeError(
                 f"{self.owner} returned None to skip a batch on rank {self.strategy.global_rank}; the other ranks "
-                "would wait "
-                "for its gradients. Return a loss multiplied by zero instead."
+                "would wait for its gradients. Return a loss multiplied by zero instead."
             )
         messages.warn_once(
             f"{self.owner} returned None, so this batch is skipped and nothing is learned from it. If you did not mean "
@@ -84,9 +83,8 @@ class LossReader:
         if not loss.requires_grad:
             return RuntimeError(
                 f"{self.owner} returned a loss that no parameter can learn from: it has no graph "
-                "(requires_grad=False). "
-                "Compute it from the module's output without .item(), .detach() or torch.no_grad(), check that some "
-                "parameters are not frozen, or return None to skip this batch."
+                "(requires_grad=False). Compute it from the module's output without .item(), .detach() or "
+                "torch.no_grad(), check that some parameters are not frozen, or return None to skip this batch."
             )
         return None if loss.numel() == 1 else self._no_loss(loss, loss)
 
@@ -95,10 +93,9 @@ class LossReader:
         loss = _loss_of(output)
         if isinstance(loss, Tensor) and not torch.isfinite(loss).all():
             raise RuntimeError(
-                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before "
-                "the weights "
-                "are spoiled. Look at the batch and the learning rate; torch's anomaly trace names the operation in "
-                "backward."
+                f"{self.owner} returned a loss of {loss.detach().tolist()}. detect_anomaly=True stops here, before the "
+                "weights are spoiled. Look at the batch and the learning rate; torch's anomaly trace names the "
+                "operation in backward."
             )
         return output
 

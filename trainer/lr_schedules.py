@@ -65,8 +65,7 @@ class Schedules:
         logged = messages.names(sorted(self.run.trainer.callback_metrics), "and") or "nothing"
         text = (
             f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged by the time it "
-            "steps; "
-            f"logged so far: {logged}. Log it with self.log, choose another 'monitor', or set 'strict': False."
+            f"steps; logged so far: {logged}. Log it with self.log, choose another 'monitor', or set 'strict': False."
         )
         if config.strict:
             raise RuntimeError(text)

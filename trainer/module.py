@@ -248,8 +248,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no configure_optimizers, so fit cannot change its weights. Define it, for "
-            "example: "
-            "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
+            "example: return torch.optim.AdamW(self.parameters(), lr=1e-3)."
         )
 
     @overload
@@ -351,10 +350,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
         raw = getattr(optimizer, "optimizer", optimizer)
         strategy.unscale_gradients(raw)
         parameters = [p for group in raw.param_groups for p in group["params"]]
-        if gradient_clip_algorithm == "value":
-            strategy.clip_by_value(parameters, float(gradient_clip_val))
-        else:
-            strategy.clip_by_norm(parameters, float(gradient_clip_val))
+        strategy.clip(parameters, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients (several optimizers, manual optimization)."""

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 FORMS = (
-    "an optimizer; a list of optimizers; a pair (optimizers, schedulers); a dict "
-    "{'optimizer': ..., 'lr_scheduler': ...}; "
-    "a list of such dicts; or None for a module without optimizer"
+    "an optimizer; a list of optimizers; a pair (optimizers, schedulers); a dict {'optimizer': ..., 'lr_scheduler': "
+    "...}; a list of such dicts; or None for a module without optimizer"
 )
 
 

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
-from ..callbacks.loss_guard import Rollback
+from ..callbacks.base import Rollback
 from ..checkpoint.folder_lock import Claims
 from ..checkpoint.restore import PARTS
 from ..data.worker_processes import explain_lost_worker, torchs_own
@@ -26,7 +26,7 @@ from .loop import FitLoop
 from .metrics import MetricStore
 from .optimizers import ManagedOptimizer
 from .start_run import attach
-from .states import TrainerFn, TrainerStatus
+from .states import RunningStage, TrainerFn, TrainerStatus
 from .stopping import Stops
 from .torch_settings import numerics
 
@@ -206,7 +206,7 @@ class Run:
 
     def _evaluation(self, request: Request) -> EvalLoop:
         kind: Any = request.fn
-        self.state.stage = kind
+        self.state.stage = RunningStage(kind)
         return EvalLoop(self, kind, request.keep_predictions, request.gather)
 
     def _fail(self, error: BaseException) -> None:
@@ -221,7 +221,7 @@ class Run:
 
     def teardown(self, fn: str, failed: bool) -> None:
         """End the run: hooks, loggers, profiler, locks, loaders, strategy."""
-        jobs: list[Any] = [partial(profiling.report_split, self)] if self.trainer.profiler.active else []
+        jobs: list[Any] = [partial(profiling.report_split, self)]
         if self.hooks is not None:
             jobs += [lambda hook=hook: hook(fn) for hook in self.hooks.teardown]
         status = ("interrupted" if self.state.signum else "failed") if failed else "success"

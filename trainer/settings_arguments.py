@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from .. import messages
-from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from ..callbacks.base import Callback
+from ..doctor.script_arguments import overruled
 from ..settings import Given, Row, Settings, resolve
 from ..strategies.base import Strategy
 from ..strategies.choose import strategy_in
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.precision.base import Precision
+from .arguments import MOVED
 
 #: Words for the precisions that settings have, and for what the Trainer accepts for the same.
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
@@ -38,20 +45,59 @@ _SWITCHES = {
 }
 
 
-def fill_in(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The Trainer's arguments, where those left open take what a launcher's flags, variables or the file say."""
-    return with_origins(given)[0]
+#: Variables of Lightning for arguments that code leaves out: PL_TRAINER_MAX_EPOCHS=3.
+VARIABLE_PREFIX = "PL_TRAINER_"
+_WRONG_PREFIX = "PACELINE_TRAINER_"
+
+
+def settled(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorator for ``Trainer.__init__``, which then gets the final value of each argument.
+
+    It is the first of: code, variable ``PL_TRAINER_<ARGUMENT>``, setting, default; in a script that ``paceline doctor``
+    runs, its plan before all. ``settings_in_force`` of the object says where each value comes from.
+    """
+    parameters = inspect.signature(init).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    @functools.wraps(init)
+    def settle(self: Any, *args: Any, **kwargs: Any) -> None:
+        found = _from_variables(tuple(defaults), kwargs)
+        variables = {name: VARIABLE_PREFIX + name.upper() for name in found}
+        given, self.settings_in_force = with_origins({**defaults, **kwargs, **found}, defaults, variables)
+        init(self, *args, **overruled(given))
+
+    return settle
+
+
+def _from_variables(known: tuple[str, ...], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that variables give and code does not; warns of variables for arguments that are not ``known``."""
+    left_open = {name for name in _ARGUMENTS.values() if passed.get(name) is None or passed[name] == "auto"}
+    found = {}
+    for variable, text in os.environ.items():
+        if not variable.startswith((VARIABLE_PREFIX, _WRONG_PREFIX)) or not text:
+            continue
+        name = variable.removeprefix(VARIABLE_PREFIX).removeprefix(_WRONG_PREFIX).lower()
+        if name not in known or variable.startswith(_WRONG_PREFIX):
+            meant = messages.did_you_mean(VARIABLE_PREFIX + name.upper(), [VARIABLE_PREFIX + n.upper() for n in known])
+            why = "" if name in known else f": Trainer has no argument {name!r}"
+            hint = f" Use {MOVED[name]}." if name in MOVED else meant
+            messages.warn_once(f"The environment variable {variable} has no effect{why}.{hint}")
+        elif name not in passed or name in left_open:
+            found[name] = text
+            with contextlib.suppress(Exception):  # it is a word, not a number
+                found[name] = ast.literal_eval(text)
+    return found
 
 
 def with_origins(
     given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, variables: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[Row]]:
-    """The arguments as :func:`fill_in` gives them; and each with its place, then the settings that somebody gave.
+    """The final arguments, and a table of where each comes from, followed by the settings that were given.
 
     Args:
-        given: the arguments, by name.
-        defaults: those of the Trainer. An argument that has its default counts as left out.
-        variables: of the arguments whose value a variable ``PL_TRAINER_<ARGUMENT>`` gave, its name.
+        given: the arguments by name; those left out take what launch flags, variables or the settings file say.
+        defaults: the Trainer's. An argument with its default value counts as left out.
+        variables: names of the variables ``PL_TRAINER_<ARGUMENT>`` that gave a value, by argument.
     """
     variables, read = variables or {}, given
     given = {**read, **{name: (defaults or {})[name] for name in variables}}
@@ -135,7 +181,7 @@ def _precision(given: Mapping[str, Any]) -> Any:
 
 def _accumulation(given: Mapping[str, Any]) -> Any:
     callbacks = given["callbacks"] if isinstance(given["callbacks"], Sequence) else (given["callbacks"],)
-    scheduled = any(isinstance(one, GradientAccumulationScheduler) for one in callbacks)
+    scheduled = any(isinstance(c, Callback) and c.get_accumulate_grad_batches(0) is not None for c in callbacks)
     return 1 if scheduled and given["accumulate_grad_batches"] is None else given["accumulate_grad_batches"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,10 @@ from torch import nn
 
 from .. import messages
 from ..callbacks.base import Callback
-from ..callbacks.timer import Timer
+from ..checkpoint.find import find_checkpoint, highest_sequence
+from ..checkpoint.logger_positions import say_where, take_over
+from ..checkpoint.read import read
+from ..checkpoint.sharded_folder import together
 from ..data.datamodule import DataModule
 from ..doctor.script_options import Plan
 from ..processes.cluster_environment import is_requeued
@@ -19,6 +21,7 @@ from ..strategies.compile_networks import compile_in_place, scope_of, uncompiled
 from ..torch_private import is_initialized
 from . import profiling
 from .bind_steps import check_step, takes_iterator
+from .checkpoint_contents import restore_model, restore_training
 from .compiled_step_checks import check_module
 from .data_source import DataSource
 from .default_callbacks import check_state_keys, order, refuse_switched_off
@@ -78,7 +81,7 @@ def attach(run: Run, request: Request) -> Resumed | None:
         check_module(run)
     if request.fn != "fit":
         if checkpoint is not None:
-            _restore_model(run, checkpoint, ("model",))
+            restore_model(run, checkpoint, ("model",))
         run.strategy.settle_weights(module)
         run.trainer.profiler.attach(run.trainer)
         return None
@@ -89,17 +92,16 @@ def attach(run: Run, request: Request) -> Resumed | None:
 
 def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...]) -> Resumed | None:
     """Weights, optimizers, ``on_fit_start``, hyperparameters, and the rest of the checkpoint."""
-    from ..checkpoint.logger_positions import say_where
-    from .checkpoint_contents import restore_training
-
     if run.trainer.max_epochs is None:
-        timed = any(isinstance(c, Timer) and c.time_remaining() is not None for c in run.trainer.callbacks)
+        timed = any(callback.limits_training for callback in run.trainer.callbacks)
         if run.trainer.max_steps == -1 and not timed:
-            messages.warn_once("None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs.")
+            messages.warn_once(
+                "None of max_epochs, max_steps and max_time was given: training stops after 1000 epochs."
+            )
         run.trainer.max_epochs = -1 if run.trainer.max_steps != -1 or timed else 1000
     run.resumes = checkpoint is not None and parts != ("model",)
     if checkpoint is not None:
-        _restore_model(run, checkpoint, parts)
+        restore_model(run, checkpoint, parts)
     run.strategy.settle_weights(run.module)
     run.model = run.strategy.wrap_for_training(run.model)
     setup_optimizers(run)
@@ -133,12 +135,6 @@ def leave_no_window(run: Run) -> None:
     run.state.drop_window()
     for optimizer in run.optimizers:
         optimizer.zero_grad()
-
-
-def _restore_model(run: Run, checkpoint: dict[str, Any], parts: tuple[str, ...]) -> None:
-    from .checkpoint_contents import restore_model
-
-    restore_model(run, checkpoint, parts)
 
 
 def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
@@ -208,17 +204,13 @@ def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
     run.module = run.model = module
     run.datamodule = datamodule
     run.source = DataSource(run, loaders)
-    send = None if run.trainer.barebones else partial(_send, run)
+    send = None if run.trainer.barebones else run.trainer.log_metrics
     run.metrics = MetricStore(run.state, run.strategy, send)
     module.trainer = run.trainer
     if datamodule is not None:
         datamodule.trainer = run.trainer
     take_module_callbacks(run, module)
     return loaders
-
-
-def _send(run: Run, values: dict[str, float], step: int) -> None:
-    run.trainer.log_metrics(values, step)
 
 
 def bind_hooks(run: Run) -> None:
@@ -282,9 +274,8 @@ def check_steps(run: Run, fn: str) -> None:
             value = getattr(run.trainer, name)
             if value != neutral:
                 raise ValueError(
-                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do "
-                    "it in "
-                    "training_step (self.clip_gradients, stepping every n batches), and leave the argument out."
+                    f"Trainer({name}={value!r}) has no effect under manual optimization, which {owner} asks for. Do it "
+                    "in training_step (self.clip_gradients, stepping every n batches), and leave the argument out."
                 )
     if fn == "fit" and takes_iterator(module.training_step) and run.trainer.accumulate_grad_batches > 1:
         raise ValueError(
@@ -321,8 +312,6 @@ def asked_path(run: Run, request: Request, reused: bool) -> Any:
     ``"last"`` and ``"auto"`` stay words until the callbacks of this run are known, or where they save. A fit in a job
     that SLURM requeued means ``"auto"`` without being told.
     """
-    from ..checkpoint.find import find_checkpoint
-
     if request.trial or (request.fn == "fit" and Plan.found() is not None):
         return None
     told = None if request.again else run.trainer.asked_ckpt_path
@@ -337,8 +326,6 @@ def settle_folders(run: Run, request: Request, path: Any) -> Any:
 
     Returns the path of the checkpoint to go on from, None if there is none.
     """
-    from ..checkpoint.logger_positions import take_over
-
     if request.fn == "fit" and path is not None and run.trainer.loggers:
         path = found_on_rank_0(run, request, path)
         if path is not None and "loops" in request.restore and not request.again:
@@ -350,8 +337,6 @@ def settle_folders(run: Run, request: Request, path: Any) -> Any:
 
 def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
     """The checkpoint that ``path`` means, as one rank sees it: others may see the folder a moment older, or another."""
-    from ..checkpoint.find import find_checkpoint
-    from ..checkpoint.sharded_folder import together
 
     def find() -> Any:
         return find_checkpoint(run, path, request.fn, reused=False) if run.strategy.is_global_zero else None
@@ -361,9 +346,6 @@ def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
 
 def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | None:
     """The checkpoint to load from, read; None if there is none to load."""
-    from ..checkpoint.find import highest_sequence
-    from ..checkpoint.read import read
-
     path = run.ckpt_path = found_on_rank_0(run, request, path)
     if request.fn == "fit" and run.strategy.is_global_zero:
         run.saves = max(run.saves, highest_sequence(run))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 from typing_extensions import Self
 
 from .. import messages
-from ..callbacks.checkpoint_retention import CheckpointKeeper
 from ..processes.cluster_environment import requeue
 from ..processes.signals import interruption
 from ..processes.stop_agreement import Stop, chosen
@@ -99,11 +98,10 @@ class Stops:
         state.saving = True
         try:
             for callback in run.trainer.callbacks if state.fn == "fit" else []:
-                if isinstance(callback, CheckpointKeeper):
-                    callback.save_on_signal(run.trainer, name)
-                    saved |= callback.has_saved(state.global_step, weights=True)
-                    if callback.has_saved(state.global_step):
-                        break  # one file to go on from is enough, and time may be short
+                callback.save_on_signal(run.trainer, name)
+                saved |= callback.has_saved(state.global_step, weights=True)
+                if callback.has_saved(state.global_step):
+                    break  # one file to resume from is enough, and time may be short
         finally:
             state.saving = False
         if state.fn == "fit" and not saved:

@@ -14,13 +14,16 @@ from torch import Tensor
 
 from .. import messages
 from ..callbacks.base import Callback
+from ..callbacks.early_stopping import EarlyStopping
+from ..callbacks.model_checkpoint import ModelCheckpoint
+from ..callbacks.progress import ProgressBar
 from ..checkpoint.restore import PARTS, Part, check_parts
-from ..doctor.script_arguments import overruled
 from ..loggers.base import Logger
 from ..processes.accelerators import Accelerator, AcceleratorRegistry
 from ..processes.devices import AcceleratorName
 from ..processes.signals import Action, check_signals
 from ..profilers.base import Profiler
+from ..settings import Row
 from ..settings.constructors import check_names
 from ..strategies.base import Strategy
 from ..strategies.choose import StrategyName, choose_strategy
@@ -28,22 +31,18 @@ from ..strategies.compile_networks import Scope
 from ..strategies.precision.base import Precision
 from ..strategies.precision.choose import PrecisionAlias, PrecisionName
 from . import arguments as check
-from .choose_profiler import ProfilerName, chosen
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
+from .evaluation import show_results
 from .logged_values import bar_values, callback_values, sent_values
-from .results_table import show_results
 from .run import Request, Run
-from .settings_arguments import with_origins
+from .settings_arguments import settled
 from .state import RunState
-from .states import TrainerStatus
+from .states import RunningStage, TrainerStatus
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..callbacks.early_stopping import EarlyStopping
-    from ..callbacks.model_checkpoint import ModelCheckpoint
-    from ..callbacks.progress import ProgressBar
     from ..data.datamodule import DataModule
     from .checkpoint_saver import Saver
     from .module import TrainingModule
@@ -134,10 +133,10 @@ class Trainer:
             Unless said otherwise SIGTERM and SIGINT stop, and SIGUSR1 in a SLURM job requeues.
     """
 
-    _from_variables: Mapping[str, str]
+    settings_in_force: list[Row]
 
     @check_names(check.MOVED)
-    @check.with_variables
+    @settled
     def __init__(
         self,
         *,
@@ -174,7 +173,7 @@ class Trainer:
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: ProfilerName | Profiler | None = None,
+        profiler: check.ProfilerName | Profiler | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Precision | list[Precision] | None = None,
@@ -185,14 +184,62 @@ class Trainer:
         compile: bool | Scope | Mapping[str, Any] | None = None,
         signals: Mapping[str | int, Action | None] | None = None,
     ) -> None:
-        defaults = check.defaults(Trainer.__init__)
-        given, self.settings_in_force = with_origins(dict(locals()), defaults, self._from_variables)
-        given = overruled(given)
-        self._check_limits(given)
-        self._check_steps(given)
-        self._check_flags(given)
-        where = (given[name] for name in ("strategy", "accelerator", "devices", "num_nodes", "precision", "plugins"))
-        self.strategy = choose_strategy(*where)
+        self.limit_train_batches = check.check_limit("limit_train_batches", limit_train_batches)
+        self.limit_val_batches = check.check_limit("limit_val_batches", limit_val_batches)
+        self.limit_test_batches = check.check_limit("limit_test_batches", limit_test_batches)
+        self.limit_predict_batches = check.check_limit("limit_predict_batches", limit_predict_batches)
+        self.overfit_batches = check.check_limit("overfit_batches", overfit_batches)
+        self.max_epochs = check.check_count("max_epochs", max_epochs, none=True, unlimited=True)
+        self.max_steps = check.check_count("max_steps", max_steps, unlimited=True)
+        self.min_epochs = check.check_count("min_epochs", min_epochs, none=True)
+        self.min_steps = check.check_count("min_steps", min_steps, none=True)
+        self.fast_dev_run = check.check_fast_dev_run(fast_dev_run)
+        every = check.check_count("check_val_every_n_epoch", check_val_every_n_epoch, least=1, none=True)
+        self.check_val_every_n_epoch = every
+        self.val_check_interval, self.val_check_seconds = check.check_val_interval(val_check_interval, every)
+        sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
+        self.num_sanity_val_steps = check.check_count("num_sanity_val_steps", sanity, unlimited=True)
+        self.accumulate_grad_batches = check.check_accumulation(accumulate_grad_batches)
+        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val or None, gradient_clip_algorithm
+        check.check_clipping(self.gradient_clip_val, gradient_clip_algorithm)
+        every = 50 if log_every_n_steps is None else log_every_n_steps
+        self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62
+        reload = check.check_count("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs)
+        self.reload_dataloaders_every_n_epochs = reload
+        self.inference_mode = check.check_switch("inference_mode", inference_mode)
+        self.use_distributed_sampler = check.check_switch("use_distributed_sampler", use_distributed_sampler)
+        self.detect_anomaly = check.check_switch("detect_anomaly", detect_anomaly)
+        self.barebones = check.check_switch("barebones", barebones)
+        self.sync_batchnorm = check.check_switch("sync_batchnorm", sync_batchnorm)
+        self.enable_autolog_hparams = check.check_switch("enable_autolog_hparams", enable_autolog_hparams)
+        self.enable_checkpointing = check.check_switch("enable_checkpointing", enable_checkpointing, none=True)
+        self.enable_progress_bar = check.check_switch("enable_progress_bar", enable_progress_bar, none=True)
+        self.enable_model_summary = check.check_switch("enable_model_summary", enable_model_summary, none=True)
+        self.benchmark = check.check_switch("benchmark", benchmark, none=True)
+        self.deterministic = check.check_deterministic(deterministic, benchmark)
+        self.compile = check.check_compile(compile)
+        limits = {"limit_train_batches": limit_train_batches, "limit_val_batches": limit_val_batches}
+        check.check_overfitting(overfit_batches, fast_dev_run=fast_dev_run, **limits)
+        if self.fast_dev_run:
+            self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, int(self.fast_dev_run), 0
+            self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
+            self.limit_train_batches = self.limit_val_batches = self.max_steps
+            self.limit_test_batches = self.limit_predict_batches = self.max_steps
+            self.log_every_n_steps = 1
+        else:
+            if self.max_epochs is None and (self.max_steps != -1 or max_time is not None):
+                self.max_epochs = -1
+            check.check_range("epochs", min_epochs, max_epochs)
+            check.check_range("steps", min_steps, max_steps)
+        if barebones:
+            off = {"enable_checkpointing": enable_checkpointing, "enable_progress_bar": enable_progress_bar}
+            off |= {"enable_model_summary": enable_model_summary, "num_sanity_val_steps": num_sanity_val_steps}
+            off |= {"fast_dev_run": fast_dev_run, "detect_anomaly": detect_anomaly}
+            check.check_barebones(logger=logger, **off, log_every_n_steps=log_every_n_steps)
+            self.num_sanity_val_steps = 0
+        self.profiler = check.check_profiler(profiler)
+        self.signals = check_signals(signals or {})
+        self.strategy = choose_strategy(strategy, accelerator, devices, num_nodes, precision, plugins)
         check_trainer(self)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
         self.loggers: list[Logger] = choose_loggers(logger, self)
@@ -201,60 +248,6 @@ class Trainer:
         self.brought_callbacks: tuple[TrainingModule, list[Callback], list[Callback]] | None = None
         self.state = RunState()
         self.current_run = Run(self)
-
-    def _check_limits(self, given: Mapping[str, Any]) -> None:
-        self.limit_train_batches = check.check_limit("limit_train_batches", given["limit_train_batches"])
-        self.limit_val_batches = check.check_limit("limit_val_batches", given["limit_val_batches"])
-        self.limit_test_batches = check.check_limit("limit_test_batches", given["limit_test_batches"])
-        self.limit_predict_batches = check.check_limit("limit_predict_batches", given["limit_predict_batches"])
-        self.overfit_batches = check.check_limit("overfit_batches", given["overfit_batches"])
-        self.max_epochs = check.check_count("max_epochs", given["max_epochs"], none=True, unlimited=True)
-        self.max_steps = check.check_count("max_steps", given["max_steps"], unlimited=True)
-        self.min_epochs = check.check_count("min_epochs", given["min_epochs"], none=True)
-        self.min_steps = check.check_count("min_steps", given["min_steps"], none=True)
-        self.fast_dev_run = check.check_fast_dev_run(given["fast_dev_run"])
-        every = check.check_count("check_val_every_n_epoch", given["check_val_every_n_epoch"], least=1, none=True)
-        self.check_val_every_n_epoch = every
-        self.val_check_interval, self.val_check_seconds = check.check_val_interval(given["val_check_interval"], every)
-        if self.fast_dev_run:
-            self.max_epochs, self.max_steps = 1, int(self.fast_dev_run)
-            self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
-            self.limit_train_batches = self.limit_val_batches = self.max_steps
-            self.limit_test_batches = self.limit_predict_batches = self.max_steps
-        elif self.max_epochs is None and (self.max_steps != -1 or given["max_time"] is not None):
-            self.max_epochs = -1
-        sanity = 2 if given["num_sanity_val_steps"] is None else given["num_sanity_val_steps"]
-        self.num_sanity_val_steps = check.check_count("num_sanity_val_steps", sanity, unlimited=True)
-        if self.fast_dev_run or given["barebones"]:
-            self.num_sanity_val_steps = 0
-
-    def _check_steps(self, given: Mapping[str, Any]) -> None:
-        self.accumulate_grad_batches = check.check_accumulation(given["accumulate_grad_batches"])
-        self.gradient_clip_val: float | None = given["gradient_clip_val"] or None
-        self.gradient_clip_algorithm: check.ClipAlgorithm | None = given["gradient_clip_algorithm"]
-        check.check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
-        every = 50 if given["log_every_n_steps"] is None else given["log_every_n_steps"]
-        every = 1 if self.fast_dev_run else every
-        self.log_every_n_steps = check.check_count("log_every_n_steps", every) or 2**62
-        reload = given["reload_dataloaders_every_n_epochs"]
-        self.reload_dataloaders_every_n_epochs = check.check_count("reload_dataloaders_every_n_epochs", reload)
-
-    def _check_flags(self, given: Mapping[str, Any]) -> None:
-        check.check_flags(given)
-        self.enable_checkpointing: bool | None = given["enable_checkpointing"]
-        self.enable_progress_bar: bool | None = given["enable_progress_bar"]
-        self.enable_model_summary: bool | None = given["enable_model_summary"]
-        self.deterministic: bool | Literal["warn"] | None = given["deterministic"]
-        self.benchmark: bool | None = given["benchmark"]
-        self.inference_mode: bool = given["inference_mode"]
-        self.use_distributed_sampler: bool = given["use_distributed_sampler"]
-        self.sync_batchnorm: bool = given["sync_batchnorm"]
-        self.profiler: Profiler = chosen(given["profiler"])
-        self.detect_anomaly: bool = given["detect_anomaly"]
-        self.barebones: bool = given["barebones"]
-        self.enable_autolog_hparams: bool = given["enable_autolog_hparams"]
-        self.compile: bool | Scope | Mapping[str, Any] = given["compile"]
-        self.signals = check_signals(given["signals"] or {})
 
     # ---- entry points ----------------------------------------------------------------------------------------------
 
@@ -539,7 +532,7 @@ class Trainer:
 
     @sanity_checking.setter
     def sanity_checking(self, checking: bool) -> None:
-        self.state.stage = "sanity_check" if checking else None
+        self.state.stage = RunningStage.SANITY_CHECKING if checking else None
 
     @property
     def evaluating(self) -> bool:
@@ -777,18 +770,14 @@ class Trainer:
 
     def _accumulation(self, epoch: int) -> int:
         """Micro-batches an update in an epoch."""
-        from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-
-        schedule = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
-        return self.accumulate_grad_batches if schedule is None else schedule.get_accumulate_grad_batches(epoch)
+        found = (callback.get_accumulate_grad_batches(epoch) for callback in self.callbacks)
+        return next((batches for batches in found if batches is not None), self.accumulate_grad_batches)
 
     # ---- callbacks -------------------------------------------------------------------------------------------------
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
         """The ``ModelCheckpoint`` callbacks."""
-        from ..callbacks.model_checkpoint import ModelCheckpoint
-
         return [c for c in self.callbacks if isinstance(c, ModelCheckpoint)]
 
     @property
@@ -799,8 +788,6 @@ class Trainer:
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """The ``EarlyStopping`` callbacks."""
-        from ..callbacks.early_stopping import EarlyStopping
-
         return [c for c in self.callbacks if isinstance(c, EarlyStopping)]
 
     @property
@@ -811,8 +798,6 @@ class Trainer:
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
         """The progress bar, or None."""
-        from ..callbacks.progress import ProgressBar
-
         return next((c for c in self.callbacks if isinstance(c, ProgressBar)), None)
 
     # ---- logging ---------------------------------------------------------------------------------------------------

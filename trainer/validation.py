@@ -10,6 +10,7 @@ from ..processes.timings import timed
 from . import phases
 from .evaluation import EvalLoop
 from .state import Pending
+from .states import RunningStage
 
 if TYPE_CHECKING:
     from .run import Run
@@ -44,7 +45,7 @@ class Validation:
         run, hooks, metrics = self.run, self.run.hooks, self.run.metrics
         if not self.comes() or run.trainer.num_sanity_val_steps == 0:
             return
-        run.state.stage = "sanity_check"
+        run.state.stage = RunningStage.SANITY_CHECKING
         with isolate_rng():
             metrics.enter(phases.SANITY_HOOK)
             for hook in hooks.on_sanity_check_start:
@@ -82,9 +83,9 @@ class Validation:
         state, metrics = self.run.state, self.run.metrics
         metrics.drain()
         self.random, state.pending = random_states(), Pending.VALIDATION
-        state.stage = "validate"
+        state.stage = RunningStage.VALIDATING
         self.loop.evaluate(zero_grad=state.window == 0)
-        state.stage = "train"
+        state.stage = RunningStage.TRAINING
         self.last = time.monotonic()
         metrics.enter(phases.TRAIN_BATCH)
         return self.run.stops.here()

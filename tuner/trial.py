@@ -15,6 +15,7 @@ from ..trainer import phases
 from ..trainer.bind_steps import bind_mover, bind_step
 from ..trainer.evaluation import WORDS, EvalLoop
 from ..trainer.loop import FitLoop
+from ..trainer.states import RunningStage
 from ..trainer.step import detached
 from ..trainer.stopping import Stops
 
@@ -34,7 +35,7 @@ def train(run: Run, before: Callable[[], Any], after: Callable[[list[Tensor]], b
     """
     run.stops = Stops(run, {})
     state, hooks = run.state, run.hooks
-    state.stage = "train"
+    state.stage = RunningStage.TRAINING
     loop = FitLoop(run, None)
     run.source.train()
     if run.source.num_training_batches == 0:
@@ -84,7 +85,7 @@ def _loss_of(outputs: Mapping[str, Any] | None) -> list[Tensor]:
 
 def evaluate(run: Run, kind: Literal["validate", "test", "predict"], steps: int) -> None:
     """The first batches of each loader of a stage, without gradients."""
-    run.state.stage = kind
+    run.state.stage = RunningStage(kind)
     loop, metrics = EvalLoop(run, kind), run.metrics
     mode, moment = (phases.PREDICT,) * 2 if kind == "predict" else (phases.EVAL_MODE, phases.EVAL_BATCH)
     loaders, _ = run.source.evaluation(kind)

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 
 from .. import messages
 from ..callbacks.finetuning import BaseFinetuning
-from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..data.combined_loader import CombinedLoader
-from ..data.loaders import eval_loaders, train_loader
+from ..data.loaders import eval_loaders, replaced, train_loader
 from ..loggers.base import DummyLogger
 from ..memory.out_of_memory_error import out_of_memory
-from ..trainer.choose_profiler import chosen
+from ..strategies.deepspeed.strategy import DeepSpeedStrategy
+from ..trainer.arguments import check_profiler
 from ..trainer.data_source import DataSource
 from ..trainer.hooks import HookTable
 from ..trainer.run import Request, Run
@@ -34,8 +34,6 @@ Change = Callable[[DataLoader[Any]], DataLoader[Any]]
 
 def refuse_strategy(run: Run, what: str) -> None:
     """Raise under a strategy whose state is stored where nobody can put it back."""
-    from ..strategies.deepspeed.strategy import DeepSpeedStrategy
-
     strategy = run.strategy
     if isinstance(strategy, DeepSpeedStrategy) or strategy.splits_batches:
         raise NotImplementedError(
@@ -90,12 +88,13 @@ def _kept_around(trainer: Trainer, request: Request, module: Any) -> Kept:
 def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
     """A run of a Trainer with the same settings and strategy, with counters, callbacks and loggers of its own."""
     double = copy.copy(trainer)
-    double.profiler = chosen(None)
+    double.profiler = check_profiler(None)
     double.loggers = [DummyLogger()] if trainer.loggers else []
     double.callbacks = [copy.deepcopy(c) for c in trainer.callbacks if isinstance(c, BaseFinetuning)]
     for callback in trainer.callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
-            double.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.state.epoch)
+        batches = callback.get_accumulate_grad_batches(trainer.state.epoch)
+        if batches is not None:
+            double.accumulate_grad_batches = batches
     double.state = RunState()
     double.state.load_state_dict(trainer.state.state_dict())
     run = double.current_run = Run(double, request)
@@ -175,8 +174,6 @@ def _refuse_iterator(given: Any, stage: str) -> None:
 
 
 def _copy_of(loader: Any, change: Change | None) -> Any:
-    from ..data.loaders import replaced
-
     if isinstance(loader, CombinedLoader):
         clone = copy.copy(loader)
         clone.flattened = [_copy_of(leaf, change) for leaf in loader.flattened]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import messages
-from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..trainer.start_run import setup_optimizers
 from .attribute_lookup import Place, find, find_one_of, lr_places, owners
 from .batch_size import Found, Plan, SizeSearch, plan, stage_of
@@ -63,10 +62,11 @@ def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world:
     """
     if wanted is None:
         return None
-    if any(isinstance(c, GradientAccumulationScheduler) for c in run.trainer.callbacks):
+    other = next((c for c in run.trainer.callbacks if c.get_accumulate_grad_batches(0) is not None), None)
+    if other is not None:
         raise ValueError(
             f"scale_batch_size(effective_batch={wanted!r}) sets accumulate_grad_batches, and so does the "
-            "GradientAccumulationScheduler among the callbacks. Leave one of them out."
+            f"{type(other).__name__} among the callbacks. Leave one of them out."
         )
     if wanted != "keep":
         if isinstance(wanted, bool) or not isinstance(wanted, int):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
 from ..checkpoint.restore import PARTS
+from ..processes.launch import told_if_stopped_early
 from ..processes.process_group import leave
 from ..processes.seed import random_states, set_random_states
 from ..trainer.run import Request, Run
@@ -220,8 +221,6 @@ class Tuner:
         strategy = self.trainer.strategy
         if strategy.launcher is None:
             return apart(self.trainer, request, work)
-        from ..processes.launch import told_if_stopped_early
-
         with told_if_stopped_early(len(strategy.device_ids)):
             return strategy.launcher(_elsewhere, self.trainer, request, work, random_states())
 

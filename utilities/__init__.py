@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..checkpoint.hyperparameters import AttributeDict as AttributeDict
-    from ..data.batches import batch_size_of as extract_batch_size
     from ..data.combined_loader import CombinedLoader as CombinedLoader
     from ..processes.seed import isolate_rng as isolate_rng
     from .enums import GradClipAlgorithmType as GradClipAlgorithmType
     from .gradients import grad_norm as grad_norm
-    from ..processes.device_transfer import move as move_data_to_device
     from .overriding import is_overridden as is_overridden
     from .parameter_tying import find_shared_parameters as find_shared_parameters
     from .parameter_tying import set_shared_parameters as set_shared_parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -168,8 +169,6 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Any = None) -> dict[str, Tensor]:
     """The tensors of one file, on the devices of a map."""
-    from pathlib import Path
-
     found = dict(mapped_tensors(Path(checkpoint_file)))
     if device_map is None:
         return found

@@ -9,9 +9,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from ... import messages
 from ...accelerator.launchers import environment
@@ -114,11 +119,6 @@ def get_current_device_type() -> tuple[str, str]:
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
     """Whether ``">="`` (``">"``, ``"=="``, ...) holds between a library's version (or a version) and another one."""
-    from importlib.metadata import version
-
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion, Version
-
     if operation not in ("==", "!=", ">", ">=", "<", "<="):
         raise ValueError(messages.unknown("operation", operation, ("==", "!=", ">", ">=", "<", "<=")))
     try:
@@ -130,9 +130,6 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 def is_torch_version(operation: str, version: str) -> bool:
     """Whether ``">="`` (...) holds between torch's version, without local parts such as ``+cpu``, and another one."""
-    import torch
-    from packaging.version import Version
-
     return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
 
 

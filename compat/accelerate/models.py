@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ...accelerator.models import restore, unwrapped
 from ...strategies.compile_networks import compile_one, compile_repeated
@@ -53,8 +54,6 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether a parameter is a DTensor."""
-    from torch.distributed.tensor import DTensor
-
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

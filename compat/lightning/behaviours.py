@@ -37,8 +37,8 @@ def install() -> None:
     for logger in (CSVLogger, TensorBoardLogger):
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
-    values = Trainer.logged_metrics.fget
-    Trainer.logged_metrics = property(lambda trainer: _tensors(values(trainer)), doc=Trainer.logged_metrics.__doc__)
+    values: Any = Trainer.logged_metrics
+    setattr(Trainer, "logged_metrics", property(lambda trainer: _tensors(values.fget(trainer)), doc=values.__doc__))  # noqa: B010
     for module, classes in _RAISING.items():
         for name, methods in classes.items():
             owner: Any = getattr(import_module(f"paceline.{module}"), name)

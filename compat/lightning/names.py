@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..finder import UNKNOWN, Package, Target, placeholder
+from ..finder import Package, Target, placeholder
 
 #: The version of Lightning whose names these are; programs see it as the installed one.
 VERSION = "2.6.1"
@@ -265,30 +265,28 @@ _MODULES = {
 
 
 #: Lightning's modules of which programs use private names at most.
-_MODULES |= dict.fromkeys(
-    (
-        "fabric.accelerators.cpu fabric.plugins.collectives fabric.plugins.io fabric.strategies.launchers "
-        "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
-        "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
-        "fabric.utilities.cloud_io fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
-        "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike "
-        "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
-        "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
-        "pytorch.loops.prediction_loop pytorch.loops.progress pytorch.loops.training_epoch_loop pytorch.loops.utilities "
-        "pytorch.overrides.distributed pytorch.serve pytorch.strategies.launchers "
-        "pytorch.strategies.launchers.launcher pytorch.strategies.launchers.multiprocessing "
-        "pytorch.strategies.launchers.subprocess_script pytorch.trainer.call pytorch.trainer.configuration_validator "
-        "pytorch.trainer.connectors pytorch.trainer.connectors.accelerator_connector "
-        "pytorch.trainer.connectors.callback_connector pytorch.trainer.connectors.checkpoint_connector "
-        "pytorch.trainer.connectors.data_connector pytorch.trainer.connectors.logger_connector "
-        "pytorch.trainer.connectors.logger_connector.fx_validator "
-        "pytorch.trainer.connectors.logger_connector.logger_connector "
-        "pytorch.trainer.connectors.logger_connector.result pytorch.trainer.connectors.signal_connector "
-        "pytorch.trainer.setup pytorch.utilities.consolidate_checkpoint "
-        "pytorch.utilities.migration pytorch.utilities.upgrade_checkpoint"
-    ).split(),
-    "",
+_PRIVATE_ONLY = (
+    "fabric.accelerators.cpu fabric.plugins.collectives fabric.plugins.io fabric.strategies.launchers "
+    "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
+    "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
+    "fabric.utilities.cloud_io fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
+    "fabric.utilities.logger fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike "
+    "pytorch._graveyard pytorch.loops.evaluation_loop pytorch.loops.fit_loop pytorch.loops.loop "
+    "pytorch.loops.optimization pytorch.loops.optimization.automatic pytorch.loops.optimization.manual "
+    "pytorch.loops.prediction_loop pytorch.loops.progress pytorch.loops.training_epoch_loop pytorch.loops.utilities "
+    "pytorch.overrides.distributed pytorch.serve pytorch.strategies.launchers "
+    "pytorch.strategies.launchers.launcher pytorch.strategies.launchers.multiprocessing "
+    "pytorch.strategies.launchers.subprocess_script pytorch.trainer.call pytorch.trainer.configuration_validator "
+    "pytorch.trainer.connectors pytorch.trainer.connectors.accelerator_connector "
+    "pytorch.trainer.connectors.callback_connector pytorch.trainer.connectors.checkpoint_connector "
+    "pytorch.trainer.connectors.data_connector pytorch.trainer.connectors.logger_connector "
+    "pytorch.trainer.connectors.logger_connector.fx_validator "
+    "pytorch.trainer.connectors.logger_connector.logger_connector "
+    "pytorch.trainer.connectors.logger_connector.result pytorch.trainer.connectors.signal_connector "
+    "pytorch.trainer.setup pytorch.utilities.consolidate_checkpoint "
+    "pytorch.utilities.migration pytorch.utilities.upgrade_checkpoint"
 )
+_MODULES |= dict.fromkeys(_PRIVATE_ONLY.split(), "")
 
 
 def _table() -> dict[str, dict[str, Target]]:

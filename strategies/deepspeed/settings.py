@@ -13,6 +13,16 @@ from .config import read_config
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+#: The names of DeepSpeedStrategy.
+DeepSpeedName = Literal[
+    "deepspeed",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3",
+    "deepspeed_stage_3_offload",
+]
+
 #: The setting that each field can come from.
 _FROM = {
     "hf_ds_config": "deepspeed_config_file",

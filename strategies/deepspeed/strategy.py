@@ -7,26 +7,26 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ... import messages
-from ...processes.host_program import StartMethod
 from ...torch_private import HAS_STEPPED, multiply_each_
-from ..distributed import DistributedStrategy
+from ..distributed import DistributedStrategy, ProcessOptions, passes_on
 from ..precision.base import Precision
 from . import config as configuration
 from . import zero_partitions
 from .package import quiet, require_deepspeed, use_device
+from .settings import DeepSpeedName
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
@@ -57,21 +57,15 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_parameters: keep weights on the host where they are not in use (stage 3).
         config: a DeepSpeed configuration, a dict or the path of a JSON file. It wins over these arguments; what the
             Trainer decides (batch size, accumulation, clipping, precision) it can only repeat.
-        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
+        **process: arguments of ``DistributedStrategy``, such as ``timeout``.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
     """
 
-    names: ClassVar[tuple[str, ...]] = (
-        "deepspeed",
-        "deepspeed_stage_1",
-        "deepspeed_stage_2",
-        "deepspeed_stage_2_offload",
-        "deepspeed_stage_3",
-        "deepspeed_stage_3_offload",
-    )
+    names: ClassVar[tuple[str, ...]] = get_args(DeepSpeedName)
 
+    @passes_on(DistributedStrategy.__init__)
     def __init__(
         self,
         precision: Precision | None = None,
@@ -80,20 +74,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        process_group_backend: str | None = None,
-        init_method: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: StartMethod = "auto",
-        numa: bool = False,
+        **process: Unpack[ProcessOptions],
     ) -> None:
-        super().__init__(
-            precision,
-            process_group_backend=process_group_backend,
-            init_method=init_method,
-            timeout=timeout,
-            start_method=start_method,
-            numa=numa,
-        )
+        super().__init__(precision, **process)
         self.config = configuration.read_config(config)
         self.stage = configuration.zero_stage(self.config, stage, offload_parameters)
         require_deepspeed(self.stage)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -21,10 +20,9 @@ from ...big_model.deferred_weights import Waiting, noting
 from ...big_model.materialize import Materializer
 from ...big_model.module_blocks import bottom_up
 from ...big_model.sharded_loading import HOLDER
-from ...processes.host_program import StartMethod
 from ...torch_private import backward_hooks, expect_backward, finish_backward, fsdp_state
 from .. import sharded_tensors
-from ..distributed import DistributedStrategy
+from ..distributed import DistributedStrategy, ProcessOptions, passes_on
 from ..precision.base import Precision, gradients
 from ..precision.mixed import MixedPrecision
 from . import accumulated_gradients
@@ -33,7 +31,7 @@ from .wrapping import Policy, check_shapes, checkpoint_activations, choose_block
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 T = TypeVar("T")
 
@@ -80,12 +78,13 @@ class FSDPStrategy(DistributedStrategy):
             gradient of zero there. Without it all must use the same. Which blocks run must not differ in any case.
         state_dict_type: ``"full"``: checkpoints are one file, gathered on rank 0; ``"sharded"``: a folder to which each
             process writes its part. Both load under every strategy and number of processes.
-        process_group_backend, init_method, timeout, start_method, numa: as for ``DistributedStrategy``.
+        **process: arguments of ``DistributedStrategy``, such as ``timeout``.
     """
 
     names: ClassVar[tuple[str, ...]] = ("fsdp", "fsdp_cpu_offload", "hybrid_shard")
     communicates_forward = True
 
+    @passes_on(DistributedStrategy.__init__)
     def __init__(
         self,
         precision: Precision | None = None,
@@ -101,20 +100,9 @@ class FSDPStrategy(DistributedStrategy):
         device_mesh: DeviceMesh | None = None,
         find_unused_parameters: bool = False,
         state_dict_type: Literal["full", "sharded"] = "full",
-        process_group_backend: str | None = None,
-        init_method: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: StartMethod = "auto",
-        numa: bool = False,
+        **process: Unpack[ProcessOptions],
     ) -> None:
-        super().__init__(
-            precision,
-            process_group_backend=process_group_backend,
-            init_method=init_method,
-            timeout=timeout,
-            start_method=start_method,
-            numa=numa,
-        )
+        super().__init__(precision, **process)
         if sharding not in SHARDING:
             raise ValueError(messages.unknown("sharding for FSDPStrategy", sharding, SHARDING))
         if state_dict_type not in STATE_KINDS:

@@ -448,16 +448,21 @@ class Normed(Net):
 
 def normed(strategy: str, batch_size: int, sync: bool) -> Any:
     torch.manual_seed(5)
-    module = Normed()
+    module, seen = Normed(), []
+    before = vars(module.layer[1]).copy()
+    module.layer[1].register_forward_hook(lambda layer, *_: seen.append(type(layer) is nn.BatchNorm1d))
     trainer = Trainer(**QUIET, strategy=strategy, max_epochs=2, sync_batchnorm=sync)
     trainer.fit(module, DataLoader(data(20), batch_size), DataLoader(data(7), 2))
-    return {name: value.clone() for name, value in module.state_dict().items()}, type(module.layer[1]).__name__
+    is_as_before = vars(module.layer[1]).keys() == before.keys()
+    return {name: value.clone() for name, value in module.state_dict().items()}, all(seen), len(seen), is_as_before
 
 
 def test_synchronized_batch_norm_equals_one_process(capfd: pytest.CaptureFixture[str]) -> None:
-    alone, _ = normed("cpu", 4, True)
-    for together, kind in ranks(2, normed, "ddp", 2, True):
-        assert kind == "BatchNorm1d"  # afterwards it is the user's layer again
+    alone, *_ = normed("cpu", 4, True)
+    for together, keeps_its_class, calls, is_as_before in ranks(2, normed, "ddp", 2, True):
+        assert keeps_its_class
+        assert calls
+        assert is_as_before
         for name, expected in alone.items():
             torch.testing.assert_close(together[name], expected, rtol=1e-11, atol=1e-13, msg=name)
     assert "batch norms" not in capfd.readouterr().err

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,13 @@ from tiny import TinyModule, tiny_loader
 from torch import Tensor
 
 from paceline import Trainer
-from paceline.strategies import DDPStrategy, DistributedStrategy
+from paceline.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    DistributedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+)
 
 CPU = torch.device("cpu")
 
@@ -256,3 +264,16 @@ def test_so_is_one_that_comes_while_fit_still_imports_what_starts_them(strategy:
     assert done.returncode == -signal.SIGTERM
     assert done.stderr.splitlines()[-1:] == STOPPED_EARLY
     assert not list(tmp_path.glob("paceline_*"))
+
+
+def test_constructors_show_the_arguments_that_they_pass_on_and_refuse_others() -> None:
+    process = {"process_group_backend", "init_method", "timeout", "start_method", "numa"}
+    for kind in (DDPStrategy, FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy):
+        parameters = inspect.signature(kind.__init__).parameters
+        assert process < set(parameters), kind
+        assert parameters["timeout"].default == timedelta(minutes=30)
+        with pytest.raises(TypeError, match=rf"Unknown argument of {kind.__name__} 'timeot'. Did you mean 'timeout'\?"):
+            kind(timeot=timedelta(hours=1))
+    assert "gradient_as_bucket_view" in inspect.signature(DDPStrategy).parameters
+    with pytest.raises(TypeError, match=r"ModelParallelStrategy\(device_mesh=\.\.\.\): the strategy decides that"):
+        ModelParallelStrategy(device_mesh=None)
