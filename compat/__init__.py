@@ -33,7 +33,7 @@ def install(*names: str) -> None:
     for name in names:
         if name not in PACKAGES:
             raise ValueError(messages.unknown("package", name, PACKAGES))
-        if finder.install(importlib.import_module(f".{name}.names", __name__).PACKAGE):
+        if finder.install(_package(name)):
             _tell_children(name)
 
 
@@ -44,8 +44,14 @@ def install_from_environment() -> None:
 
 def found_on_path(root: str) -> ModuleType:
     """Replace a package in a process that found it in the folder ``on_path``, and import it."""
-    install(next(name for name in PACKAGES if root in importlib.import_module(f".{name}.names", __name__).PACKAGE.roots))
+    install(
+        next(name for name in PACKAGES if root in importlib.import_module(f".{name}.names", __name__).PACKAGE.roots)
+    )
     return importlib.import_module(root)
+
+
+def _package(name: str) -> finder.Package:
+    return importlib.import_module(f".{name}.names", __name__).PACKAGE
 
 
 def _tell_children(name: str) -> None:

@@ -16,6 +16,14 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Changed = list[tuple[nn.Module, dict[str, Any]]]
 
 
+class TorchSyncBatchNorm:
+    """Batch norms see the batches of all processes: a plugin that says ``Trainer(sync_batchnorm=True)``."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """The model with synchronized batch norms."""
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
 def trained(module: nn.Module) -> list[nn.Module]:
     """The batch norms of a module that use the statistics of each batch."""
     return [layer for layer in module.modules() if type(layer) in KINDS and layer.training]

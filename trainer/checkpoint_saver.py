@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import sharded_folder, single_file, storage
+from ..checkpoint import sharded_folder, storage
+from ..checkpoint.checkpoint_io import CheckpointIO
 from ..checkpoint.plain_data import plain
 from ..checkpoint.snapshot import Buffers, size_bytes
 from ..processes.timings import timed
@@ -38,7 +39,9 @@ class _Write:
 
     checkpoint: dict[str, Any]
     paths: Sequence[str | Path]
+    storage_options: Any
     in_parts: bool
+    io: CheckpointIO
     strategy: Strategy
     after: Callable[[], Any]
     settled: Callable[[BaseException | None], Any]
@@ -51,7 +54,7 @@ class _Write:
                 if self.in_parts:
                     sharded_folder.write(self.checkpoint, path, self.strategy)
                 elif self.strategy.is_global_zero:
-                    single_file.write(self.checkpoint, path)
+                    self.io.save_checkpoint(self.checkpoint, path, self.storage_options)
             if self.strategy.is_global_zero:
                 self.after()
         except BaseException as error:
@@ -89,6 +92,7 @@ class Saver:
         background: bool | None = False,
         after: Callable[[], Any] = _nothing,
         settled: Callable[[BaseException | None], Any] = _nothing,
+        storage_options: Any = None,
     ) -> None:
         """Write one checkpoint of the run as it stands to every path. Every rank must call.
 
@@ -98,6 +102,7 @@ class Saver:
             background: return when the state is copied; None: if it is large enough for that to be the quicker way.
             after: called on rank 0 when the files are on the disk, in the background if they are written there.
             settled: called with None, or the error, when it is known; in the background not before the next call here.
+            storage_options: for the CheckpointIO.
 
         Raises:
             OSError: a file could not be written, this one or that of the save before.
@@ -105,14 +110,16 @@ class Saver:
         self.wait()
         self._claim(paths)
         checkpoint, in_parts = self._gathered(weights_only)
-        strategy = self._run.holder
+        strategy, io = self._run.holder, self._run.trainer.checkpoint_io
+        if io.in_background is not None and not in_parts:
+            background = io.in_background
         if background is None:
             slow = any(storage.is_remote(path) for path in paths)
             background = strategy.broadcast(slow or size_bytes(checkpoint) >= WORTH_BYTES)
         if background:
             strategy = strategy.beside() if in_parts else strategy
             checkpoint = self._copied(checkpoint) if in_parts or strategy.is_global_zero else {}
-        self._write = _Write(checkpoint, paths, in_parts, strategy, after, settled)
+        self._write = _Write(checkpoint, paths, storage_options, in_parts, io, strategy, after, settled)
         if not background:
             self._write.run()
             self.wait()

@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import messages
 from ..callbacks.base import Callback
+from ..checkpoint import manifest
 from ..checkpoint.find import find_checkpoint, highest_sequence
 from ..checkpoint.logger_positions import say_where, take_over
 from ..checkpoint.read import read
@@ -355,7 +356,10 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
         best = request.module is None and request.ckpt_path is None and run.trainer.asked_ckpt_path is None
         uses = "without a module uses the best checkpoint of the last fit:" if best else "uses the checkpoint"
         messages.info(f"{request.fn}() {uses} {messages.path(path)}")
-    checkpoint = read(path, strategy=run.strategy)
+    if manifest.is_folder(path):
+        checkpoint = read(path, strategy=run.strategy)
+    else:
+        checkpoint = run.trainer.checkpoint_io.load_checkpoint(path)
     if request.fn == "fit":
         facts = checkpoint.get("paceline", {}).get("manifest", {})
         run.saves = max(run.saves, facts.get("sequence", 0))

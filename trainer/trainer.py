@@ -35,6 +35,7 @@ from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
 from .evaluation import show_results
 from .logged_values import bar_values, callback_values, sent_values
+from .plugins import Plugin, sort_plugins
 from .run import Request, Run
 from .settings_arguments import settled
 from .state import RunState
@@ -118,7 +119,8 @@ class Trainer:
         detect_anomaly: use torch's anomaly mode, and raise on a loss that is not finite. Slow.
         barebones: switch off loggers, callbacks added by default, the sanity check and ``self.log``, to measure the
             bare loop.
-        plugins: a Precision object, or a list with one.
+        plugins: objects that replace parts, one of each kind: a Precision, a CheckpointIO (how checkpoints are
+            written and read), a TorchSyncBatchNorm (as ``sync_batchnorm=True``).
         sync_batchnorm: compute BatchNorm over the batches of all processes.
         reload_dataloaders_every_n_epochs: make the loaders again every n epochs; 0: never.
         default_root_dir: folder of logs and checkpoints, unless a logger or callback has its own. None: the working
@@ -176,7 +178,7 @@ class Trainer:
         profiler: check.ProfilerName | Profiler | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
-        plugins: Precision | list[Precision] | None = None,
+        plugins: Plugin | list[Plugin] | None = None,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | Path | None = None,
@@ -239,7 +241,10 @@ class Trainer:
             self.num_sanity_val_steps = 0
         self.profiler = check.check_profiler(profiler)
         self.signals = check_signals(signals or {})
-        self.strategy = choose_strategy(strategy, accelerator, devices, num_nodes, precision, plugins)
+        parts = sort_plugins(plugins)
+        self.sync_batchnorm = self.sync_batchnorm or parts.sync_batchnorm
+        self.strategy = choose_strategy(strategy, accelerator, devices, num_nodes, precision, parts.precision)
+        self.checkpoint_io = self.strategy.checkpoint_io = parts.checkpoint_io
         check_trainer(self)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
         self.loggers: list[Logger] = choose_loggers(logger, self)
@@ -406,7 +411,7 @@ class Trainer:
             filepath: the file; the folder, under a strategy that writes sharded checkpoints; or an address of it, such
                 as ``s3://bucket/run/x.ckpt``.
             weights_only: leave out optimizers, callbacks and random states; such a file cannot be resumed from.
-            storage_options: must be None.
+            storage_options: for a CheckpointIO of yours; else it must be None.
 
         Raises:
             AttributeError: no module is attached yet.
@@ -417,12 +422,7 @@ class Trainer:
                 f"Trainer.save_checkpoint({str(filepath)!r}): there is no module to save yet. Call fit (or validate, "
                 "test, predict) first."
             )
-        if storage_options is not None:
-            raise ValueError(
-                f"save_checkpoint(storage_options={storage_options!r}): these come from the environment and from "
-                "fsspec's settings (FSSPEC_S3_..., ~/.config/fsspec), so that every reader has them. Leave it out."
-            )
-        self.saver.save([filepath], bool(weights_only))
+        self.saver.save([filepath], bool(weights_only), storage_options=storage_options)
 
     @property
     def saver(self) -> Saver:

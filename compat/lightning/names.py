@@ -30,6 +30,7 @@ _HOMES = {
     "callbacks.timer": "Timer",
     "callbacks.tqdm_progress": "TQDMProgressBar",
     "callbacks.weight_averaging": "EMAWeightAveraging WeightAveraging",
+    "checkpoint.checkpoint_io": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO",
     "checkpoint.hyperparameters": "AttributeDict HyperparametersMixin",
     "data.combined_loader": "CombinedLoader",
     "loggers.base": "DummyLogger Logger",
@@ -51,6 +52,7 @@ _HOMES = {
     "strategies.deepspeed.strategy": "DeepSpeedStrategy",
     "strategies.fsdp.strategy": "FSDPStrategy",
     "strategies.model_parallel.strategy": "ModelParallelStrategy",
+    "strategies.sync_batch_norm": "TorchSyncBatchNorm",
     "strategies.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
     "trainer.states": "RunningStage TrainerFn TrainerStatus",
     "trainer.trainer": "Trainer",
@@ -96,8 +98,8 @@ _NOT_HERE = {
         "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
         "TorchElasticEnvironment"
     ),
-    "Paceline reads and writes checkpoints itself": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO",
-    "use Trainer(sync_batchnorm=True)": "LayerSync TorchSyncBatchNorm",
+    "use TorchSyncBatchNorm": "LayerSync",
+    "use TorchCheckpointIO": "XLACheckpointIO",
     "Paceline has no pruning": "ModelPruning",
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
         "CometLogger LitLogger MLFlowLogger NeptuneLogger DummyExperiment ExperimentWriter"
@@ -118,6 +120,7 @@ UNSUPPORTED = {name: why for why, names in _NOT_HERE.items() for name in names.s
 TARGETS = {name: Target(home, name) for home, names in _HOMES.items() for name in names.split()} | _RENAMED
 
 _ACCELERATORS = "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator"
+_CHECKPOINT_IO = "AsyncCheckpointIO CheckpointIO TorchCheckpointIO"
 _CALLBACKS = (
     "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
     "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
@@ -186,18 +189,18 @@ _MODULES = {
     "pytorch.loggers.wandb": "WandbLogger",
     "pytorch.loops": "",
     "pytorch.overrides": "",
-    "pytorch.plugins": _PRECISIONS,
+    "pytorch.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} TorchSyncBatchNorm",
     "pytorch.cli": "LRSchedulerTypeTuple LRSchedulerTypeUnion",
     "pytorch.plugins.environments": "",
-    "pytorch.plugins.io.async_plugin": "",
-    "pytorch.plugins.io.checkpoint_plugin": "",
-    "pytorch.plugins.io.torch_plugin": "",
-    "pytorch.plugins.layer_sync": "",
+    "pytorch.plugins.io.async_plugin": "AsyncCheckpointIO",
+    "pytorch.plugins.io.checkpoint_plugin": "CheckpointIO",
+    "pytorch.plugins.io.torch_plugin": "TorchCheckpointIO",
+    "pytorch.plugins.layer_sync": "TorchSyncBatchNorm",
     "pytorch.plugins.precision.deepspeed": "",
     "pytorch.plugins.precision.double": "DoublePrecision",
     "pytorch.plugins.precision.fsdp": "",
     "pytorch.plugins.precision.half": "HalfPrecision",
-    "pytorch.plugins.io": "",
+    "pytorch.plugins.io": _CHECKPOINT_IO,
     "pytorch.plugins.precision": _PRECISIONS,
     "pytorch.plugins.precision.amp": "MixedPrecision",
     "pytorch.plugins.precision.precision": "Precision",
@@ -246,10 +249,12 @@ _MODULES = {
     "fabric.accelerators.xla": "",
     "fabric.plugins.environments": "",
     "fabric.plugins.environments.lightning": "find_free_network_port",
-    "fabric.plugins.io.checkpoint_io": "",
+    "fabric.plugins.io": _CHECKPOINT_IO,
+    "fabric.plugins.io.checkpoint_io": "CheckpointIO",
+    "fabric.plugins.io.torch_io": "TorchCheckpointIO",
     "fabric.utilities.distributed": "",
     "fabric.utilities.throughput": "",
-    "fabric.plugins": _PRECISIONS,
+    "fabric.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO}",
     "fabric.strategies": _STRATEGIES,
     "fabric.utilities": "AttributeDict move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
     "fabric.utilities.apply_func": "move_data_to_device",
@@ -266,7 +271,7 @@ _MODULES = {
 
 #: Lightning's modules of which programs use private names at most.
 _PRIVATE_ONLY = (
-    "fabric.accelerators.cpu fabric.plugins.collectives fabric.plugins.io fabric.strategies.launchers "
+    "fabric.accelerators.cpu fabric.plugins.collectives fabric.strategies.launchers "
     "fabric.strategies.launchers.launcher fabric.strategies.launchers.multiprocessing "
     "fabric.strategies.launchers.subprocess_script fabric.strategies.ddp fabric.strategies.fsdp "
     "fabric.utilities.cloud_io fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load "
