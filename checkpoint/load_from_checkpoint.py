@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,14 @@ def _load_module(module: Any, checkpoint: dict[str, Any], strict: bool | None) -
     restore.call(module, "on_load_checkpoint", checkpoint)
     state = checkpoint["state_dict"]
     wanted = restore.is_strict(module) if strict is None else strict
-    restore.load_weights(module, state, wanted, lambda module, *args: module.load_state_dict(*args))
+    restore.load_weights(module, state, wanted, _load_state_dict)
     device = next((value.device for value in state.values() if isinstance(value, Tensor)), None)
     if device is not None:
         module.to(device)
+
+
+def _load_state_dict(module: Any, state: Mapping[str, Any], strict: bool) -> Any:
+    return module.load_state_dict(state, strict=strict)
 
 
 def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

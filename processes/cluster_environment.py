@@ -401,3 +401,7 @@ _VARIABLES = {
     "MPICH": _MPI_NAMES,
     "LSF": "JSM_NAMESPACE_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE",
 }
+
+
+#: What reads the variables of each launcher.
+LAUNCHERS = {"torchrun": _torchrun, "LSF": _lsf, "OpenMPI": _open_mpi, "Intel MPI": _hydra, "SLURM": _slurm}

@@ -20,6 +20,7 @@ from .. import messages
 from ..processes import launch
 from ..processes.cluster_environment import Cluster, find_cluster
 from ..processes.device_transfer import in_dtype
+from ..processes.environments import ClusterEnvironment, of_cluster
 from ..processes.hang_watch import Watch
 from ..processes.host_program import START_METHODS, StartMethod, find_host, fork_obstacle, start_method_in
 from ..processes.process_group import host_room, join
@@ -127,11 +128,26 @@ class DistributedStrategy(Strategy):
         self.devices: list[torch.device] = []
         self._nodes = 1
         self._cluster: Cluster | None = None
+        self._environment: ClusterEnvironment | None = None
         self._host: Any = None
         self._beside: DistributedStrategy | None = None
         self._watch: Watch | None = None
         self._abandoned = False
         self._synchronized: list[Any] = []
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment:
+        """How the launcher of this process tells it its rank."""
+        return self._environment or of_cluster(self._cluster)
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self._environment = environment
+
+    def _find_cluster(self) -> Cluster | None:
+        if self._environment is None:
+            return find_cluster()
+        return self._environment.cluster(len(self.devices), self._nodes)
 
     # ---- placement ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +159,7 @@ class DistributedStrategy(Strategy):
             num_nodes: machines.
         """
         self.devices, self._nodes = list(devices), num_nodes
-        self._stand(find_cluster())
+        self._stand(self._find_cluster())
         written = f"{type(self).__name__}(process_group_backend='nccl')"
         check_backend(self.process_group_backend, self.device.type, written)
 
@@ -208,7 +224,7 @@ class DistributedStrategy(Strategy):
 
     @property
     def launcher(self) -> Callable[..., Any] | None:
-        if dist.is_initialized() or find_cluster() is not None or len(self.devices) * self._nodes == 1:
+        if dist.is_initialized() or self._find_cluster() is not None or len(self.devices) * self._nodes == 1:
             return None
         return self._launch
 
@@ -222,7 +238,7 @@ class DistributedStrategy(Strategy):
 
     @timed("joining the group")
     def setup_environment(self) -> None:
-        self._stand(find_cluster())
+        self._stand(self._find_cluster())
         super().setup_environment()
         join(self._cluster, self.backend, self.timeout, self.device, self.init_method)
         if dist.get_world_size() != self.world_size:

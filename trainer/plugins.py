@@ -8,10 +8,11 @@ from typing import Any
 
 from .. import messages
 from ..checkpoint.checkpoint_io import CheckpointIO, TorchCheckpointIO
+from ..processes.environments import ClusterEnvironment
 from ..strategies.precision.base import Precision
 from ..strategies.sync_batch_norm import TorchSyncBatchNorm
 
-Plugin = Precision | CheckpointIO | TorchSyncBatchNorm
+Plugin = Precision | CheckpointIO | ClusterEnvironment | TorchSyncBatchNorm
 
 
 @dataclass
@@ -21,11 +22,13 @@ class Plugins:
     Attributes:
         precision: the Precision; None if there is none.
         checkpoint_io: what writes and reads checkpoints.
+        environment: how the launcher tells a process its rank; None: found out.
         sync_batchnorm: whether batch norms see the batches of all processes.
     """
 
     precision: Precision | None = None
     checkpoint_io: CheckpointIO = field(default_factory=TorchCheckpointIO)
+    environment: ClusterEnvironment | None = None
     sync_batchnorm: bool = False
 
 
@@ -36,7 +39,7 @@ def sort_plugins(given: Any) -> Plugins:
         TypeError: one replaces nothing.
         ValueError: two replace the same.
     """
-    plugins, kinds = Plugins(), (Precision, CheckpointIO, TorchSyncBatchNorm)
+    plugins, kinds = Plugins(), (Precision, CheckpointIO, ClusterEnvironment, TorchSyncBatchNorm)
     listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [] if given is None else [given]
     for kind in kinds:
         found = [plugin for plugin in listed if isinstance(plugin, kind)]
@@ -48,12 +51,14 @@ def sort_plugins(given: Any) -> Plugins:
             plugins.precision = plugin
         elif isinstance(plugin, CheckpointIO):
             plugins.checkpoint_io = plugin
+        elif isinstance(plugin, ClusterEnvironment):
+            plugins.environment = plugin
         elif isinstance(plugin, TorchSyncBatchNorm):
             plugins.sync_batchnorm = True
         else:
             raise TypeError(
-                f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision, a CheckpointIO or a "
-                "TorchSyncBatchNorm; other parts are replaced through strategy= (a Strategy object), logger= and "
+                f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision, a CheckpointIO, a ClusterEnvironment or "
+                "a TorchSyncBatchNorm; other parts are replaced through strategy= (a Strategy object), logger= and "
                 "callbacks=."
             )
     return plugins

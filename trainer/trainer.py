@@ -120,7 +120,8 @@ class Trainer:
         barebones: switch off loggers, callbacks added by default, the sanity check and ``self.log``, to measure the
             bare loop.
         plugins: objects that replace parts, one of each kind: a Precision, a CheckpointIO (how checkpoints are
-            written and read), a TorchSyncBatchNorm (as ``sync_batchnorm=True``).
+            written and read), a ClusterEnvironment (how a launcher tells a process its rank), a TorchSyncBatchNorm
+            (as ``sync_batchnorm=True``).
         sync_batchnorm: compute BatchNorm over the batches of all processes.
         reload_dataloaders_every_n_epochs: make the loaders again every n epochs; 0: never.
         default_root_dir: folder of logs and checkpoints, unless a logger or callback has its own. None: the working
@@ -243,7 +244,8 @@ class Trainer:
         self.signals = check_signals(signals or {})
         parts = sort_plugins(plugins)
         self.sync_batchnorm = self.sync_batchnorm or parts.sync_batchnorm
-        self.strategy = choose_strategy(strategy, accelerator, devices, num_nodes, precision, parts.precision)
+        where = (strategy, accelerator, devices, num_nodes, precision, parts.precision)
+        self.strategy = choose_strategy(*where, environment=parts.environment)
         self.checkpoint_io = self.strategy.checkpoint_io = parts.checkpoint_io
         check_trainer(self)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)

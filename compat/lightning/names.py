@@ -42,6 +42,9 @@ _HOMES = {
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
     "processes.devices": "num_cuda_devices",
+    "processes.environments": (
+        "ClusterEnvironment KubeflowEnvironment LSFEnvironment MPIEnvironment SLURMEnvironment TorchElasticEnvironment"
+    ),
     "processes.seed": "isolate_rng reset_seed seed_everything",
     "profilers.advanced": "AdvancedProfiler",
     "profilers.base": "PassThroughProfiler Profiler",
@@ -80,6 +83,7 @@ _HOMES = {
 _RENAMED = {
     "LightningDataModule": Target("data.datamodule", "DataModule"),
     "LightningDeprecationWarning": Target("utilities.rank_zero", "RankZeroDeprecationWarning"),
+    "LightningEnvironment": Target("processes.environments", "LocalEnvironment"),
     "LightningModule": Target("trainer.module", "TrainingModule"),
     "LightningOptimizer": Target("trainer.optimizers", "ManagedOptimizer"),
     "PossibleUserWarning": Target("messages", "PacelineWarning"),
@@ -94,10 +98,6 @@ _RENAMED = {
     "move_data_to_device": Target("processes.device_transfer", "move"),
 }
 _NOT_HERE = {
-    "Paceline finds out by itself which launcher has started a process": (
-        "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
-        "TorchElasticEnvironment"
-    ),
     "use TorchSyncBatchNorm": "LayerSync",
     "use TorchCheckpointIO": "XLACheckpointIO",
     "Paceline has no pruning": "ModelPruning",
@@ -121,6 +121,10 @@ TARGETS = {name: Target(home, name) for home, names in _HOMES.items() for name i
 
 _ACCELERATORS = "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator"
 _CHECKPOINT_IO = "AsyncCheckpointIO CheckpointIO TorchCheckpointIO"
+_ENVIRONMENTS = (
+    "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
+    "TorchElasticEnvironment"
+)
 _CALLBACKS = (
     "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
     "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
@@ -191,7 +195,7 @@ _MODULES = {
     "pytorch.overrides": "",
     "pytorch.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} TorchSyncBatchNorm",
     "pytorch.cli": "LRSchedulerTypeTuple LRSchedulerTypeUnion",
-    "pytorch.plugins.environments": "",
+    "pytorch.plugins.environments": _ENVIRONMENTS,
     "pytorch.plugins.io.async_plugin": "AsyncCheckpointIO",
     "pytorch.plugins.io.checkpoint_plugin": "CheckpointIO",
     "pytorch.plugins.io.torch_plugin": "TorchCheckpointIO",
@@ -247,14 +251,17 @@ _MODULES = {
     "fabric.accelerators.cuda": "CUDAAccelerator num_cuda_devices",
     "fabric.accelerators.mps": "MPSAccelerator",
     "fabric.accelerators.xla": "",
-    "fabric.plugins.environments": "",
-    "fabric.plugins.environments.lightning": "find_free_network_port",
+    "fabric.plugins.environments": _ENVIRONMENTS,
+    "fabric.plugins.environments.cluster_environment": "ClusterEnvironment",
+    "fabric.plugins.environments.slurm": "SLURMEnvironment",
+    "fabric.plugins.environments.torchelastic": "TorchElasticEnvironment",
+    "fabric.plugins.environments.lightning": "LightningEnvironment find_free_network_port",
     "fabric.plugins.io": _CHECKPOINT_IO,
     "fabric.plugins.io.checkpoint_io": "CheckpointIO",
     "fabric.plugins.io.torch_io": "TorchCheckpointIO",
     "fabric.utilities.distributed": "",
     "fabric.utilities.throughput": "",
-    "fabric.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO}",
+    "fabric.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} ClusterEnvironment",
     "fabric.strategies": _STRATEGIES,
     "fabric.utilities": "AttributeDict move_data_to_device rank_zero_info rank_zero_only rank_zero_warn",
     "fabric.utilities.apply_func": "move_data_to_device",
