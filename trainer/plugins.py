@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .. import messages
-from ..checkpoint.checkpoint_io import CheckpointIO, TorchCheckpointIO
+from ..checkpoint.checkpoint_io import CheckpointIO
 from ..processes.environments import ClusterEnvironment
 from ..strategies.precision.base import Precision
 from ..strategies.sync_batch_norm import TorchSyncBatchNorm
@@ -21,13 +21,13 @@ class Plugins:
 
     Attributes:
         precision: the Precision; None if there is none.
-        checkpoint_io: what writes and reads checkpoints.
+        checkpoint_io: what writes and reads checkpoints; None if there is none.
         environment: how the launcher tells a process its rank; None: found out.
         sync_batchnorm: whether batch norms see the batches of all processes.
     """
 
     precision: Precision | None = None
-    checkpoint_io: CheckpointIO = field(default_factory=TorchCheckpointIO)
+    checkpoint_io: CheckpointIO | None = None
     environment: ClusterEnvironment | None = None
     sync_batchnorm: bool = False
 
@@ -57,8 +57,8 @@ def sort_plugins(given: Any) -> Plugins:
             plugins.sync_batchnorm = True
         else:
             raise TypeError(
-                f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision, a CheckpointIO, a ClusterEnvironment or "
-                "a TorchSyncBatchNorm; other parts are replaced through strategy= (a Strategy object), logger= and "
-                "callbacks=."
+                f"Trainer(plugins=...) got {messages.a(plugin)}. Pass a Precision, a CheckpointIO, a "
+                "ClusterEnvironment or a TorchSyncBatchNorm; other parts are replaced through strategy= (a Strategy "
+                "object), logger= and callbacks=."
             )
     return plugins

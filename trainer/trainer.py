@@ -17,6 +17,7 @@ from ..callbacks.base import Callback
 from ..callbacks.early_stopping import EarlyStopping
 from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress import ProgressBar
+from ..checkpoint.checkpoint_io import CheckpointIO, TorchCheckpointIO
 from ..checkpoint.restore import PARTS, Part, check_parts
 from ..loggers.base import Logger
 from ..processes.accelerators import Accelerator, AcceleratorRegistry
@@ -246,7 +247,8 @@ class Trainer:
         self.sync_batchnorm = self.sync_batchnorm or parts.sync_batchnorm
         where = (strategy, accelerator, devices, num_nodes, precision, parts.precision)
         self.strategy = choose_strategy(*where, environment=parts.environment)
-        self.checkpoint_io = self.strategy.checkpoint_io = parts.checkpoint_io
+        self.checkpoint_io: CheckpointIO = parts.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
+        self.strategy.checkpoint_io = self.checkpoint_io
         check_trainer(self)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
         self.loggers: list[Logger] = choose_loggers(logger, self)

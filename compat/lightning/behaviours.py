@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -28,8 +29,20 @@ _RAISING = {
 }
 
 
+#: Strategies, which take arguments of Lightning's that Paceline's do not have.
+_STRATEGIES = {
+    "strategies.base": "SingleDevice",
+    "strategies.ddp": "DDPStrategy",
+    "strategies.deepspeed.strategy": "DeepSpeedStrategy",
+    "strategies.fsdp.strategy": "FSDPStrategy",
+    "strategies.model_parallel.strategy": "ModelParallelStrategy",
+}
+
+
 def install() -> None:
     """Change them."""
+    for module, name in _STRATEGIES.items():
+        _take_lightnings_arguments(getattr(import_module(f"paceline.{module}"), name))
     from ...loggers.csv import CSVLogger
     from ...loggers.tensorboard import TensorBoardLogger
     from ...trainer.trainer import Trainer
@@ -48,3 +61,26 @@ def install() -> None:
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
     return {name: torch.tensor(value) for name, value in values.items()}
+
+
+def _take_lightnings_arguments(strategy: Any) -> None:
+    """Let a strategy's constructor take ``precision_plugin``, ``checkpoint_io`` and ``cluster_environment``.
+
+    ``accelerator`` and ``parallel_devices`` say what the Trainer's arguments say.
+    """
+    init = strategy.__init__
+
+    @functools.wraps(init)
+    def take(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in ("accelerator", "parallel_devices"):
+            kwargs.pop(name, None)
+        parts = {name: kwargs.pop(name, None) for name in ("checkpoint_io", "cluster_environment")}
+        precision = kwargs.pop("precision_plugin", None)
+        if precision is not None:
+            kwargs["precision"] = precision
+        init(self, *args, **kwargs)
+        for name, part in parts.items():
+            if part is not None:
+                setattr(self, name, part)
+
+    strategy.__init__ = take

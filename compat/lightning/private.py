@@ -94,6 +94,7 @@ class _NoXLA:
 
 _VALUES: dict[str, Any] = {
     "XLAAccelerator": _NoXLA,
+    "_DDP_FORK_ALIASES": ("ddp_fork", "ddp_notebook"),
     "_ChildProcessObserver": _ChildProcessObserver,
     "_IS_INTERACTIVE": hasattr(sys, "ps1"),
     "_IS_WINDOWS": sys.platform == "win32",
