@@ -72,7 +72,7 @@ class TorchCheckpointIO(CheckpointIO):
         single_file.write(checkpoint, path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return read(path, "cpu" if map_location is None else map_location)
+        return read(path, "cpu" if map_location is None else map_location, trusted=weights_only is False)
 
     def remove_checkpoint(self, path: Any) -> None:
         storage.remove(path)

@@ -14,6 +14,7 @@ from ..processes import seed
 from . import restore
 from .hparams_files import read_hparams
 from .hyperparameters import AttributeDict
+from .objects import names
 from .read import read
 
 
@@ -37,25 +38,19 @@ def load_from_checkpoint(
             device.
         hparams_file: a ``.yaml`` or ``.csv`` file whose values replace the hyperparameters in the checkpoint.
         strict: whether the names of the weights have to match; None uses ``strict_loading``.
-        weights_only: None or True; files are data, and code that a file names is never run.
+        weights_only: False also loads hyperparameters that are objects, which runs code that the file names.
         **kwargs: arguments of ``__init__`` that override the hyperparameters.
 
     Raises:
-        ValueError: the file is not a checkpoint, or names code; or ``weights_only`` is False.
+        ValueError: the file is not a checkpoint, or names code.
         RuntimeError: the weights do not fit.
         TypeError: ``__init__`` needs an argument that neither the file nor ``kwargs`` has, or has no such argument.
     """
-    if weights_only not in (None, True):
-        raise ValueError(
-            f"{cls.__name__}.load_from_checkpoint(weights_only={weights_only!r}): checkpoints are data, and code that "
-            "a file names is never run. Omit weights_only, and allow types you trust with "
-            "torch.serialization.add_safe_globals([...])."
-        )
-    checkpoint = read(path, "cpu" if map_location is None else map_location)
+    checkpoint = read(path, "cpu" if map_location is None else map_location, trusted=weights_only is False)
     is_module = issubclass(cls, nn.Module)
     if hparams_file is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read_hparams(Path(hparams_file))
-    arguments = _arguments(cls, checkpoint, kwargs)
+    arguments = _arguments(cls, checkpoint, kwargs, weights_only is False)
     with seed.isolate_rng():
         made = cls(**arguments)
         if is_module:
@@ -81,7 +76,7 @@ def _load_state_dict(module: Any, state: Mapping[str, Any], strict: bool) -> Any
     return module.load_state_dict(state, strict=strict)
 
 
-def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trusted: bool) -> dict[str, Any]:
     """The arguments that ``cls`` takes: the saved ones, overridden by the given ones."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -101,7 +96,8 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any]) -> d
             f"load_from_checkpoint: {messages.unknown(f'argument of {cls.__name__}.__init__', unknown[0], known)}"
         )
     arguments = {key: value for key, value in {**arguments, **given}.items() if takes_any or key in named}
-    _must_be_complete(cls, named, arguments, list(saved))
+    apart = [] if trusted else names(checkpoint, cls.CHECKPOINT_HYPER_PARAMS_KEY)
+    _must_be_complete(cls, named, arguments, list(saved), apart)
     return arguments
 
 
@@ -112,8 +108,14 @@ def _attribute_dicts(value: Any) -> Any:
     return value
 
 
-def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: list[str]) -> None:
+def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: list[str], apart: list[str]) -> None:
     lacking = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
+    if lacking and apart:
+        raise TypeError(
+            f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint has "
+            f"{', '.join(apart)} as objects, which a safe load does not open, because that runs code that the file names. If you trust the "
+            f"file: {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
+        )
     if lacking:
         held = f"({', '.join(saved)})" if saved else "(it has none)"
         again = ", ".join(f"{name}=..." for name in lacking)

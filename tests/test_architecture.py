@@ -20,7 +20,18 @@ import pytest
 #: import all; all may import what is in OPEN.
 ARROWS = {
     "cli": {"accelerator", "estimate", "doctor", "data", "report", "checkpoint", "big_model", "processes", "settings"},
-    "compat": {"accelerator", "memory", "big_model", "strategies", "processes", "settings"},
+    "compat": {
+        "accelerator",
+        "memory",
+        "utilities",
+        "trainer",
+        "big_model",
+        "strategies",
+        "loggers",
+        "processes",
+        "settings",
+    },
+    "utilities": {"trainer", "data", "callbacks", "checkpoint", "strategies", "big_model", "processes"},
     "estimate": {"trainer", "data", "strategies", "processes"},
     "tuner": {"trainer", "memory", "data", "callbacks", "checkpoint", "strategies", "processes", "loggers"},
     "trainer": {

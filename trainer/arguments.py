@@ -265,24 +265,18 @@ def check_barebones(**given: Any) -> None:
 # ---- entry points ----------------------------------------------------------------------------------------------------
 
 
-def check_request(running: str | None, request: Request, ckpt_path: Any) -> None:
+def check_request(running: str | None, request: Request) -> None:
     """What can be said about a call of an entry point before anything is done.
 
     Args:
         running: the entry point that is running, None if none is.
         request: what the call asks for.
-        ckpt_path: the checkpoint that the trainer was told to load.
     """
-    name, path = f"Trainer.{request.fn}", request.ckpt_path or ckpt_path
+    name = f"Trainer.{request.fn}"
     if running is not None:
         raise RuntimeError(
             f"{name}() was called while {running} is running, but a Trainer makes one run at a time. Call it after "
             f"{running}, or use another Trainer."
-        )
-    if request.weights_only is False and path is not None:
-        raise ValueError(
-            f"{name}(weights_only=False) asks to run code that the file {str(path)!r} may hold; Paceline loads data "
-            "alone. Leave it out, and declare types of your own with torch.serialization.add_safe_globals."
         )
     if request.ckpt_path is not None and not isinstance(request.ckpt_path, (str, os.PathLike, storage.Remote)):
         raise TypeError(

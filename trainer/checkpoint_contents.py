@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import messages
 from ..checkpoint import lightning_format, logger_positions
 from ..checkpoint.manifest import FORMAT
-from ..checkpoint.plain_data import plain
+from ..checkpoint.objects import can_be_kept, set_apart
 from ..checkpoint.restore import PARTS, call, is_strict, load_weights, optimizer_problem, restore_precision, versions
 from ..data.loaders import samples_in_batch
 from .resume import Resumed, gather_ranks, progress
@@ -74,7 +74,7 @@ def gather(run: Run, weights_only: bool = False) -> dict[str, Any]:
         _add_datamodule(run.datamodule, checkpoint)
     for hook in run.hooks.on_save_checkpoint:
         hook(checkpoint)
-    return checkpoint
+    return set_apart(checkpoint)
 
 
 def _section(run: Run, counters: dict[str, Any]) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def _add_hyperparameters(owner: Any, checkpoint: dict[str, Any]) -> None:
         return
     kept, left_out = {}, {}
     for name, value in dict(hparams).items():
-        try:
-            kept[name] = plain(value, name)
-        except TypeError:
+        if can_be_kept(value):
+            kept[name] = value
+        else:
             left_out[name] = type(value).__qualname__
     checkpoint[owner.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(owner, "_hparams_name", None) or "kwargs"
     checkpoint[owner.CHECKPOINT_HYPER_PARAMS_KEY] = kept
@@ -141,7 +141,7 @@ def _say_left_out(owner: str, left_out: dict[str, str]) -> None:
     listed = ", ".join(f"{name} ({kind})" for name, kind in left_out.items())
     again = ", ".join(f"{name}=..." for name in left_out)
     messages.warn_once(
-        f"Hyperparameters of {owner} that are not plain data stay out of its checkpoints: {listed}. "
+        f"Hyperparameters of {owner} that can neither be stored nor pickled stay out of its checkpoints: {listed}. "
         f"Say so with self.save_hyperparameters(ignore={list(left_out)}), and pass them when loading: "
         f"{owner}.load_from_checkpoint(path, {again})."
     )

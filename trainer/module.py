@@ -500,7 +500,7 @@ class TrainingModule(HyperparametersMixin, ModuleHooks, nn.Module):
             map_location: where to put the tensors; CPU by default.
             hparams_file: a ``.yaml`` or ``.csv`` with constructor arguments, instead of those in the checkpoint.
             strict: all keys must match; None: the module's ``strict_loading``.
-            weights_only: always True in effect: a file can hold data, not code. False is refused.
+            weights_only: False also loads hyperparameters that are objects, which runs code that the file names.
             **kwargs: constructor arguments; they win over the saved ones.
         """
         from ..checkpoint.load_from_checkpoint import load_from_checkpoint

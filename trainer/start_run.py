@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import messages
 from ..callbacks.base import Callback
-from ..checkpoint import manifest
+from ..checkpoint import manifest, objects
 from ..checkpoint.find import find_checkpoint, highest_sequence
 from ..checkpoint.logger_positions import say_where, take_over
 from ..checkpoint.read import read
@@ -357,9 +357,17 @@ def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | N
         uses = "without a module uses the best checkpoint of the last fit:" if best else "uses the checkpoint"
         messages.info(f"{request.fn}() {uses} {messages.path(path)}")
     if manifest.is_folder(path):
-        checkpoint = read(path, strategy=run.strategy)
-    else:
+        checkpoint = read(path, strategy=run.strategy, trusted=request.weights_only is False)
+    elif request.weights_only is None:
         checkpoint = run.trainer.checkpoint_io.load_checkpoint(path)
+    else:
+        checkpoint = run.trainer.checkpoint_io.load_checkpoint(path, weights_only=request.weights_only)
+    apart = objects.names(checkpoint) if request.weights_only is not False else []
+    if apart:
+        messages.info(
+            f"{messages.path(path)} also holds {messages.names(apart, last='and')} as objects, which were not loaded, "
+            f"because that runs code that the file names. {request.fn}(weights_only=False) loads them."
+        )
     if request.fn == "fit":
         facts = checkpoint.get("paceline", {}).get("manifest", {})
         run.saves = max(run.saves, facts.get("sequence", 0))

@@ -282,7 +282,7 @@ class Trainer:
                 folders of this run and of earlier starts of the same command; if there is none, warn and start fresh.
                 ``"auto"``: the same without the warning, for a command that may be its first start. ``"best"``: from
                 the best one of the previous run. None: start fresh (in a job that SLURM requeued: ``"auto"``).
-            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
+            weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
             restore: which parts of ``ckpt_path`` to take. All of them, the default, continue to the bit as the run
                 that wrote it would have. ``"model"``: weights and the DataModule's state. ``"optimizer"``: the
                 optimizers' state (momentum, say) and the loss scale. ``"schedulers"``: schedulers, and the
@@ -316,7 +316,7 @@ class Trainer:
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
             verbose: print the values as a table.
             datamodule: a DataModule, instead of loaders.
-            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
+            weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
         """
         loaders = {"validate": dataloaders}
         results = self._begin(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))()
@@ -392,7 +392,7 @@ class Trainer:
             return_predictions: False: keep nothing; callbacks get each batch as it comes (``BasePredictionWriter``).
                 None means True.
             ckpt_path: load the weights of this checkpoint first: a path, ``"best"`` or ``"last"``.
-            weights_only: no effect, since loading a file never runs code; False together with a checkpoint is refused.
+            weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
             gather: with several processes, return the batches of all of them, in the order of the data, on each one.
                 False: each process returns those it made.
 
@@ -449,7 +449,7 @@ class Trainer:
 
     def _begin(self, request: Request) -> Callable[[], Any]:
         """A run of what is asked for: here, or in the processes that the strategy's launcher starts."""
-        check.check_request(self.state.fn, request, self.asked_ckpt_path)
+        check.check_request(self.state.fn, request)
         launcher = self.strategy.launcher
         if launcher is not None:
             return partial(self._run_in_processes, launcher, request)
