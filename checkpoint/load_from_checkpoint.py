@@ -113,8 +113,8 @@ def _must_be_complete(cls: type, named: Any, arguments: dict[str, Any], saved: l
     if lacking and apart:
         raise TypeError(
             f"{cls.__name__}.__init__ needs {messages.names(lacking, last='and')}. The checkpoint has "
-            f"{', '.join(apart)} as objects, which a safe load does not open, because that runs code that the file names. If you trust the "
-            f"file: {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
+            f"{', '.join(apart)} as objects, which a safe load does not open, because that runs code that the file "
+            f"names. If you trust the file: {cls.__name__}.load_from_checkpoint(path, weights_only=False)."
         )
     if lacking:
         held = f"({', '.join(saved)})" if saved else "(it has none)"

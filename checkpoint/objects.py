@@ -53,7 +53,7 @@ def can_be_kept(value: Any) -> bool:
 
 def _taken(found: dict[str, dict[str, Any]], place: str, value: Any) -> bool:
     try:
-        plain(value, place)
+        plain(value, "checkpoint" + "".join(f"[{key!r}]" for key in place.split("/", 1)))
     except TypeError as problem:
         try:
             found[place] = {"type": _type_of(value), "pickled": pickle.dumps(value)}

@@ -35,6 +35,13 @@ class Target:
         return getattr(self.owner(), self.name) if self.name else self.owner()
 
 
+def _nothing_else(name: str) -> Any:
+    return UNKNOWN
+
+
+def _nothing() -> None: ...
+
+
 @dataclass
 class Package:
     """A package that Paceline replaces.
@@ -58,8 +65,8 @@ class Package:
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     distributions: Collection[str] = ()
-    fallback: Callable[[str], Any] = lambda name: UNKNOWN
-    on_import: Callable[[], None] = lambda: None
+    fallback: Callable[[str], Any] = _nothing_else
+    on_import: Callable[[], None] = _nothing
     homepage: str = ""
     check_early: Collection[str] = ()
 

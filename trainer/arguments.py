@@ -80,6 +80,13 @@ def check_count(
     return int(value)
 
 
+def check_max_epochs(value: Any, max_steps: int, max_time: Any) -> int | None:
+    """The limit; -1 where another one is given, None where none is."""
+    if value is None and (max_steps != -1 or max_time is not None):
+        return -1
+    return check_count("max_epochs", value, none=True, unlimited=True)
+
+
 def check_accumulation(value: Any) -> int:
     """Micro-batches an update."""
     hint = " To change it during the training use GradientAccumulationScheduler." if isinstance(value, Mapping) else ""

@@ -36,7 +36,7 @@ from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
 from .evaluation import show_results
 from .logged_values import bar_values, callback_values, sent_values
-from .plugins import Plugin, sort_plugins
+from .plugins import Plugin, Plugins, sort_plugins
 from .run import Request, Run
 from .settings_arguments import settled
 from .state import RunState
@@ -193,7 +193,6 @@ class Trainer:
         self.limit_test_batches = check.check_limit("limit_test_batches", limit_test_batches)
         self.limit_predict_batches = check.check_limit("limit_predict_batches", limit_predict_batches)
         self.overfit_batches = check.check_limit("overfit_batches", overfit_batches)
-        self.max_epochs = check.check_count("max_epochs", max_epochs, none=True, unlimited=True)
         self.max_steps = check.check_count("max_steps", max_steps, unlimited=True)
         self.min_epochs = check.check_count("min_epochs", min_epochs, none=True)
         self.min_steps = check.check_count("min_steps", min_steps, none=True)
@@ -225,14 +224,9 @@ class Trainer:
         limits = {"limit_train_batches": limit_train_batches, "limit_val_batches": limit_val_batches}
         check.check_overfitting(overfit_batches, fast_dev_run=fast_dev_run, **limits)
         if self.fast_dev_run:
-            self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, int(self.fast_dev_run), 0
-            self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
-            self.limit_train_batches = self.limit_val_batches = self.max_steps
-            self.limit_test_batches = self.limit_predict_batches = self.max_steps
-            self.log_every_n_steps = 1
+            self._shorten(int(self.fast_dev_run))
         else:
-            if self.max_epochs is None and (self.max_steps != -1 or max_time is not None):
-                self.max_epochs = -1
+            self.max_epochs = check.check_max_epochs(max_epochs, max_steps, max_time)
             check.check_range("epochs", min_epochs, max_epochs)
             check.check_range("steps", min_steps, max_steps)
         if barebones:
@@ -243,12 +237,7 @@ class Trainer:
             self.num_sanity_val_steps = 0
         self.profiler = check.check_profiler(profiler)
         self.signals = check_signals(signals or {})
-        parts = sort_plugins(plugins)
-        self.sync_batchnorm = self.sync_batchnorm or parts.sync_batchnorm
-        where = (strategy, accelerator, devices, num_nodes, precision, parts.precision)
-        self.strategy = choose_strategy(*where, environment=parts.environment)
-        self.checkpoint_io: CheckpointIO = parts.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
-        self.strategy.checkpoint_io = self.checkpoint_io
+        self._place(sort_plugins(plugins), strategy, accelerator, devices, num_nodes, precision)
         check_trainer(self)
         self.default_root_dir = check.check_folder("default_root_dir", default_root_dir)
         self.loggers: list[Logger] = choose_loggers(logger, self)
@@ -257,6 +246,21 @@ class Trainer:
         self.brought_callbacks: tuple[TrainingModule, list[Callback], list[Callback]] | None = None
         self.state = RunState()
         self.current_run = Run(self)
+
+    def _place(self, plugins: Plugins, *where: Any) -> None:
+        """Choose the strategy for the arguments ``where``, and what plugins replace."""
+        self.strategy = choose_strategy(*where, plugins.precision, environment=plugins.environment)
+        self.sync_batchnorm = self.sync_batchnorm or plugins.sync_batchnorm
+        self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
+        self.strategy.checkpoint_io = self.checkpoint_io
+
+    def _shorten(self, batches: int) -> None:
+        """Make every run a dry run of so many batches of each kind."""
+        self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
+        self.check_val_every_n_epoch, self.val_check_interval, self.val_check_seconds = 1, 1.0, None
+        self.limit_train_batches = self.limit_val_batches = batches
+        self.limit_test_batches = self.limit_predict_batches = batches
+        self.log_every_n_steps = 1
 
     # ---- entry points ----------------------------------------------------------------------------------------------
 

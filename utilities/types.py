@@ -77,5 +77,9 @@ class Optimizable(Protocol):
 
     param_groups: list[dict[Any, Any]]
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state."""

@@ -41,6 +41,9 @@ _STRATEGIES = {
 
 def install() -> None:
     """Change them."""
+    from ...processes.accelerators import Accelerator
+
+    setattr(Accelerator, "get_device_stats", _device_stats)  # noqa: B010 - a name that Paceline has elsewhere
     for module, name in _STRATEGIES.items():
         _take_lightnings_arguments(getattr(import_module(f"paceline.{module}"), name))
     from ...loggers.csv import CSVLogger
@@ -57,6 +60,14 @@ def install() -> None:
             owner: Any = getattr(import_module(f"paceline.{module}"), name)
             for method in methods.split():
                 setattr(owner, method, translated(getattr(owner, method)))
+
+
+def _device_stats(accelerator: Any, device: torch.device | str) -> dict[str, float]:
+    """Numbers about a device, as ``DeviceStatsMonitor`` logs them."""
+    from ...callbacks.device_stats_monitor import cpu_stats, device_stats
+
+    device = torch.device(device)
+    return cpu_stats() if device.type == "cpu" else device_stats(device)
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
