@@ -385,7 +385,7 @@ class Unused(Net):
 
 
 def test_parameters_without_a_gradient_are_named() -> None:
-    with pytest.raises(RanksError, match=r"never came: never.weight, never.bias") as caught:
+    with pytest.raises(RanksError, match=r"got no gradients: never.weight, never.bias") as caught:
         ranks(2, fit, "ddp", 16, 2, 1, Unused)
     assert "strategy='ddp_find_unused_parameters_true'" in str(caught.value)
     mine, theirs = ranks(2, fit, "ddp_find_unused_parameters_true", 16, 2, 1, Unused)
@@ -402,7 +402,7 @@ class FrozenLate(Net):
 
 def test_a_parameter_that_was_frozen_in_the_fit_is_named_when_its_gradient_does_not_come() -> None:
     last = list(dict(FrozenLate().named_parameters()))[-1]
-    with pytest.raises(RanksError, match=f"their gradients never came: {last}\\. "):
+    with pytest.raises(RanksError, match=f"they got no gradients: {last}\\. "):
         ranks(2, fit, "ddp", 16, 2, 1, FrozenLate)
 
 

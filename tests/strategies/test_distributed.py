@@ -102,7 +102,7 @@ def test_a_gather_of_different_shapes_names_them_on_every_rank() -> None:
     for error in caught.value.errors:
         assert isinstance(error, ValueError)
         assert "rank 0: [((2,), 'torch.float32')]; rank 1: [((3,), 'torch.float32')]" in str(error)
-        assert "Pad them to one shape" in str(error)
+        assert "Pad them to the same shape" in str(error)
 
 
 def test_ranks_that_meet_at_different_barriers_are_told_so() -> None:
@@ -186,7 +186,7 @@ def test_a_group_of_another_size_is_refused() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         joined()
 
-    with pytest.raises(RanksError, match="A process group of 1 processes exists already, but this run has 2"):
+    with pytest.raises(RanksError, match="There already is a process group of 1 processes, but this run has 2"):
         ranks(2, talk)
 
 
