@@ -181,7 +181,9 @@ def test_e10_without_the_package_deepspeed_says_what_to_install() -> None:
         assert type_of(strategy) is DistributedType.DEEPSPEED
         assert strategy.stage == 3
         return
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'deepspeed>=0.19'.*'fsdp', which is what its stage 3"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"pip install 'deepspeed>=0.19'.*'fsdp', which does what stage 3 does"
+    ):
         chosen(deepspeed=DeepSpeedPlugin(zero_stage=3))
 
 
