@@ -20,6 +20,7 @@ from ...torch_private import HAS_STEPPED
 from .. import sharded_tensors
 from ..distributed import DistributedStrategy, ProcessOptions, passes_on
 from ..precision.base import Precision
+from ..precision.base import parameters as parameters_of
 from . import settings as configuration
 from . import zero_partitions
 from .package import quiet, require_deepspeed, use_device
@@ -334,7 +335,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         state = optimizer.state_dict()
         if self._engine is None:
             return state
-        double, parameters = self._engine.optimizer.optimizer, _by_index(optimizer)
+        double, parameters = self._engine.optimizer.optimizer, dict(enumerate(parameters_of(optimizer)))
         found = zero_partitions.optimizer_states(double, self._pieces, parameters, self.device, self.is_global_zero)
         state["state"] = found
         if self.precision.name in ("bf16-true", "16-true"):
@@ -351,7 +352,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self._engine is None:
             return
         self._pass_settings(optimizer)
-        parameters = _by_index(optimizer)
+        parameters = dict(enumerate(parameters_of(optimizer)))
         zero_partitions.load_optimizer_states(
             self._engine.optimizer.optimizer, self._pieces, parameters, state["state"]
         )
@@ -411,11 +412,6 @@ def _double(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     double.param_groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     double.state = defaultdict(dict)
     return double
-
-
-def _by_index(optimizer: Optimizer) -> dict[int, Tensor]:
-    """The optimizer's parameters, numbered as in its ``state_dict``."""
-    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
 
 def _refuse_optimizer(optimizer: Optimizer) -> None:
