@@ -347,7 +347,7 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def leave_epoch(self, reason: Reason) -> bool:
-        """Whether the batch after which the run stops is the epoch's last; before that, a signal ends the run at once."""
+        """Whether the run stops after the epoch's last batch; before that one, a signal ends the run at once."""
         if reason == "signal" and not self.state.is_last_batch:
             raise self.stops.by_signal()
         return self.state.is_last_batch
