@@ -266,13 +266,7 @@ def check_barebones(**given: Any) -> None:
 
 
 def check_request(running: str | None, request: Request, ckpt_path: Any) -> None:
-    """What can be said about a call of an entry point before anything is done.
-
-    Args:
-        running: the entry point that is running, None if none is.
-        request: what the call asks for.
-        ckpt_path: the checkpoint that the trainer was told to load.
-    """
+    """Check a call of an entry point. ``running``: the one that is running; ``ckpt_path``: set on the trainer."""
     name, path = f"Trainer.{request.fn}", request.ckpt_path or ckpt_path
     if running is not None:
         raise RuntimeError(

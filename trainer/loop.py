@@ -78,7 +78,7 @@ class FitLoop:
         for hook in self.hooks.on_train_start:
             hook()
         if self.resumed is not None and (owed in (EPOCH_VALUES, TRAIN_END) or state.next_batch == 0):
-            self.resumed.go_on()
+            self.resumed.restore()
         run_epoch = self.profiler.around("run_training_epoch", self.run_epoch)
         if owed is EPOCH_VALUES:
             self.finish_epoch()
@@ -112,7 +112,7 @@ class FitLoop:
         """Report that there is nothing to train; a checkpoint saved now equals the one that was loaded."""
         self.say_finished()
         if self.resumed is not None:
-            self.resumed.go_on()
+            self.resumed.restore()
 
     def load_data(self) -> None:
         """Make the loaders, and find the resume position in them."""
@@ -236,7 +236,7 @@ class FitLoop:
         name = "[_TrainingEpochLoop].train_dataloader_next"
         iterator = self.profiler.iterate(name, self.profiler.around(name, iter)(batches))  # fetching ahead begins here
         if resumed is not None and start_batch > 0:
-            resumed.go_on()
+            resumed.restore()
             self.finish_batch(schedules)
         self.resumed = None
         return iterator, self.at_limit() or self.stops.here() == "asked"
