@@ -1,4 +1,4 @@
-"""What ``Trainer(...)`` and its methods accept: every check of a value, and of values that contradict each other."""
+"""Checks of the arguments of ``Trainer(...)`` and its methods: single values, and contradictions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROFILERS = {
     "doctor": "Doctor",
 }
 
-#: Arguments of other versions of Lightning's Trainer, and where what they did is done here.
+#: Arguments of other versions of Lightning's Trainer, and their replacements.
 MOVED = {
     "gpus": "accelerator='gpu', devices=...",
     "tpu_cores": "accelerator=",
@@ -81,7 +81,7 @@ def check_count(
 
 
 def check_accumulation(value: Any) -> int:
-    """Micro-batches an update."""
+    """Micro-batches per update."""
     hint = " To change it during the training use GradientAccumulationScheduler." if isinstance(value, Mapping) else ""
     return check_count("accumulate_grad_batches", value, least=1, hint=hint)
 
@@ -194,7 +194,7 @@ def check_compile(value: Any) -> bool | Scope | Mapping[str, Any]:
 
 
 def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
-    """Arguments for ``torch.compile`` that a step compiled as a whole does not go with."""
+    """Raise for arguments of ``torch.compile`` that a step compiled as a whole does not support."""
     if scope in ("step", "graphs") and value.get("fullgraph") is False:
         raise ValueError(
             f"Trainer(compile={value!r}): a step compiled as a whole is one graph. Leave fullgraph out, or the scope."
