@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -15,11 +15,12 @@ from .. import messages, profilers
 from ..callbacks.timer import to_timedelta
 from ..checkpoint import storage
 from ..profilers.base import PassThroughProfiler, Profiler
-from ..strategies.compile_networks import SCOPES, Scope, scope_of
+from ..strategies.compile_networks import SCOPES, scope_of
 
 if TYPE_CHECKING:
     from .trainer import Request
 
+T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
 ProfilerName = Literal["simple", "advanced", "pytorch", "doctor"]
 #: The classes of the profilers that have a name.
@@ -172,7 +173,7 @@ def check_folder(name: str, value: Any) -> str:
     return storage.absolute(value)
 
 
-def check_compile(value: Any) -> bool | Scope | Mapping[str, Any]:
+def check_compile(value: Any) -> Any:
     """A switch, what to compile, or a dict of arguments that ``torch.compile`` has."""
     if not isinstance(value, (bool, str, Mapping)):
         raise TypeError(
@@ -210,7 +211,7 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
             raise ValueError(f"Trainer(compile={value!r}): {name}={value[name]!r} makes no CUDA graph. {fix}.")
 
 
-def check_switch(name: str, value: Any, none: bool = False) -> Any:
+def check_switch(name: str, value: T, none: bool = False) -> T:
     """A bool; with ``none`` also None, where the default depends on something else."""
     if isinstance(value, bool) or (value is None and none):
         return value
@@ -221,7 +222,7 @@ def check_switch(name: str, value: Any, none: bool = False) -> Any:
 # ---- values together -------------------------------------------------------------------------------------------------
 
 
-def check_deterministic(deterministic: Any, benchmark: Any) -> Any:
+def check_deterministic(deterministic: T, benchmark: bool | None) -> T:
     """A bool, "warn" or None, and not together with benchmarking."""
     if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
         raise ValueError(messages.unknown("value for deterministic:", deterministic, ("warn",), ", or True or False"))

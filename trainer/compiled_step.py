@@ -127,7 +127,7 @@ class WholeStep:
     # ---- what torch traces -----------------------------------------------------------------------------------------
 
     def trace_batch(
-        self, batch: Any, batch_idx: int, by_items: bool, before: Any, complete: bool, factor: float | None
+        self, batch: Any, batch_idx: int, by_items: bool, before: Any, complete: bool, factor: Any
     ) -> tuple[Any, bool, Any]:
         """One micro-batch and, if it is the last of its window (``complete``), the update.
 

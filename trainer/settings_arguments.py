@@ -16,6 +16,7 @@ from .. import messages
 from ..callbacks.base import Callback
 from ..doctor.script_arguments import overruled
 from ..settings import Given, Row, Settings, resolve
+from ..settings.constructors import Constructor, P
 from ..strategies.base import Strategy
 from ..strategies.choose import strategy_in
 from ..strategies.distributed import DistributedStrategy
@@ -49,7 +50,7 @@ _SWITCHES = {
 VARIABLE_PREFIX = "PL_TRAINER_"
 
 
-def settled(init: Callable[..., None]) -> Callable[..., None]:
+def settled(init: Constructor[P]) -> Constructor[P]:
     """Decorator for ``Trainer.__init__``, which then gets the final value of each argument.
 
     It is the first of: code, variable ``PL_TRAINER_<ARGUMENT>``, setting, default; in a script that ``paceline doctor``
@@ -59,11 +60,11 @@ def settled(init: Callable[..., None]) -> Callable[..., None]:
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
     @functools.wraps(init)
-    def settle(self: Any, *args: Any, **kwargs: Any) -> None:
+    def settle(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
         found = _from_variables(tuple(defaults), kwargs)
         variables = {name: VARIABLE_PREFIX + name.upper() for name in found}
         given, self.settings_in_force = with_origins({**defaults, **kwargs, **found}, defaults, variables)
-        init(self, *args, **overruled(given))
+        init(self, *args, **overruled(given))  # type: ignore[arg-type]
 
     return settle
 

@@ -215,7 +215,7 @@ class Trainer:
         self.enable_model_summary = check.check_switch("enable_model_summary", enable_model_summary, none=True)
         self.benchmark = check.check_switch("benchmark", benchmark, none=True)
         self.deterministic = check.check_deterministic(deterministic, benchmark)
-        self.compile = check.check_compile(compile)
+        self.compile: bool | Scope | Mapping[str, Any] = check.check_compile(compile)
         limits = {"limit_train_batches": limit_train_batches, "limit_val_batches": limit_val_batches}
         check.check_overfitting(overfit_batches, fast_dev_run=fast_dev_run, **limits)
         if self.fast_dev_run:
