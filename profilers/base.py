@@ -67,6 +67,11 @@ class Profiler:
         """
         return {}
 
+    def _unknown(self, action_name: str) -> ValueError:
+        return ValueError(
+            f"Profiler.stop({action_name!r}): no action of that name is running. Call start({action_name!r}) first."
+        )
+
     # ---- around code -----------------------------------------------------------------------------
 
     @contextmanager
@@ -148,18 +153,8 @@ class Profiler:
         rank = str(self._local_rank) if self._local_rank else None
         return folder / ("-".join(part for part in (self._stage, name, *more, rank) if part) + extension)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self)
 
-
-def _timed(
-    start: Callable[[str], None],
-    stop: Callable[[str], None],
-    name: str,
-    function: Callable[..., T],
-    *args: Any,
-    **kw: Any,
-) -> T:
+def _timed(start: Callable[..., Any], stop: Callable[..., Any], name: str, function: Any, *args: Any, **kw: Any) -> Any:
     start(name)
     try:
         return function(*args, **kw)

@@ -1,4 +1,4 @@
-"""What ``Trainer(...)`` and its methods accept: every check of a value, and of values that contradict each other."""
+"""Checks of the arguments of ``Trainer(...)`` and its methods: single values, and contradictions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -15,11 +15,12 @@ from .. import messages, profilers
 from ..callbacks.timer import to_timedelta
 from ..checkpoint import storage
 from ..profilers.base import PassThroughProfiler, Profiler
-from ..strategies.compile_networks import SCOPES, Scope, scope_of
+from ..strategies.compile_networks import SCOPES, scope_of
 
 if TYPE_CHECKING:
     from .trainer import Request
 
+T = TypeVar("T")
 ClipAlgorithm = Literal["norm", "value"]
 ProfilerName = Literal["simple", "advanced", "pytorch", "doctor"]
 #: The classes of the profilers that have a name.
@@ -30,7 +31,7 @@ PROFILERS = {
     "doctor": "Doctor",
 }
 
-#: Arguments of other versions of Lightning's Trainer, and where what they did is done here.
+#: Arguments of other versions of Lightning's Trainer, and their replacements.
 MOVED = {
     "gpus": "accelerator='gpu', devices=...",
     "tpu_cores": "accelerator=",
@@ -88,7 +89,7 @@ def check_max_epochs(value: Any, max_steps: int, max_time: Any) -> int | None:
 
 
 def check_accumulation(value: Any) -> int:
-    """Micro-batches an update."""
+    """Micro-batches per update."""
     hint = " To change it during the training use GradientAccumulationScheduler." if isinstance(value, Mapping) else ""
     return check_count("accumulate_grad_batches", value, least=1, hint=hint)
 
@@ -179,7 +180,7 @@ def check_folder(name: str, value: Any) -> str:
     return storage.absolute(value)
 
 
-def check_compile(value: Any) -> bool | Scope | Mapping[str, Any]:
+def check_compile(value: Any) -> Any:
     """A switch, what to compile, or a dict of arguments that ``torch.compile`` has."""
     if not isinstance(value, (bool, str, Mapping)):
         raise TypeError(
@@ -201,7 +202,7 @@ def check_compile(value: Any) -> bool | Scope | Mapping[str, Any]:
 
 
 def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
-    """Arguments for ``torch.compile`` that a step compiled as a whole does not go with."""
+    """Raise for arguments of ``torch.compile`` that a step compiled as a whole does not support."""
     if scope in ("step", "graphs") and value.get("fullgraph") is False:
         raise ValueError(
             f"Trainer(compile={value!r}): a step compiled as a whole is one graph. Leave fullgraph out, or the scope."
@@ -217,7 +218,7 @@ def _check_whole(value: Mapping[str, Any], scope: str | None) -> None:
             raise ValueError(f"Trainer(compile={value!r}): {name}={value[name]!r} makes no CUDA graph. {fix}.")
 
 
-def check_switch(name: str, value: Any, none: bool = False) -> Any:
+def check_switch(name: str, value: T, none: bool = False) -> T:
     """A bool; with ``none`` also None, where the default depends on something else."""
     if isinstance(value, bool) or (value is None and none):
         return value
@@ -228,7 +229,7 @@ def check_switch(name: str, value: Any, none: bool = False) -> Any:
 # ---- values together -------------------------------------------------------------------------------------------------
 
 
-def check_deterministic(deterministic: Any, benchmark: Any) -> Any:
+def check_deterministic(deterministic: T, benchmark: bool | None) -> T:
     """A bool, "warn" or None, and not together with benchmarking."""
     if not (deterministic is None or isinstance(deterministic, bool) or deterministic == "warn"):
         raise ValueError(messages.unknown("value for deterministic:", deterministic, ("warn",), ", or True or False"))
@@ -273,12 +274,7 @@ def check_barebones(**given: Any) -> None:
 
 
 def check_request(running: str | None, request: Request) -> None:
-    """What can be said about a call of an entry point before anything is done.
-
-    Args:
-        running: the entry point that is running, None if none is.
-        request: what the call asks for.
-    """
+    """Check a call of an entry point while ``running``, which may be None, is running."""
     name = f"Trainer.{request.fn}"
     if running is not None:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The user's steps and transfer hooks as plain callables with one form, chosen when a run starts."""
+"""The user's steps and transfer hooks as callables with one signature, bound when a run starts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,7 @@ def takes_iterator(step: Callable[..., Any]) -> bool:
 
 
 def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..., Any]:
-    """The module's step as the loop calls it: ``(batch, batch_idx)`` or, with several loaders, also ``dataloader_idx``.
-
-    Raises:
-        NotImplementedError: the module does not define it.
-        TypeError: it takes other arguments.
-    """
+    """Bind the module's step to ``(batch, batch_idx)``, with several loaders also ``dataloader_idx``."""
     module = run.module
     step = method_of(module, name, TrainingModule)
     if name != "predict_step" and overridden(module, name, TrainingModule) is None:
@@ -46,7 +41,7 @@ def bind_step(run: Run, name: str, several_loaders: bool = False) -> Callable[..
 
 
 def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., Any]:
-    """The training step inside what looks at each loss before its backward."""
+    """The training step inside everything that checks its loss before the backward pass."""
     module = run.module
     if run.trainer.detect_anomaly:
         finite, step = LossReader(module, run.strategy).finite, bound
@@ -57,7 +52,7 @@ def around_training_step(run: Run, bound: Callable[..., Any]) -> Callable[..., A
 
 
 def check_step(module: TrainingModule, name: str) -> None:
-    """Raise if a step cannot be called, whatever the number of loaders turns out to be."""
+    """Raise if a step cannot be called with any number of loaders."""
     step, owner = getattr(module, name), type(module).__name__
     if not callable(step):
         raise TypeError(f"{owner}.{name} is {step!r}, which cannot be called. Define {name}(self, batch, batch_idx).")
@@ -104,7 +99,7 @@ def _with_arguments(step: Callable[..., Any], name: str, owner: str, several_loa
 
 
 def bind_mover(run: Run, dataloader_idx: int) -> Callable[[Any], Any] | None:
-    """What happens to a batch between the loader and the step; None when nothing does."""
+    """The function between the loader and the step, or None if there is nothing to do."""
     hooks: dict[str, Callable[..., Any] | None] = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         data = overridden(run.datamodule, name, DataModule) if run.datamodule is not None else None

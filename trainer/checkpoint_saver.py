@@ -29,13 +29,7 @@ WORTH_BYTES = 1 << 20
 
 @dataclass
 class _Write:
-    """A checkpoint on its way to the disk.
-
-    Attributes:
-        checkpoint: what is written; dropped when it has been.
-        after: called on rank 0 when every file is on the disk, in the thread that wrote them.
-        settled: called in the main thread with what became of it: None or the error.
-    """
+    """A write of one checkpoint; :meth:`Saver.save` describes ``after`` and ``settled``."""
 
     checkpoint: dict[str, Any]
     paths: Sequence[str | Path]
@@ -66,11 +60,11 @@ def _nothing(*_: Any) -> None: ...
 
 
 class Saver:
-    """Saves checkpoints of one trainer.
+    """Saves the checkpoints of one run.
 
     In the background: the tensors are copied into buffers that are kept from save to save (pinned ones for a GPU, one
-    wait for it), and a thread writes from these, by the same code, while training goes on. One write is in flight; the
-    next save waits for it. Its error is raised by whatever comes first: ``wait``, the next save, the end of the fit.
+    wait for it), and a thread writes from these, by the same code, while training continues. One write is in flight;
+    the next save waits for it. Its error is raised by ``wait``, the next save or the end of the fit.
 
     Attributes:
         failed: a write in the background has failed on this process; ``wait`` raises its error.
@@ -94,18 +88,18 @@ class Saver:
         settled: Callable[[BaseException | None], Any] = _nothing,
         storage_options: Any = None,
     ) -> None:
-        """Write one checkpoint of the run as it stands to every path. Every rank must call.
+        """Write one checkpoint of the run to every path. Every rank must call.
 
         Args:
             paths: files, or folders under a strategy that writes in parts.
             weights_only: leave out what only a resume needs.
-            background: return when the state is copied; None: if it is large enough for that to be the quicker way.
-            after: called on rank 0 when the files are on the disk, in the background if they are written there.
-            settled: called with None, or the error, when it is known; in the background not before the next call here.
+            background: return when the state is copied; None: if that is faster, because the state is large.
+            after: called on rank 0 when the files are on the disk, in the thread that wrote them.
+            settled: called in the main thread with None or the error; for a background write, by the next call here.
             storage_options: for the CheckpointIO.
 
         Raises:
-            OSError: a file could not be written, this one or that of the save before.
+            OSError: a file could not be written, of this save or the previous one.
         """
         self.wait()
         self._claim(paths)
@@ -133,7 +127,7 @@ class Saver:
         self.failed = write.error is not None
 
     def _claim(self, paths: Sequence[Any]) -> None:
-        """Hold the folders while the run lasts; they are made here, so that they can be held."""
+        """Create the folders and lock them for the rest of the run."""
         if self._run.state.fn is None or not self._run.strategy.is_global_zero:
             return
         places = [storage.location(path) for path in paths]
@@ -156,16 +150,12 @@ class Saver:
             run.metrics.back(place)
 
     def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A copy that training does not change; what a file cannot hold is an error here, not in the thread."""
+        """Return a copy that training does not change; raises here, not in the thread, for what a file cannot hold."""
         return self._buffers.copy(plain(checkpoint, "checkpoint"))
 
     @timed_in_run("wait_for_checkpoint")
     def wait(self, together: bool = True) -> None:
-        """Return when the write in flight, if there is one, has ended; raise its error, on every rank.
-
-        Args:
-            together: every rank calls; False after an error, when the others may not.
-        """
+        """Wait for the write in flight; raise its error on every rank. All call, unless ``together=False``."""
         write = self._write
         if write is None:
             return
@@ -184,7 +174,7 @@ class Saver:
         write.settled(None)
 
     def close(self) -> None:
-        """Give the buffers back. No write may be in flight."""
+        """Free the buffers. No write may be in flight."""
         self._buffers = Buffers()
 
 

@@ -1,4 +1,4 @@
-"""What does not go with a training step that is compiled as a whole, said before anything runs."""
+"""Errors for everything that a training step compiled as a whole does not support, before anything runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ _INSTEAD = "or use compile=True, which compiles the networks and leaves the step
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raise for a trainer that cannot run its step as one graph.
-
-    Raises:
-        ValueError: what it was given contradicts ``compile``.
-    """
+    """Raise a ValueError for a trainer that cannot run its step as one graph."""
     scope, strategy = scope_of(trainer.compile), trainer.strategy
     if scope not in ("step", "graphs"):
         return
@@ -64,11 +60,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_module(run: Run) -> None:
-    """Raise for what a module and callbacks do in the middle of a step, where a graph has no place for it.
-
-    Raises:
-        ValueError: the name of what hinders, and what to do.
-    """
+    """Raise a ValueError for a module or callback that acts in the middle of a step, which a graph cannot contain."""
     check_trainer(run.trainer)  # a callback may have changed it since
     module, owner = run.module, type(run.module).__name__
     if not module.automatic_optimization:
@@ -89,11 +81,7 @@ def check_module(run: Run) -> None:
 
 
 def check_optimizers(run: Run) -> None:
-    """Raise for optimizers whose step is more than one pass of their own code.
-
-    Raises:
-        ValueError: the name of what hinders, and what to do.
-    """
+    """Raise a ValueError for optimizers whose step is more than one pass of their own code."""
     found = run.optimizers
     if len(found) != 1:
         _refuse(run, f"there are {len(found)} optimizers", "Return one from configure_optimizers")

@@ -1,4 +1,4 @@
-"""Where a run's loaders come from, how many batches each gives, and what is asked of them."""
+"""The loaders of a run: where they come from, and how many batches each yields."""
 
 from __future__ import annotations
 
@@ -40,12 +40,7 @@ STEP = {"train": "training_step", "validate": "validation_step", "test": "test_s
 
 
 class DataSource:
-    """The loaders of one run: given to the entry point, or made by the hooks of the DataModule or the module.
-
-    Args:
-        run: whose limits apply.
-        given: loaders by stage (``"train"``, ``"validate"``, ``"test"``, ``"predict"``); None where there are none.
-    """
+    """The loaders of one run: those passed to the entry point (``given``, by stage), else from the loader hooks."""
 
     def __init__(self, run: Run, given: dict[str, Any]) -> None:
         self.run = run
@@ -55,9 +50,9 @@ class DataSource:
         self.eval: dict[str, tuple[list[Any], list[int | float]]] = {}
         self._loaded_at = 0
         self._agreed_on: Any = None
-        self._is_elsewhere = False  # the run that this is of was made by other processes
-        self._is_mine = False  # the training loader was split here, so that all ranks have to draw one order
-        #: What the last training batch's loss counts for on this rank, where ranks have different numbers of samples.
+        self._is_elsewhere = False  # other processes made the run
+        self._is_mine = False  # the training loader was split here, so that all ranks must draw the same order
+        #: Weight of the last training batch's loss on this rank, if ranks have different numbers of samples.
         self.last_share = 1.0
 
     # ---- finding ---------------------------------------------------------------------------------------------------
@@ -122,7 +117,7 @@ class DataSource:
         return shard(loader, strategy.data_rank, strategy.num_data_ranks)
 
     def agree_on_length(self) -> None:
-        """Let all ranks make as many training batches as the one with the fewest; said once, with the numbers."""
+        """Let all ranks train on as many batches as the rank with the fewest, and report it."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self._agreed_on is self.train_loader:
             return
@@ -142,14 +137,14 @@ class DataSource:
             )
 
     def keeps_step(self) -> Callable[[bool], bool] | None:
-        """What asks, batch by batch, whether every rank has one; None where the number is known beforehand."""
+        """A function that asks, for each batch, whether every rank has one; None if the number is known beforehand."""
         strategy = self.run.strategy
         if strategy.world_size == 1 or self.num_training_batches != INF:
             return None
         return partial(strategy.agree, all=True)
 
     def reload_if_due(self) -> None:
-        """Call the loader hooks again, every ``reload_dataloaders_every_n_epochs``."""
+        """Call the loader hooks again if ``reload_dataloaders_every_n_epochs`` says so."""
         every, epoch = self.run.trainer.reload_dataloaders_every_n_epochs, self.run.state.epoch
         if every and epoch - self._loaded_at >= every:
             self.train_loader = None
@@ -158,7 +153,7 @@ class DataSource:
         self.agree_on_length()
 
     def val_check_batch(self) -> int | float:
-        """After how many batches to validate; inf: after the epoch's last."""
+        """The number of batches between validations; inf: validate after the epoch's last."""
         interval, batches = self.run.trainer.val_check_interval, self.num_training_batches
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval > batches and self.run.trainer.check_val_every_n_epoch is not None:
@@ -207,7 +202,7 @@ class DataSource:
         return loaders, limits
 
     def load_evaluation(self, kind: str) -> tuple[list[Any], list[int | float]]:
-        """Make the loaders of a stage, once; with them the number of batches each gives."""
+        """Make the loaders of a stage, once, with the number of batches that each yields."""
         run = self.run
         if kind not in self.eval:
             loaders = eval_loaders(self._load(kind))
@@ -221,12 +216,12 @@ class DataSource:
         return self.eval[kind]
 
     def track_indices(self, loader: Any) -> Callable[[], list[int]] | None:
-        """A function that gives the sample indices of each next batch; None where the order is not known beforehand."""
+        """A function that returns the sample indices of each next batch; None if the order is not known beforehand."""
         indices = batch_indices(loader)
         return None if indices is None else lambda: next(indices)
 
     def release(self) -> None:
-        """Leave the loaders as they were given, without worker processes; once a run has ended."""
+        """Leave the loaders as they were passed, without worker processes, at the end of a run."""
         for loader in (self.train_loader, *(one for loaders, _ in self.eval.values() for one in loaders)):
             release_shuffling(loader)
             for leaf in leaves_of(loader):
@@ -238,7 +233,7 @@ class DataSource:
         return {"train": self.num_training_batches, "made": self.train_loader is not None, "eval": evaluated}
 
     def take_over(self, counts: dict[str, Any]) -> None:
-        """Tell what a run in other processes had: the loaders, if they were given, and each process's batches."""
+        """Show what a run in other processes had: the loaders that were passed, and the number of batches."""
         self._is_elsewhere = True
         self.num_training_batches = counts["train"]
         if counts["made"] and self.given.get("train") is not None:
@@ -246,7 +241,7 @@ class DataSource:
         self.eval = {kind: (eval_loaders(self.given.get(kind)), limits) for kind, limits in counts["eval"].items()}
 
     def name_of(self, leaf: Any) -> str | None:
-        """What the person calls a loader of this run, which may be one of several; None if it is another's."""
+        """The user's name for a loader of this run, which may be one of several; None for another run's loader."""
         if any(one is leaf for one in leaves_of(self.train_loader)):
             return HOOK["train"]
         for kind, (loaders, _) in self.eval.items():
@@ -258,15 +253,15 @@ class DataSource:
     # ---- lengths ---------------------------------------------------------------------------------------------------
 
     def length(self, loader: Any) -> int | float:
-        """Batches a loader says it has, or inf."""
+        """The loader's length in batches, or inf."""
         return count_batches(loader, None, "dataloader")
 
     def length_known(self) -> bool:
-        """Whether the training loader says how many batches it has."""
+        """Whether the training loader has a length."""
         return self.length(self.train_loader) != INF
 
     def cut(self) -> int | float:
-        """After how many training batches to stop fetching; inf where the loader ends there by itself."""
+        """The number of training batches to fetch; inf if the loader ends there by itself."""
         return self.num_training_batches if self.num_training_batches < self.length(self.train_loader) else INF
 
     def looks_ahead(self, loader: Any) -> bool:

@@ -37,11 +37,7 @@ FETCHES = {
 class EvalLoop:
     """Runs the module over every batch of every loader of a stage, without gradients.
 
-    Args:
-        run: prepared, with its module set up.
-        kind: ``"validate"``, ``"test"`` or ``"predict"``.
-        keep_predictions: collect what ``predict_step`` returns; otherwise nothing outlives its batch.
-        gather: collect it from all ranks.
+    With ``keep_predictions`` it collects what ``predict_step`` returns, with ``gather`` from all ranks.
     """
 
     def __init__(self, run: Run, kind: Kind, keep_predictions: bool = False, gather: bool = False) -> None:
@@ -58,10 +54,9 @@ class EvalLoop:
         return getattr(self.run.hooks, f"on_{self.word}_{moment}")
 
     def evaluate(self, zero_grad: bool = False) -> list[dict[str, float]]:
-        """One pass. Returns the logged epoch values by name, a dict per loader (empty for predict).
+        """Run one pass. Returns the logged epoch values by name, a dict per loader (empty for predict).
 
-        Args:
-            zero_grad: tell the module that gradients may be freed (validation between two windows of a fit).
+        ``zero_grad``: tell the module that gradients may be freed (a validation between two windows of a fit).
         """
         run = self.run
         loaders, limits = run.source.evaluation(self.kind)
@@ -116,7 +111,7 @@ class EvalLoop:
         ]
 
     def started(self) -> bool:
-        """Call the hooks at the start; whether one of them chose another batch size, so that loaders are made anew."""
+        """Call the hooks at the start; return whether one of them chose another batch size and dropped the loaders."""
         for moment in ("start", "epoch_start"):
             for hook in self.hooks(moment):
                 hook()
@@ -188,17 +183,17 @@ class EvalLoop:
             )
 
     def may_stop(self, known: float) -> bool:
-        """Whether a signal stops this pass between two batches: a fit finishes its validations.
+        """Whether a signal stops this pass between two batches.
 
-        Nor is a pass left whose batches are not as many on all ranks, as far as is ``known``: those that are done would
-        wait for the others at its end.
+        Not in a fit, which finishes its validations, and not if ranks may have different numbers of batches (the length
+        is not ``known``): ranks at the end of the pass would wait for those that stopped.
         """
         run = self.run
         alike = known != float("inf") or run.strategy.communicates_forward or run.strategy.world_size == 1
         return alike and run.state.fn != "fit"
 
     def of_all_ranks(self, kept: list[Any]) -> list[Any]:
-        """Every rank's outputs in the data's order: a round of one batch a rank after the other, in rank order."""
+        """Every rank's outputs in the order of the data: one batch per rank, in rank order, then the next."""
         strategy = self.run.strategy
         outputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), kept)
         found = strategy.gather_objects((strategy.data_rank, outputs))
@@ -207,16 +202,16 @@ class EvalLoop:
         return [share[number] for number in rounds for share in shares if number < len(share)]
 
     def in_step(self, batches: Batches, known: float) -> Iterable[tuple[Any, bool]]:
-        """The batches, each with whether it counts."""
+        """The batches, each with a flag whether it counts."""
         strategy = self.run.strategy
         if strategy.communicates_forward and strategy.world_size > 1 and known == float("inf"):
             return self.until_all_end(batches)
         return zip(batches, repeat(True), strict=False)
 
     def until_all_end(self, batches: Batches) -> Iterator[tuple[Any, bool]]:
-        """Where a forward pass takes all ranks and nobody knows how many batches they have.
+        """The batches if a forward pass needs all ranks and their numbers of batches are unknown.
 
-        A rank that is done repeats its last one, which counts for nothing, until all are.
+        A rank without further batches repeats its last one, which does not count, until all ranks are done.
         """
         strategy = self.run.strategy
         iterator, end, last = iter(batches), object(), None
@@ -230,11 +225,11 @@ class EvalLoop:
             yield last, batch is not end
 
     def writes(self) -> bool:
-        """Whether somebody looks at the indices of the samples in a predicted batch."""
+        """Whether a hook may read the sample indices of a predicted batch."""
         return bool(self.hooks("batch_end") or self.hooks("epoch_end"))
 
     def check_hooks(self) -> None:
-        """With several loaders batch hooks also get ``dataloader_idx``: those that cannot take it are named now."""
+        """Raise for batch hooks that cannot take ``dataloader_idx``, which they get with several loaders."""
         run = self.run
         owners = [*((callback, Callback) for callback in run.trainer.callbacks), (run.module, TrainingModule)]
         for moment in ("batch_start", "batch_end"):

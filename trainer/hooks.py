@@ -1,4 +1,4 @@
-"""Who is called at each hook: found once when a run starts, so that a step asks nobody."""
+"""What each hook calls: found once when a run starts, so that a step looks nothing up."""
 
 from __future__ import annotations
 
@@ -61,17 +61,16 @@ _CALLED = frozenset((*HOOKS, *MODULE_METHODS, *OTHER_METHODS))
 
 
 def method_of(owner: Any, name: str, base: type) -> Bound:
-    """The method to call where one is needed: ``owner``'s, or that of ``base`` if ``owner`` says None."""
+    """The owner's method, or that of ``base`` if the owner's is None."""
     return overridden(owner, name, base) or partial(getattr(base, name), owner)
 
 
 class HookTable:
-    """For each hook the callables that define it, in call order, with ``trainer`` and module already applied.
+    """The callables of each hook in call order, with ``trainer`` and module already applied.
 
-    ``table.on_train_batch_end`` is a tuple: empty when nobody defines the hook. The callbacks come before the module;
-    where a batch or a validation has ended those that run last (checkpoints) come after it, so that they save what its
-    hook did. ``on_train_epoch_end`` holds the callbacks that do not monitor and the module;
-    ``on_train_epoch_end_monitors`` the callbacks that do.
+    ``table.on_train_batch_end`` is a tuple, empty if nothing defines the hook. Callbacks come before the module, but at
+    the end of a batch or a validation those with ``runs_last`` come after it, to save what its hook did.
+    ``on_train_epoch_end_monitors`` has the callbacks that monitor metrics, ``on_train_epoch_end`` the others.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ def _bind(
 
 
 def check(owner: Any, base: type, known: Sequence[str]) -> None:
-    """Raise for what looks like a misspelled hook of ``owner``, and for a hook that cannot be called as it will be."""
+    """Raise for a likely misspelled hook of ``owner``, and for a hook with the wrong signature."""
     for name in own_methods(owner, base):
         if name not in known:
             meant = meant_hook(owner, base, name, known)
@@ -131,14 +130,14 @@ def check(owner: Any, base: type, known: Sequence[str]) -> None:
 
 
 def own_methods(owner: Any, base: type) -> list[str]:
-    """Names of the callables that ``owner`` has and ``base`` has not."""
+    """Names of the callables that ``owner`` has and ``base`` does not."""
     carried = [name for name, value in vars(owner).items() if callable(value)]
     defined = [name for name in dir(type(owner)) if callable(getattr(type(owner), name, None))]
     return [name for name in (*defined, *carried) if not name.startswith("_") and not hasattr(base, name)]
 
 
 def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str | None:
-    """The hook that ``name`` is a misspelling or an old name of; None if it is a name of the user's own."""
+    """The hook that ``name`` misspells, or is an old name of; None if it is the user's own name."""
     if name in MOVED and MOVED[name] in known:
         return MOVED[name] if overridden(owner, MOVED[name], base) is None else None
     hook = name.startswith("on_")
@@ -147,14 +146,7 @@ def meant_hook(owner: Any, base: type, name: str, known: Sequence[str]) -> str |
 
 
 def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> None:
-    """Raise if ``method`` cannot be called the way the loop will call it.
-
-    Args:
-        owner: the callback, module or DataModule.
-        name: the hook.
-        method: its bound method.
-        extra: further positional arguments (``dataloader_idx`` with several loaders).
-    """
+    """Raise if the hook ``name`` cannot be called as the loop will call it, with ``extra`` also ``dataloader_idx``."""
     wanted = wanted_arguments(owner, name) + ["dataloader_idx"] * extra
     write = f"def {name}({', '.join(['self', *wanted])})"
     if not callable(method):
@@ -176,7 +168,7 @@ def check_signature(owner: Any, name: str, method: Bound, extra: int = 0) -> Non
 
 
 def calling_hook() -> str:
-    """The hook or step of the user's that is running, as the call stack shows it; empty if it shows none."""
+    """The user's hook or step that is running, read from the call stack; empty if it shows none."""
     frame = sys._getframe(1)
     while frame is not None and owner_of(frame) == "package":  # self.log and what it calls
         frame = frame.f_back
@@ -188,7 +180,7 @@ def calling_hook() -> str:
 
 
 def wanted_arguments(owner: Any, name: str) -> list[str]:
-    """What the loop passes to a hook of ``owner``, by the hook's own definition."""
+    """The arguments that the loop passes to a hook of ``owner``."""
     base = next(kind for kind in (Callback, TrainingModule, DataModule) if isinstance(owner, kind))
     defined = getattr(base, name, None)
     parameters = inspect.signature(defined or getattr(Callback, name)).parameters.values()

@@ -79,7 +79,7 @@ class FitLoop:
         for hook in self.hooks.on_train_start:
             hook()
         if self.resumed is not None and (owed in (EPOCH_VALUES, TRAIN_END) or state.next_batch == 0):
-            self.resumed.go_on()
+            self.resumed.restore()
         run_epoch = self.profiler.around("run_training_epoch", self.run_epoch)
         if owed is EPOCH_VALUES:
             self.finish_epoch()
@@ -113,7 +113,7 @@ class FitLoop:
         """Report that there is nothing to train; a checkpoint saved now equals the one that was loaded."""
         self.say_finished()
         if self.resumed is not None:
-            self.resumed.go_on()
+            self.resumed.restore()
 
     def load_data(self) -> None:
         """Make the loaders, and find the resume position in them."""
@@ -237,7 +237,7 @@ class FitLoop:
         name = "[_TrainingEpochLoop].train_dataloader_next"
         iterator = self.profiler.iterate(name, self.profiler.around(name, iter)(batches))  # fetching ahead begins here
         if resumed is not None and start_batch > 0:
-            resumed.go_on()
+            resumed.restore()
             self.finish_batch(schedules)
         self.resumed = None
         return iterator, self.at_limit() or self.stops.here() == "asked"
@@ -348,7 +348,7 @@ class FitLoop:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def leave_epoch(self, reason: Reason) -> bool:
-        """Whether the batch after which the run stops is the epoch's last; else a signal ends the run at once."""
+        """Whether the run stops after the epoch's last batch; before that one, a signal ends the run at once."""
         if reason == "signal" and not self.state.is_last_batch:
             raise self.stops.by_signal()
         return self.state.is_last_batch

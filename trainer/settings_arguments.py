@@ -1,4 +1,4 @@
-"""Arguments of the Trainer that were left open, from the settings that stand elsewhere."""
+"""The final values of the Trainer's arguments: from code, variables, launch flags and the settings file."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from .. import messages
 from ..callbacks.base import Callback
 from ..doctor.script_arguments import overruled
 from ..settings import Given, Row, Settings, resolve
+from ..settings.constructors import Constructor, P
 from ..strategies.base import Strategy
 from ..strategies.choose import strategy_in
 from ..strategies.distributed import DistributedStrategy
 from ..strategies.precision.base import Precision
 from .arguments import MOVED
 
-#: Words for the precisions that settings have, and for what the Trainer accepts for the same.
+#: Precisions of the settings, as the Trainer names them.
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 _SAME = {
     "no": ("no", "32", "32-true", "fp32"),
     "fp16": ("16", "16-mixed", "fp16"),
     "bf16": ("bf16", "bf16-mixed"),
 }
-#: Settings, and the arguments that say the same.
+#: Settings with the same meaning as an argument.
 _ARGUMENTS = {
     "mixed_precision": "precision",
     "gradient_accumulation_steps": "accumulate_grad_batches",
@@ -37,7 +38,7 @@ _ARGUMENTS = {
     "cpu": "accelerator",
     "dynamo_backend": "compile",
 }
-#: Settings that ask for a strategy, and what is in the names of those that fit.
+#: Settings that ask for a strategy, and parts of the names of strategies that fit.
 _SWITCHES = {
     "use_fsdp": ("fsdp", "hybrid_shard"),
     "use_deepspeed": ("deepspeed",),
@@ -50,7 +51,7 @@ VARIABLE_PREFIX = "PL_TRAINER_"
 _WRONG_PREFIX = "PACELINE_TRAINER_"
 
 
-def settled(init: Callable[..., None]) -> Callable[..., None]:
+def settled(init: Constructor[P]) -> Constructor[P]:
     """Decorator for ``Trainer.__init__``, which then gets the final value of each argument.
 
     It is the first of: code, variable ``PL_TRAINER_<ARGUMENT>``, setting, default; in a script that ``paceline doctor``
@@ -60,11 +61,11 @@ def settled(init: Callable[..., None]) -> Callable[..., None]:
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
     @functools.wraps(init)
-    def settle(self: Any, *args: Any, **kwargs: Any) -> None:
+    def settle(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
         found = _from_variables(tuple(defaults), kwargs)
         variables = {name: VARIABLE_PREFIX + name.upper() for name in found}
         given, self.settings_in_force = with_origins({**defaults, **kwargs, **found}, defaults, variables)
-        init(self, *args, **overruled(given))
+        init(self, *args, **overruled(given))  # type: ignore[arg-type]
 
     return settle
 
@@ -120,7 +121,7 @@ def with_origins(
 
 
 def _row(name: str, given: Any, filled: Any, default: Any, places: Mapping[str, str]) -> Row:
-    """An argument of the Trainer as a line of a table; it is text from here on, so that it can be sent anywhere."""
+    """A Trainer argument as a line of the table, as plain data."""
     if name in places:
         return Row(name, _shown(filled), "settings", places[name])
     said = given is not default and (type(given) is not type(default) or given != default)
@@ -128,7 +129,7 @@ def _row(name: str, given: Any, filled: Any, default: Any, places: Mapping[str, 
 
 
 def _shown(value: Any) -> Any:
-    """A value for a table: objects by the name of their class."""
+    """A value for the table; objects become the names of their classes."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -142,16 +143,16 @@ def _word(value: Any) -> Any:
     return type(value).__name__ if isinstance(value, Strategy) else value
 
 
-# ---- what the program says -----------------------------------------------------------------------------------------
+# ---- what the code says --------------------------------------------------------------------------------------------
 
 
 def _in_code(given: Mapping[str, Any]) -> dict[str, Given]:
-    """What the arguments say, in the settings' words."""
+    """What the arguments say, as settings."""
     return {name: Given(value, f"Trainer({_ARGUMENTS[name]}=)") for name, value in _said(given).items()}
 
 
 def _in_variables(read: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Given]:
-    """The same for those arguments that variables gave."""
+    """The same for arguments from variables."""
     said = {name: value for name, value in _said(read).items() if _ARGUMENTS[name] in variables}
     return {name: Given(value, variables[_ARGUMENTS[name]]) for name, value in said.items()}
 
@@ -203,7 +204,7 @@ def _compile(value: Any) -> str | None:
 
 
 def _from_settings(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The arguments that settings from elsewhere fill, with the place of each."""
+    """The arguments that settings fill, with the place of each."""
     meanings: dict[str, Callable[[Any], Any]] = {
         "mixed_precision": _PRECISIONS.get,
         "gradient_accumulation_steps": lambda steps: None if steps == 1 else steps,
@@ -238,7 +239,7 @@ def _sharding(settings: Settings) -> Iterator[tuple[str, tuple[Any, str]]]:
 
 
 def _compiling(backend: str, settings: Settings) -> dict[str, Any] | None:
-    """Arguments of torch.compile; None: do not."""
+    """Arguments of torch.compile; None: do not compile."""
     if backend == "no":
         return None
     mode, dynamic = settings["dynamo_mode"], settings["dynamo_use_dynamic"]

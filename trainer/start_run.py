@@ -41,10 +41,7 @@ _DOING = {"fit": "Training", "validate": "Validating", "test": "Testing", "predi
 
 
 def attach(run: Run, request: Request) -> Resumed | None:
-    """Prepare a run. Returns what a fit goes on from, or None.
-
-    The order is drawn in ``callbacks/base.py``.
-    """
+    """Prepare a run, in the order of ``callbacks/base.py``. Returns what a fit resumes from, or None."""
     run.left = None
     module, reused = find_module(run, request)
     path = asked_path(run, request, reused)
@@ -121,7 +118,7 @@ def start_fit(run: Run, checkpoint: dict[str, Any] | None, parts: tuple[str, ...
 
 
 def say_position(run: Run, parts: tuple[str, ...]) -> None:
-    """Say where a fit that loaded a checkpoint begins, and with what of it."""
+    """Report where a fit that loaded a checkpoint starts, and which parts it restored."""
     state, path = run.state, messages.path(run.ckpt_path)
     where = f"epoch {state.epoch + state.epoch_done}, step {state.global_step}"
     if "loops" in parts:
@@ -131,7 +128,7 @@ def say_position(run: Run, parts: tuple[str, ...]) -> None:
 
 
 def leave_no_window(run: Run) -> None:
-    """What a fit that failed left of an accumulation window is not for this one."""
+    """Drop an accumulation window that a failed fit has left."""
     run.state.pending = Pending.NOTHING
     run.state.drop_window()
     for optimizer in run.optimizers:
@@ -139,7 +136,7 @@ def leave_no_window(run: Run) -> None:
 
 
 def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
-    """The module to run, and whether it is that of the run before (none was passed)."""
+    """The module to run, and whether it is the previous run's, because none was passed."""
     module = _unwrapped(uncompiled(request.module))
     entry = "The Tuner" if request.trial else f"Trainer.{request.fn}()"
     if module is None:
@@ -164,18 +161,18 @@ def find_module(run: Run, request: Request) -> tuple[TrainingModule, bool]:
 
 
 def _unwrapped(module: Any) -> Any:
-    """The module inside DataParallel or DistributedDataParallel, which would wrap (and reduce) twice."""
+    """The module inside DataParallel or DistributedDataParallel, which would wrap it twice."""
     if not isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return module
     messages.warn_once(
-        f"The module was given inside {type(module).__name__}; it is taken out, since the strategy wraps it itself. "
+        f"The module was passed inside {type(module).__name__} and is unwrapped, because the strategy wraps it itself. "
         "Pass the module as it is and choose Trainer(strategy='ddp', devices=...)."
     )
     return module.module
 
 
 def connect(run: Run, request: Request, module: TrainingModule) -> None:
-    """Tie run, module, data and callbacks together; check what can be checked before any of it runs."""
+    """Connect run, module, data and callbacks, and check them before any of their code runs."""
     loaders = tie(run, request, module)
     check_state_keys(run.trainer.callbacks)
     check_steps(run, request.fn)
@@ -188,7 +185,7 @@ def connect(run: Run, request: Request, module: TrainingModule) -> None:
 
 
 def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
-    """Make a module, its data and its callbacks the trainer's; returns the loaders, without a DataModule in them."""
+    """Attach module, data and callbacks to the trainer. Returns the loaders, without a DataModule among them."""
     loaders = dict(request.loaders)
     datamodule = request.datamodule
     for stage, given in loaders.items():
@@ -215,15 +212,15 @@ def tie(run: Run, request: Request, module: TrainingModule) -> dict[str, Any]:
 
 
 def bind_hooks(run: Run) -> None:
-    """Look up who defines which hook; again after ``setup`` and ``configure_model``, which may add some."""
+    """Bind the hooks; again after ``setup`` and ``configure_model``, which may add some."""
     run.hooks = HookTable(run.trainer, run.module, run.trainer.callbacks, run.datamodule)
 
 
 def take_module_callbacks(run: Run, module: TrainingModule) -> None:
-    """Add the callbacks a module brings; one of them replaces those of its type.
+    """Add the callbacks of ``configure_callbacks``; each replaces those of its type.
 
-    They stay with the run as long as that module does: a second run with it goes on with the same ones (a
-    ``ModelCheckpoint`` knows its best file). Another module's are taken out and what they replaced comes back.
+    They stay until another module runs: a second run with the same module keeps them, because a ``ModelCheckpoint``
+    knows its best file. Another module's are removed, and those that they replaced return.
     """
     if run.trainer.brought_callbacks is not None:
         owner, before, added = run.trainer.brought_callbacks
@@ -248,7 +245,7 @@ def take_module_callbacks(run: Run, module: TrainingModule) -> None:
 
 
 def check_steps(run: Run, fn: str) -> None:
-    """The module defines the step this entry point needs, and its settings fit together."""
+    """Raise if the module lacks what this entry point needs, or its settings contradict each other."""
     module = run.module
     owner = type(module).__name__
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(fn)
@@ -287,12 +284,12 @@ def check_steps(run: Run, fn: str) -> None:
 
 
 def has_forward(module: TrainingModule) -> bool:
-    """Whether the module says what ``self(x)`` is."""
+    """Whether the module defines ``forward``."""
     return overridden(module, "forward", nn.Module) is not None
 
 
 def misspelled(module: TrainingModule, name: str) -> str:
-    """A hint at the method of the module that may have been meant for ``name``."""
+    """A hint at a method of the module that may be a misspelled ``name``."""
     close = difflib.get_close_matches(name, own_methods(module, TrainingModule), n=1, cutoff=0.75)
     return f" It has {close[0]}: did you mean that? Rename it to {name}." if close else ""
 
@@ -307,11 +304,11 @@ def prepare_data(run: Run) -> None:
 
 
 def asked_path(run: Run, request: Request, reused: bool) -> Any:
-    """The checkpoint to load: as the trainer was told, or the entry point; ``"best"`` found before callbacks change.
+    """The checkpoint to load, set on the trainer or passed; ``"best"`` is looked up before callbacks change.
 
-    A fit that ``paceline doctor`` examines starts from none: one that goes on may have nothing left to train.
-    ``"last"`` and ``"auto"`` stay words until the callbacks of this run are known, or where they save. A fit in a job
-    that SLURM requeued means ``"auto"`` without being told.
+    ``"last"`` and ``"auto"`` stay words until it is known where the callbacks of this run save. A fit in a job that
+    SLURM requeued means ``"auto"``. A fit that ``paceline doctor`` examines starts from none, because a resumed one
+    may have nothing left to train.
     """
     if request.trial or (request.fn == "fit" and Plan.found() is not None):
         return None
@@ -323,9 +320,9 @@ def asked_path(run: Run, request: Request, reused: bool) -> Any:
 
 
 def settle_folders(run: Run, request: Request, path: Any) -> Any:
-    """The loggers' folders, before anybody asks for them: of a fit that goes on, those of the run that it continues.
+    """Settle the loggers' folders before their first use: a resumed fit continues in those of the saved run.
 
-    Returns the path of the checkpoint to go on from, None if there is none.
+    Returns the path of the checkpoint to resume from, or None.
     """
     if request.fn == "fit" and path is not None and run.trainer.loggers:
         path = found_on_rank_0(run, request, path)
@@ -337,7 +334,7 @@ def settle_folders(run: Run, request: Request, path: Any) -> Any:
 
 
 def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
-    """The checkpoint that ``path`` means, as one rank sees it: others may see the folder a moment older, or another."""
+    """The checkpoint that ``path`` means on rank 0; other ranks may see another state of the folder."""
 
     def find() -> Any:
         return find_checkpoint(run, path, request.fn, reused=False) if run.strategy.is_global_zero else None
@@ -346,7 +343,7 @@ def found_on_rank_0(run: Run, request: Request, path: Any) -> Any:
 
 
 def read_checkpoint(run: Run, request: Request, path: Any) -> dict[str, Any] | None:
-    """The checkpoint to load from, read; None if there is none to load."""
+    """Read the checkpoint to load; None if there is none."""
     path = run.ckpt_path = found_on_rank_0(run, request, path)
     if request.fn == "fit" and run.strategy.is_global_zero:
         run.saves = max(run.saves, highest_sequence(run))
@@ -389,7 +386,7 @@ def setup_optimizers(run: Run) -> None:
 
 
 def log_hyperparameters(run: Run) -> None:
-    """Send what ``save_hyperparameters`` kept, the module's and the DataModule's, and the graph to the loggers."""
+    """Send the hyperparameters of module and DataModule, and the model's graph, to the loggers."""
     if not run.trainer.loggers or not run.trainer.enable_autolog_hparams or not run.strategy.is_global_zero:
         return
     params: dict[str, Any] = {}

@@ -1,8 +1,7 @@
-"""The mathematics of one training batch: forward, backward, update.
+"""One training batch: forward, backward, update.
 
-Three forms with one call, ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the straight line),
-:class:`ClosureStep` (LBFGS and modules that override ``optimizer_step``) and :class:`ManualStep`. Which one, and
-everything it calls, is chosen when the run starts.
+Three forms of ``step(batch, batch_idx) -> outputs``: :class:`TrainStep` (the normal one), :class:`ClosureStep` (LBFGS
+and modules that override ``optimizer_step``) and :class:`ManualStep`. Each epoch chooses one and binds all it calls.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class ManualStep:
         return self.forward(batch, batch_idx)
 
     def finish_window(self) -> None:
-        """Step with the micro-batches there are, when no more will come; nothing waits in this form."""
+        """Step with the micro-batches so far, when no more will come; here there is nothing to do."""
 
 
 class FreeStep(ManualStep):
-    """For a module without optimizers: there is nothing to update, and each batch counts as a step."""
+    """For a module without optimizers: each batch counts as a step."""
 
     def __call__(self, batch: Any, batch_idx: int) -> Outputs:
         output = self.forward(batch, batch_idx)
@@ -115,7 +114,7 @@ class TrainStep(ManualStep):
         return output
 
     def skip(self) -> None:
-        """Leave the batch out: it takes no place in the window."""
+        """Skip the batch: it does not count in the window."""
         if self.state.is_last_batch:
             self.finish_window()
 
@@ -162,7 +161,7 @@ class TrainStep(ManualStep):
             state.updates += 1
 
     def complete(self) -> None:
-        """Give the gradients their final size: unscaled, weighed by the window's true content, clipped."""
+        """Give the gradients their final size: unscaled, divided by what is really in the window, clipped."""
         optimizer = self.optimizer
         by_items, window = self.losses.by_items, self.state.window
         if self.scales or by_items or window != self.accumulate:
@@ -177,8 +176,8 @@ class TrainStep(ManualStep):
 class ClosureStep(TrainStep):
     """For optimizers that evaluate the loss themselves and modules that override ``optimizer_step``.
 
-    The closure runs forward, backward, hooks and clipping; the first call of a batch may find gradients of earlier
-    micro-batches of the window, a further one (LBFGS) starts from cleared gradients.
+    The closure runs forward, backward, hooks and clipping. Its first call for a batch adds to the gradients of the
+    window's earlier micro-batches; a further call (LBFGS) starts from cleared gradients.
     """
 
     UPDATE = "step_through_module"
@@ -251,7 +250,7 @@ class ClosureStep(TrainStep):
 
 
 class EmptyLastStep(ManualStep):
-    """For a rank that has no sample in the epoch's last batch: it takes part with one that counts for nothing."""
+    """For a rank without a sample in the epoch's last batch: it runs one that does not count."""
 
     def __init__(self, step: ManualStep) -> None:
         self.step, self.run, self.state = step, step.run, step.state
@@ -296,14 +295,14 @@ class IteratorStep(ManualStep):
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """What ``optimizer.zero_grad()`` does, without its bookkeeping (6 us a step on a small model)."""
+    """Do what ``optimizer.zero_grad()`` does, without its overhead (6 us a step on a small model)."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> ManualStep:
-    """The step for this module and its optimizers, chosen anew each epoch: callbacks may change the accumulation."""
+    """Choose the step for this module and its optimizers, each epoch: callbacks may change the accumulation."""
     module = run.module
     if not run.optimizers:
         return FreeStep(run, forward)
@@ -314,7 +313,7 @@ def choose_step(run: Run, forward: Callable[..., Any], losses: LossReader) -> Ma
 
 
 def detached(output: Any) -> dict[str, Any] | None:
-    """``training_step``'s output as ``on_train_batch_end`` gets it: a dict whose tensors are detached."""
+    """The output of ``training_step`` for ``on_train_batch_end``: a dict with detached tensors."""
     if output is None:
         return None
     if not isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""``Trainer``: its arguments, its entry points, and what can be read off it. Each entry point makes a ``Run``."""
+"""``Trainer``: its arguments, entry points and attributes. Each entry point makes a ``Run``."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 class Trainer:
     """Runs a :class:`TrainingModule`: ``fit``, ``validate``, ``test``, ``predict``.
 
-    Where ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile`` is left out, the
-    settings of ``paceline launch``, of the environment or of the file that ``paceline config`` writes count. Any
-    argument that is left out is also read from the variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
+    Without ``accelerator``, ``strategy``, ``precision``, ``accumulate_grad_batches`` or ``compile``, the settings of
+    ``paceline launch``, the environment or the file that ``paceline config`` writes apply. Any argument that is left
+    out is also read from the variable ``PL_TRAINER_<ARGUMENT>``, as in Lightning.
 
     Args:
         accelerator: kind of device: ``"auto"`` (CUDA, then MPS, then CPU), ``"gpu"`` (CUDA, then MPS), ``"cuda"``,
@@ -220,7 +220,7 @@ class Trainer:
         self.enable_model_summary = check.check_switch("enable_model_summary", enable_model_summary, none=True)
         self.benchmark = check.check_switch("benchmark", benchmark, none=True)
         self.deterministic = check.check_deterministic(deterministic, benchmark)
-        self.compile = check.check_compile(compile)
+        self.compile: bool | Scope | Mapping[str, Any] = check.check_compile(compile)
         limits = {"limit_train_batches": limit_train_batches, "limit_val_batches": limit_val_batches}
         check.check_overfitting(overfit_batches, fast_dev_run=fast_dev_run, **limits)
         if self.fast_dev_run:
@@ -323,10 +323,8 @@ class Trainer:
             weights_only: False also loads what the checkpoint holds as objects, which runs code that the file names.
         """
         loaders = {"validate": dataloaders}
-        results = self._begin(Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only))()
-        if verbose and self.is_global_zero:
-            show_results(results, "validate")
-        return results
+        request = Request("validate", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
+        return self._evaluate(request, verbose)
 
     def test(
         self,
@@ -339,9 +337,13 @@ class Trainer:
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test data. Arguments and result as for :meth:`validate`."""
         loaders = {"test": dataloaders}
-        results = self._begin(Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only))()
+        request = Request("test", model, datamodule, loaders, ckpt_path, weights_only=weights_only)
+        return self._evaluate(request, verbose)
+
+    def _evaluate(self, request: Request, verbose: bool) -> list[dict[str, float]]:
+        results = self._begin(request)()
         if verbose and self.is_global_zero:
-            show_results(results, "test")
+            show_results(results, request.fn)
         return results
 
     @overload
@@ -411,13 +413,13 @@ class Trainer:
         return self.predictions if keep else None
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
-        """Write a checkpoint of the run as it stands, whole or not at all, and return when it is on the disk.
+        """Write a checkpoint of the run, whole or not at all, and return when it is on the disk.
 
-        Every rank must call. A write in the background that is still in flight is waited for first.
+        Every rank must call. A background write is finished first.
 
         Args:
-            filepath: the file; the folder, under a strategy that writes sharded checkpoints; or an address of it, such
-                as ``s3://bucket/run/x.ckpt``.
+            filepath: a path or an address such as ``s3://bucket/run/x.ckpt``; a folder under a strategy that writes
+                sharded checkpoints.
             weights_only: leave out optimizers, callbacks and random states; such a file cannot be resumed from.
             storage_options: for a CheckpointIO of yours; else it must be None.
 
@@ -434,7 +436,7 @@ class Trainer:
 
     @property
     def saver(self) -> Saver:
-        """What writes the checkpoints of the run, one at a time."""
+        """Writes the checkpoints of the run, one at a time."""
         return self.current_run.saver
 
     def __getstate__(self) -> dict[str, Any]:
@@ -452,7 +454,7 @@ class Trainer:
         return double
 
     def _begin(self, request: Request) -> Callable[[], Any]:
-        """A run of what is asked for: here, or in the processes that the strategy's launcher starts."""
+        """Prepare a run of the request, here or in the processes that the strategy's launcher starts."""
         check.check_request(self.state.fn, request)
         launcher = self.strategy.launcher
         if launcher is not None:
@@ -461,7 +463,7 @@ class Trainer:
         return self.current_run.execute
 
     def _run_in_processes(self, launcher: Callable[..., Any], request: Request) -> Any:
-        """Run in the processes that the launcher starts; what that takes is imported here."""
+        """Run in the processes that the launcher starts."""
         from ..processes.launch import told_if_stopped_early
 
         with told_if_stopped_early(len(self.strategy.device_ids)):
@@ -473,16 +475,15 @@ class Trainer:
         """Context in which layers are made on the run's device and in its dtype.
 
         Args:
-            empty_init: True makes them without memory, under a strategy that shards: each process then gets the part
-                that it holds.
+            empty_init: True makes them without memory under a strategy that shards; each process then gets its part.
         """
         return self.strategy.empty_init_context() if empty_init else self.strategy.init_context()
 
-    # ---- where the run stands --------------------------------------------------------------------------------------
+    # ---- state of the run ------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
-        """The training epoch under way, 0-based; the number of finished epochs between epochs."""
+        """The current training epoch, 0-based; between epochs, the number of finished epochs."""
         return self.state.epoch
 
     @property
@@ -492,7 +493,7 @@ class Trainer:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training batch under way is the last of its epoch."""
+        """Whether the current training batch is the last of its epoch."""
         return self.state.is_last_batch
 
     @property
@@ -506,7 +507,7 @@ class Trainer:
         self.state.stop |= self.state.should_stop
 
     def may_stop(self) -> bool:
-        """Whether ``should_stop`` counts by now: only after ``min_epochs`` and ``min_steps``."""
+        """Whether ``should_stop`` counts yet: only after ``min_epochs`` and ``min_steps``."""
         epochs, steps = self.min_epochs or 0, self.min_steps or 0
         if self.state.epoch >= epochs and self.state.global_step >= steps:
             return True
@@ -515,27 +516,27 @@ class Trainer:
 
     @property
     def training(self) -> bool:
-        """The training part of a fit is running."""
+        """Whether the training part of a fit is running."""
         return self.state.stage == "train"
 
     @property
     def validating(self) -> bool:
-        """A validation is running, alone or inside a fit."""
+        """Whether a validation is running, alone or inside a fit."""
         return self.state.stage == "validate"
 
     @property
     def testing(self) -> bool:
-        """``test`` is running."""
+        """Whether ``test`` is running."""
         return self.state.stage == "test"
 
     @property
     def predicting(self) -> bool:
-        """``predict`` is running."""
+        """Whether ``predict`` is running."""
         return self.state.stage == "predict"
 
     @property
     def sanity_checking(self) -> bool:
-        """The validation batches ahead of training are being tried."""
+        """Whether the validation batches before training are running."""
         return self.state.stage == "sanity_check"
 
     @sanity_checking.setter
@@ -544,22 +545,22 @@ class Trainer:
 
     @property
     def evaluating(self) -> bool:
-        """A validation or test is running."""
+        """Whether a validation or test is running."""
         return self.state.stage in ("validate", "test", "sanity_check")
 
     @property
     def interrupted(self) -> bool:
-        """The last run ended early."""
+        """Whether the last run ended early."""
         return self.state.status is TrainerStatus.INTERRUPTED
 
     @property
     def received_sigterm(self) -> bool:
-        """SIGTERM has come; the run ends after this batch."""
+        """Whether SIGTERM was received; the run ends after this batch."""
         return self.state.signum == 15
 
     @property
     def logs_this_step(self) -> bool:
-        """Whether the update under way, or just made, is one whose values go to the loggers."""
+        """Whether the values of the current or just finished update go to the loggers."""
         state = self.state
         return (state.updates if state.stepped else state.updates + 1) % self.log_every_n_steps == 0
 
@@ -575,12 +576,12 @@ class Trainer:
 
     @property
     def lightning_module(self) -> TrainingModule | None:
-        """Lightning's name for :attr:`training_module`; None before there is one."""
+        """Lightning's name for :attr:`training_module`, or None if there is none yet."""
         return self.current_run.module
 
     @property
     def model(self) -> Any:
-        """The module as the strategy wrapped it; None before there is one."""
+        """The module as the strategy wrapped it, or None."""
         return self.current_run.model
 
     @model.setter
@@ -607,7 +608,7 @@ class Trainer:
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """The learning rate schedulers of the fit, each with when it advances."""
+        """The learning rate schedulers of the fit, with their intervals."""
         return self.current_run.lr_scheduler_configs
 
     @lr_scheduler_configs.setter
@@ -621,17 +622,17 @@ class Trainer:
 
     @property
     def predict_batch_indices(self) -> list[list[list[int]]]:
-        """For each loader of a ``predict``, the indices of the samples of each batch so far, where they are known."""
+        """For each loader of a ``predict``, the sample indices of each batch so far, if they are known."""
         return self.current_run.predict_batch_indices
 
     @property
     def current_batch_indices(self) -> list[int] | None:
-        """The indices of the samples of the batch that is being predicted; None where they are not known."""
+        """The sample indices of the current ``predict`` batch; None if they are not known."""
         return self.current_run.current_batch_indices
 
     @property
     def ckpt_path(self) -> str | None:
-        """The file that the last run loaded, or None. Set it and every entry point loads that one, until it is None."""
+        """The file that the last run loaded, or None. If set, every entry point loads it, until it is set to None."""
         path = self.current_run.ckpt_path
         return None if path is None else str(path)
 
@@ -666,44 +667,44 @@ class Trainer:
 
     @property
     def num_devices(self) -> int:
-        """Devices on this node."""
+        """Number of devices on this node."""
         return self.world_size // self.num_nodes
 
     @property
     def num_nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return self.strategy.num_nodes
 
     @property
     def world_size(self) -> int:
-        """Processes over all machines."""
+        """Number of processes on all machines."""
         return self.strategy.world_size
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """This process's number among all."""
         return self.strategy.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This process on its machine."""
+        """This process's number on its machine."""
         return self.strategy.local_rank
 
     @property
     def node_rank(self) -> int:
-        """This process's machine."""
+        """The number of this process's machine."""
         return self.strategy.node_rank
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process writes files and speaks to the user."""
+        """Whether this process writes files and messages."""
         return self.strategy.is_global_zero
 
     # ---- data ------------------------------------------------------------------------------------------------------
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, or None before it was made."""
+        """The training loader, or None if it is not made yet."""
         return self.current_run.source.train_loader
 
     def _eval_loaders(self, kind: str) -> Any:
@@ -727,7 +728,7 @@ class Trainer:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Training batches an epoch; inf for a loader without length."""
+        """Training batches per epoch; inf for a loader without a length."""
         return self.current_run.source.num_training_batches
 
     @property
@@ -826,12 +827,12 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Every value logged so far, by name: scalar tensors. What callbacks monitor."""
+        """Every value logged so far, as scalar tensors by name. Callbacks monitor these."""
         return callback_values(self.current_run.metrics)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The values for the progress bar. On an accelerator they may be one refresh old: nothing waits for it."""
+        """The values for the progress bar. On an accelerator they may be one refresh old, because nothing waits."""
         return bar_values(self.current_run.metrics)
 
     @property
@@ -840,11 +841,11 @@ class Trainer:
         return sent_values(self.current_run.metrics)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Send numbers to all loggers, with the epoch; does nothing on other ranks than 0.
+        """Send numbers to all loggers, with the epoch; does nothing on ranks other than 0.
 
         Args:
             metrics: numbers by name.
-            step: place on the x axis; the number of updates made if None.
+            step: position on the x axis; None: the number of updates made.
         """
         if self.is_global_zero:
             values = {"epoch": self.state.epoch, **metrics}
