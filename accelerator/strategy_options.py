@@ -19,10 +19,9 @@ from ..strategies.options import Options
 from ..strategies.precision import MixedPrecision, Precision
 from ..strategies.precision.choose import choose_precision
 from .enums import PrecisionType
-from .fsdp_plugin import FullyShardedDataParallelPlugin
 from .kwargs_handlers import NO_EIGHT_BITS, Handlers
 from .parallelism_config import ParallelismConfig
-from .plugins import DeepSpeedPlugin
+from .plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
 _NAMES: dict[str, Literal["16-mixed", "bf16-mixed"]] = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 

@@ -34,7 +34,6 @@ _PLACES = {
         "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
         "LoggerType PrecisionType RNGType SageMakerDistributedType"
     ),
-    "...accelerator.fsdp_plugin": "FullyShardedDataParallelPlugin",
     "...accelerator.kwargs_handlers": (
         "AORecipeKwargs AutocastKwargs DistributedDataParallelKwargs FP8RecipeKwargs GradScalerKwargs "
         "InitProcessGroupKwargs KwargsHandler MSAMPRecipeKwargs ProfileKwargs TERecipeKwargs"
@@ -53,7 +52,10 @@ _PLACES = {
     "...accelerator.parallelism_config": (
         "DeepSpeedSequenceParallelConfig ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig"
     ),
-    "...accelerator.plugins": "DeepSpeedPlugin GradientAccumulationPlugin ProjectConfiguration TorchDynamoPlugin",
+    "...accelerator.plugins": (
+        "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin ProjectConfiguration "
+        "TorchDynamoPlugin"
+    ),
     "...accelerator.process_state": "AcceleratorState PartialState is_initialized",
     "...accelerator.progress_bar": "tqdm",
     "...accelerator.random_seeds": "set_seed synchronize_rng_state synchronize_rng_states",

@@ -69,7 +69,7 @@ def test_e8_two_handlers_of_one_kind_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        (3, "holds 3, which is no handler. Pass AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, "),
+        (3, "holds 3, which is not a handler. Pass AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, "),
         (None, "holds None"),
         (AutocastKwargs, r"Did you mean AutocastKwargs\(\)\?"),
         (TorchDynamoPlugin(), r"belongs to Accelerator\(dynamo_plugin=...\)"),
