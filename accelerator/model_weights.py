@@ -136,23 +136,27 @@ class ModelWeights:
         Raises:
             TypeError: the safetensors format cannot hold the object.
         """
-        if not self.project.writes(self.strategy):
-            return
-        if not isinstance(f, (str, os.PathLike)):
-            torch.save(obj, f)
-            return
-        found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
-        if safe_serialization and (found is None or found.others):
-            odd = f"has {', '.join(found.others)} in it, no tensor" if found else f"is of type {type(obj).__name__}"
-            raise TypeError(
-                f"accelerator.save(..., {str(f)!r}, safe_serialization=True): the object {odd}, and the safetensors "
-                "format holds a dict of tensors only. Leave safe_serialization out."
-            )
-        with atomic_write.written_aside(location(f)) as path:
-            if found is None:
-                safetensors_export.write_torch(obj, path)
-            else:
-                safetensors_export.write_safetensors(found.tensors, path, found.twins)
+        if self.project.writes(self.strategy):
+            save_object(obj, f, safe_serialization)
+
+
+def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
+    """Write an object; see :meth:`ModelWeights.save`."""
+    if not isinstance(f, (str, os.PathLike)):
+        torch.save(obj, f)
+        return
+    found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
+    if safe_serialization and (found is None or found.others):
+        odd = f"has values that are not tensors ({', '.join(found.others)})" if found else f"is of type {type(obj).__name__}"
+        raise TypeError(
+            f"save(..., {str(f)!r}, safe_serialization=True): the object {odd}, but the safetensors format only holds "
+            "dicts of tensors. Leave safe_serialization out."
+        )
+    with atomic_write.written_aside(location(f)) as path:
+        if found is None:
+            safetensors_export.write_torch(obj, path)
+        else:
+            safetensors_export.write_safetensors(found.tensors, path, found.twins)
 
 
 def write_model(state: Mapping[str, Any], folder: Location, limit: int, layout: Layout, tied: list[str]) -> None:

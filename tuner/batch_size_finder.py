@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..callbacks.base import Callback
-from .trials_in_run import Trials
+from .trials_in_run import find_size, resume_size
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -63,7 +63,7 @@ class BatchSizeFinder(Callback):
     def scale_batch_size(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Search now. Call it on all ranks, before an epoch."""
         method = trainer.state.fn or "fit"
-        found = Trials(trainer.current_run).find_size(self._settings, self._name, self._effective, method)
+        found = find_size(trainer.current_run, self._settings, self._name, self._effective, method)
         if found is not None:
             self.optimal_batch_size, accumulate, self.trials = found
             self._accumulate = accumulate if method == "fit" else self._accumulate
@@ -72,7 +72,7 @@ class BatchSizeFinder(Callback):
         if not trainer.current_run.resumes:
             self.scale_batch_size(trainer, pl_module)
         elif self.optimal_batch_size is not None:
-            Trials(trainer.current_run).put_size(self._name, self.optimal_batch_size, self._accumulate)
+            resume_size(trainer.current_run, self._name, self.optimal_batch_size, self._accumulate)
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         if trainer.state.fn == "validate":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import messages
 from ..callbacks.base import Callback
-from .trials_in_run import Trials
+from .trials_in_run import find_lr
 
 if TYPE_CHECKING:
     from ..trainer.module import TrainingModule
@@ -60,7 +60,7 @@ class LearningRateFinder(Callback):
 
     def lr_find(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Search now. A subclass may call it at other moments, on all ranks, between two accumulation windows."""
-        found = Trials(trainer.current_run).find_lr(self._settings, self._update_attr, self._attr_name)
+        found = find_lr(trainer.current_run, self._settings, self._update_attr, self._attr_name)
         self.optimal_lr = found or self.optimal_lr
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

@@ -195,7 +195,7 @@ _LEFT_OUT = {
 }
 _HOMES = {name: (place, name) for place, listed in _PLACES.items() for name in listed.split()} | _RENAMED
 UNSUPPORTED = {name: why for why, listed in _LEFT_OUT.items() for name in listed.split()}
-ALL = sorted({*_HOMES, *CONSTANTS, *UNSUPPORTED, *probes.NAMES})
+ALL = sorted({*_HOMES, *CONSTANTS, *UNSUPPORTED, *probes.ANSWERS})
 
 #: What :func:`find` returns for a name that accelerate does not have.
 UNKNOWN = object()
@@ -210,7 +210,7 @@ def find(name: str) -> Any:
         return CONSTANTS[name]
     if name in UNSUPPORTED:
         return _left_out(name)
-    return probes.find(name) if name in probes.NAMES else UNKNOWN
+    return probes.ANSWERS.get(name, UNKNOWN)
 
 
 class NotSupported:

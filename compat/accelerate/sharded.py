@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...accelerator import accelerator as own
+from ...accelerator.model_weights import save_object
 from ...accelerator.optimizers import AcceleratedOptimizer
 from .probes import is_peft_model
 
@@ -90,10 +91,7 @@ def _path(folder: str | os.PathLike[str], name: str, index: int) -> Path:
 def _write(accelerator: own.Accelerator, state: dict[str, Any], path: Path) -> None:
     """Write the file on the main process and wait for it on the others. It appears complete or not at all."""
     if accelerator.is_main_process:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        torch.save(state, draft)
-        draft.replace(path)
+        save_object(state, path, False)
     accelerator.wait_for_everyone()
 
 
