@@ -147,7 +147,7 @@ def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
         return
     found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
     if safe_serialization and (found is None or found.others):
-        odd = f"has values that are not tensors ({', '.join(found.others)})" if found else f"is of type {type(obj).__name__}"
+        odd = f"has other values ({', '.join(found.others)})" if found else f"is of type {type(obj).__name__}"
         raise TypeError(
             f"save(..., {str(f)!r}, safe_serialization=True): the object {odd}, but the safetensors format only holds "
             "dicts of tensors. Leave safe_serialization out."
