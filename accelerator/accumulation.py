@@ -139,9 +139,9 @@ class GradientState:
         for loader in self.dataloader_references:
             if loader is not self.active_dataloader and loader.end_of_dataloader and loader.last_share != 1.0:
                 messages.warn_once(
-                    "Several prepared loaders are read at once, and the last batch of one has not as many samples on "
-                    "each process. backward and gather_for_metrics go by the loader that was read last, so that batch "
-                    "is not weighed, and what repeats is not left out. Read one loader over "
+                    "Several prepared loaders are read at once, and the last batch of one differs in size between "
+                    "processes. backward and gather_for_metrics use the loader that was read last, so that batch is "
+                    "not weighted, and repeated samples are not removed. Read one loader over "
                     "torch.utils.data.StackDataset, or make the number of samples divide (drop_last=True)."
                 )
 
@@ -163,8 +163,6 @@ class Window:
     ``num_items`` weights losses.
 
     Args:
-        state: the Accelerator's state.
-        strategy: the Accelerator's strategy.
         models: models whose gradients are not communicated before the window is complete; None for a window of a loop
             without ``accumulate``.
 

@@ -94,8 +94,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
             )
         if self.comm_wrapper not in (named.NO, named.FP16, named.BF16):
             raise ValueError(
-                f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}) is no wrapper. Choose 'no', "
-                "'fp16' or 'bf16'."
+                f"DistributedDataParallelKwargs(comm_wrapper={self.comm_wrapper.value!r}) is not a wrapper. Choose "
+                "'no', 'fp16' or 'bf16'."
             )
         if self.comm_hook is named.NO and (self.comm_wrapper is not named.NO or self.comm_state_option):
             raise ValueError(
@@ -175,6 +175,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 Activity = Literal["cpu", "cuda", "xpu", "mtia", "hpu"]
 _ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
+_PASSED_ON = ("on_trace_ready", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 
 
 @dataclass
@@ -217,12 +218,7 @@ class ProfileKwargs(KwargsHandler):
         return torch.profiler.profile(
             activities=found or None,
             schedule=self._schedule(),
-            on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
+            **{name: getattr(self, name) for name in _PASSED_ON},
         )
 
     @contextmanager

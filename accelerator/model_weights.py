@@ -57,13 +57,7 @@ TORCH = Layout("pytorch_model", ".bin", "pytorch_model.bin.index.json")
 
 @dataclass(eq=False)
 class ModelWeights:
-    """Gathers the weights of prepared models, and writes them to files.
-
-    Attributes:
-        strategy: the Accelerator's strategy.
-        prepared: the models.
-        project: decides which processes write.
-    """
+    """Gathers the weights of prepared models, and writes them to files."""
 
     strategy: Strategy
     prepared: Prepared
@@ -191,7 +185,7 @@ def _say_left_out(others: dict[str, str]) -> None:
     if others:
         listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
         messages.warn_once(
-            f"save_model leaves out what is no tensor: {listed}. The safetensors format cannot hold it; pass "
+            f"save_model leaves out values that are not tensors: {listed}. The safetensors format cannot hold it; pass "
             "safe_serialization=False to keep it."
         )
 

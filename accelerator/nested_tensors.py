@@ -94,14 +94,7 @@ def leaves(data: Any) -> list[Tensor]:
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """Move every tensor (and every object with a method ``to``) to a device.
-
-    Args:
-        tensor: the structure.
-        device: the device.
-        non_blocking: accepted; copies to CUDA are pinned and never wait.
-        skip_keys: keys of mappings whose values are not moved.
-    """
+    """Move tensors and objects with a method ``to`` to a device, except those under ``skip_keys`` in mappings."""
     if not skip_keys:
         return move(tensor, device)
     skip = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys)

@@ -132,14 +132,7 @@ def gather_object(data: Any, strategy: Strategy, group: Any = None) -> Any:
 
 
 def reduce(data: Any, strategy: Strategy, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-    """Reduce every tensor over the processes, then multiply it by ``scale``.
-
-    Args:
-        data: tensors in any structure; anything else is returned unchanged.
-        strategy: the strategy.
-        reduction: ``"mean"``, ``"sum"``, ``"min"``, ``"max"``, or ``"none"`` to only scale.
-        scale: a factor.
-    """
+    """Reduce every tensor over the processes, then multiply it by ``scale``."""
     if reduction not in REDUCTIONS:
         raise ValueError(messages.unknown("reduction", reduction, REDUCTIONS))
     _require_alike("reduce", data, strategy)
@@ -169,13 +162,6 @@ def pad_across_processes(
     data: Any, strategy: Strategy, dim: int = 0, pad_index: Any = 0, pad_first: bool = False
 ) -> Any:
     """Pad every tensor along ``dim`` to its largest size on any process.
-
-    Args:
-        data: tensors in any structure; those without this dimension are returned unchanged.
-        strategy: the strategy.
-        dim: the dimension; negative values count from the last.
-        pad_index: value of the padding.
-        pad_first: pad at the beginning.
 
     Raises:
         DistributedOperationException: on every process, if the number of tensors or of their dimensions differs.
@@ -251,11 +237,6 @@ def _said(operation: str, found: list[Any], but: str = "") -> str:
 
 def split_between_processes(inputs: Any, strategy: Strategy, apply_padding: bool = False) -> Any:
     """This process's part of ``inputs``; parts are contiguous and differ in size by at most 1, larger ones first.
-
-    Args:
-        inputs: a list, tuple, tensor, array, ``datasets.Dataset``, or a (nested) dict of these, all of the same length.
-        strategy: the strategy.
-        apply_padding: repeat the last input so that all parts have the same size.
 
     Raises:
         TypeError: the inputs cannot be split.

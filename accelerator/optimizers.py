@@ -27,9 +27,7 @@ class AcceleratedOptimizer(Optimizer):
     so it may be called at the beginning or at the end of a micro-batch.
 
     Args:
-        optimizer: the user's optimizer.
         strategy: the strategy of its model, which runs its steps.
-        state: the Accelerator's state.
         placements: the prepared models whose parameters it has.
         clip_norm: the largest gradient norm, to which each step clips; None to not clip.
 
@@ -226,7 +224,7 @@ def _refuse_scaler(accelerating: bool) -> None:
     """
     if accelerating and sys._getframe(2).f_code.co_filename.endswith("grad_scaler.py"):
         raise RuntimeError(
-            "A GradScaler of the script's own works on a prepared optimizer. accelerator.backward and optimizer.step() "
+            "The script's own GradScaler works on a prepared optimizer. accelerator.backward and optimizer.step() "
             "scale and unscale by themselves under mixed_precision='fp16': delete the scaler and its lines "
             "(scaler.scale(loss).backward() becomes accelerator.backward(loss), scaler.step(optimizer) "
             "optimizer.step(); scaler.unscale_ and scaler.update go)."

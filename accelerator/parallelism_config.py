@@ -81,7 +81,9 @@ class ParallelismConfig:
         for dim in DIMS:
             size = getattr(self, f"{dim}_size")
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"ParallelismConfig({dim}_size={size!r}) is no number of processes. Pass 1 or more.")
+                raise ValueError(
+                    f"ParallelismConfig({dim}_size={size!r}) is not a number of processes. Pass 1 or more."
+                )
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
                 raise ValueError(messages.unknown(f"{name} for ParallelismConfig", getattr(self, name), [only]))

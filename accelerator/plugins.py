@@ -288,6 +288,6 @@ def choose_accumulation(
     theirs = deepspeed.decided("gradient_accumulation_steps") if deepspeed is not None else None
     if None not in (steps, theirs) and steps != theirs:
         raise ValueError(
-            f"DeepSpeed is told gradient_accumulation_steps={theirs}, but the Accelerator has {steps}. Leave one out."
+            f"DeepSpeed has gradient_accumulation_steps={theirs}, but the Accelerator has {steps}. Leave one out."
         )
     return {**found, "num_steps": steps or theirs or 1}

@@ -106,7 +106,7 @@ class PartialState(Processes):
             _process.strategy = _made(cpu, group)
         elif cpu and _process.strategy.device.type != "cpu":
             raise ValueError(
-                f"PartialState(cpu=True), but this process stands on {_process.strategy.device} already. Pass cpu=True "
+                f"PartialState(cpu=True), but this process already uses {_process.strategy.device}. Pass cpu=True "
                 "where the first PartialState or Accelerator is made."
             )
         _process.cpu = cpu or _process.cpu

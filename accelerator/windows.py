@@ -23,9 +23,7 @@ class Windows:
     """Creates accumulation windows, and saves and restores incomplete ones.
 
     Attributes:
-        strategy: the Accelerator's strategy.
         state: holds the windows, including one for loops without ``accumulate``.
-        prepared: the models.
     """
 
     strategy: Strategy
@@ -108,11 +106,9 @@ class Windows:
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def restore(self, own: Mapping[str, Any] | None, ranks: Sequence[Any]) -> list[str]:
-        """Restore gradients that wait for a step, and the position in each window. Every rank must call this.
+        """Restore windows from results of :meth:`gather`. Every rank must call this.
 
-        Args:
-            own: result of :meth:`gather` on this rank; None if the saved run had another number of ranks.
-            ranks: its results on all ranks.
+        ``own`` is this rank's result, None if the saved run had another number of ranks; ``ranks`` are all results.
 
         Returns:
             Descriptions of what was derived rather than restored.

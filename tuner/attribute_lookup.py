@@ -71,12 +71,6 @@ def find(owners: Sequence[Any], path: str) -> list[Place]:
 def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argument: str) -> list[Place]:
     """The attributes and hyperparameters of the first name that exists.
 
-    Args:
-        owners: see :func:`find`.
-        asked: the name that the user gave; empty to try ``names``.
-        names: the usual names.
-        argument: the argument with which the user gives a name, for the error.
-
     Raises:
         AttributeError: there is none.
     """

@@ -283,11 +283,6 @@ class Plan(NamedTuple):
 def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
     """The largest batch size up to ``largest`` that divides a process's samples of an update.
 
-    Args:
-        largest: the largest size that fits.
-        effective: samples per update on all processes; None to not change the accumulation.
-        num_ranks: processes that share the data.
-
     Raises:
         ValueError: the samples of an update cannot be split over the processes.
     """

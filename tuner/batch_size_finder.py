@@ -19,15 +19,8 @@ class BatchSizeFinder(Callback):
     A resumed fit does not search: it uses the size from the checkpoint.
 
     Args:
-        mode: ``"power"`` doubles until a size does not fit; ``"binsearch"`` then closes in on the largest that does.
-        steps_per_trial: optimizer steps (batches, when evaluating) that a size has to survive.
-        init_val: the first size. If it does not fit, it is halved.
-        max_trials: how many sizes to try in total.
-        batch_arg_name: the attribute or hyperparameter of the module or the DataModule that hooks read.
-        margin: fraction by which the result of ``"binsearch"`` is lowered if memory was the limit.
-        max_val: the largest size to try; None means that only the data limits it.
-        effective_batch: samples per optimizer step, over all processes; ``"keep"`` keeps the present number.
-            ``accumulate_grad_batches`` is then changed to match. None leaves it alone.
+        mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, effective_batch: as for
+            ``Tuner.scale_batch_size``.
 
     Attributes:
         optimal_batch_size: result of the last search; None before the first.

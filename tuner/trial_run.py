@@ -107,10 +107,6 @@ def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
     """A run within a prepared run, with the same module, device and optimizers, but separate loaders and counters.
 
     The caller saves and restores (see :class:`Kept`) what the outer run needs.
-
-    Args:
-        run: the outer run.
-        change: creates the trial's loaders from those that were given to the entry point.
     """
     trainer, datamodule, strategy = run.trainer, run.datamodule, run.strategy
     own = _own_run(trainer)

@@ -17,14 +17,7 @@ from ...torch_private import compiler_of, inside_compiled, is_compiled
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """The module without its wrappers, like ``accelerator.unwrap_model``.
-
-    Args:
-        model: the model.
-        keep_fp32_wrapper: if False, restore the own forward of a prepared model.
-        keep_torch_compile: whether to keep the wrapper of ``torch.compile``.
-        recursive: whether to unwrap submodules too.
-    """
+    """The module without its wrappers, like ``accelerator.unwrap_model``."""
     found = unwrapped(model)
     if recursive and isinstance(found, nn.Module):
         for name, child in list(found.named_children()):
@@ -58,12 +51,7 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """All modules of a model, each after its submodules.
-
-    Args:
-        model: the model, which comes last.
-        return_fqns: whether to return pairs of name and module.
-    """
+    """All modules of a model, each after its submodules."""
     found = [*_below(model, ""), ("", model)]
     return found if return_fqns else [module for _, module in found]
 
