@@ -254,9 +254,6 @@ class Window:
         Args:
             loss: scalar, shape ().
             num_items: number of items that the loss is the mean of; None if all micro-batches have the same weight.
-
-        Raises:
-            ValueError: only some losses have a number, or one micro-batch has two different ones.
         """
         state = self.state
         loader = None if state.by_hand else state.active_dataloader

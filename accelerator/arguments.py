@@ -65,13 +65,7 @@ class Arguments:
 
 
 def read_arguments(**arguments: Any) -> Arguments:
-    """Read the arguments of ``Accelerator(...)``.
-
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: a word is unknown, or arguments contradict each other.
-        NotImplementedError: something is not supported.
-    """
+    """Read the arguments of ``Accelerator(...)``."""
     if arguments["megatron_lm_plugin"] is not None:
         raise NotImplementedError(
             "Accelerator(megatron_lm_plugin=...): Paceline splits models with torch's own means. Use "

@@ -107,11 +107,7 @@ class Dispatched(Shard):
 
 
 def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]:
-    """Deal at most ``world`` batches to ``world`` processes, in order; if there are fewer, cut them.
-
-    Raises:
-        ValueError: a batch must be cut, but its tensors have no common first dimension.
-    """
+    """Deal at most ``world`` batches to ``world`` processes, in order; if there are fewer, cut them."""
     count, parts = len(batches), []
     for index, batch in enumerate(batches):
         pieces = (index + 1) * world // count - index * world // count

@@ -206,11 +206,7 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | os.PathLike[str] | None = None
 
     def build(self) -> torch.profiler.profile:
-        """Create the profiler.
-
-        Raises:
-            ValueError: an activity is unknown, or a schedule lacks ``active``.
-        """
+        """Create the profiler."""
         unknown = [name for name in self.activities or () if str(name).lower() not in _ACTIVITIES]
         if unknown:
             raise ValueError(messages.unknown("activity in ProfileKwargs", unknown[0], _ACTIVITIES))
@@ -316,13 +312,7 @@ _ACCEPTED = messages.names(kind.__name__ for kind in _KINDS.values()).replace("'
 
 
 def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
-    """Sort ``Accelerator(kwargs_handlers=[...])``.
-
-    Raises:
-        TypeError: an entry is not a handler.
-        ValueError: there are two handlers of one kind.
-        NotImplementedError: there is a recipe for 8-bit training.
-    """
+    """Sort ``Accelerator(kwargs_handlers=[...])``."""
     found: dict[str, Any] = {}
     if kwargs_handlers is not None and not isinstance(kwargs_handlers, (list, tuple)):
         raise TypeError(

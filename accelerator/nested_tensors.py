@@ -107,11 +107,7 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def find_batch_size(data: Any) -> int:
-    """The first dimension of the first tensor in a structure.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The first dimension of the first tensor in a structure."""
     found = batch_size_of(data)
     if found is None:
         raise ValueError(f"find_batch_size found no tensor in a {type(data).__name__}. Give a structure that has one.")
@@ -136,11 +132,7 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate the tensors of structures of the same form.
-
-    Raises:
-        TypeError: a value is not a tensor.
-    """
+    """Concatenate the tensors of structures of the same form."""
     first = data[0]
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)

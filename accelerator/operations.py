@@ -77,12 +77,6 @@ def gather_for_metrics(data: Any, strategy: Strategy, loader: Any = None, use_ga
 
     Rows are removed from tensors (and lists of objects) with one row per sample; anything else is returned whole, with
     a warning if the pass ended with repeated samples.
-
-    Args:
-        data: tensors in any structure; other data are gathered as objects.
-        strategy: the strategy.
-        loader: the :class:`~.loaders.PreparedLoader` of the batch; None to remove nothing.
-        use_gather_object: gather as Python objects: a list of each process's entries.
     """
     if strategy.world_size == 1:
         return data

@@ -156,11 +156,11 @@ class AcceleratedOptimizer(Optimizer):
 
     def train(self) -> None:
         """Switch schedule-free optimizers to training."""
-        _call(self.optimizer, "train")
+        getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
         """Switch schedule-free optimizers to evaluation."""
-        _call(self.optimizer, "eval")
+        getattr(self.optimizer, "eval", lambda: None)()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -206,12 +206,6 @@ class AcceleratedOptimizer(Optimizer):
                 optimizers.add(id(self))
         for parameter, gradient in state["gradients"]:
             parameter.grad = gradient
-
-
-def _call(optimizer: Optimizer, name: str) -> None:
-    method = getattr(optimizer, name, None)
-    if callable(method):
-        method()
 
 
 def _refuse_scaler(accelerating: bool) -> None:

@@ -48,6 +48,16 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
 
+class _Enabled(property):
+    """Whether there are several processes along a dimension."""
+
+    def __init__(self, dim: str, doc: str) -> None:
+        super().__init__(lambda config: config.size(dim) > 1, doc=doc)
+
+    def __get__(self, config: Any, owner: type | None = None) -> bool:  # type: ignore[override]
+        return super().__get__(config, owner)
+
+
 @dataclass
 class ParallelismConfig:
     """Sizes whose product is the number of processes; None for the settings (``parallelism_config_...``), else 1.
@@ -120,30 +130,11 @@ class ParallelismConfig:
         """Number of processes that share one sample."""
         return self.size("tp") * self.size("cp") * self.size("sp")
 
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether the model is replicated."""
-        return self.size("dp_replicate") > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether parameters are sharded."""
-        return self.size("dp_shard") > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether layers are split."""
-        return self.size("tp") > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether sequences are split."""
-        return self.size("cp") > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether sequences are split by DeepSpeed."""
-        return self.size("sp") > 1
+    dp_replicate_enabled = _Enabled("dp_replicate", "Whether the model is replicated.")
+    dp_shard_enabled = _Enabled("dp_shard", "Whether parameters are sharded.")
+    tp_enabled = _Enabled("tp", "Whether layers are split.")
+    cp_enabled = _Enabled("cp", "Whether sequences are split.")
+    sp_enabled = _Enabled("sp", "Whether sequences are split by DeepSpeed.")
 
     # ---- the mesh --------------------------------------------------------------------------------------------------
 
@@ -215,11 +206,7 @@ class ParallelismConfig:
     # ---- the strategy ----------------------------------------------------------------------------------------------
 
     def options(self) -> dict[str, Any]:
-        """The arguments of ModelParallelStrategy.
-
-        Raises:
-            NotImplementedError: sequences are split, or tensor parallelism is asynchronous.
-        """
+        """The arguments of ModelParallelStrategy."""
         if self.tp_handler is not None and self.tp_handler.enable_async_tp:
             raise NotImplementedError(
                 "TorchTensorParallelConfig(enable_async_tp=True) is not supported. Leave it out: layers are split "

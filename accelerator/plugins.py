@@ -147,11 +147,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return found
 
     def compiler(self) -> Callable[..., Any] | None:
-        """``torch.compile`` with these arguments; None to not compile.
-
-        Raises:
-            ValueError: torch does not have this backend.
-        """
+        """``torch.compile`` with these arguments; None to not compile."""
         if not self.compiles:
             return None
         arguments = self.to_kwargs()
@@ -264,12 +260,7 @@ def choose_accumulation(
     settings: Mapping[str, Any] | None,
     deepspeed: DeepSpeedPlugin | None = None,
 ) -> dict[str, Any]:
-    """The arguments of ``GradientState``: from the plugin, else the settings, else DeepSpeed's configuration.
-
-    Raises:
-        TypeError: the plugin has another type.
-        ValueError: two sources contradict each other.
-    """
+    """The arguments of ``GradientState``: from the plugin, else the settings, else DeepSpeed's configuration."""
     if plugin is not None and not isinstance(plugin, GradientAccumulationPlugin):
         raise TypeError(
             f"Accelerator(gradient_accumulation_plugin={plugin!r}) is {messages.a(plugin)}. Pass a "

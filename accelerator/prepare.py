@@ -126,11 +126,7 @@ class Prepared:
         return [one for one in self.placements.values() if not one.frozen]
 
     def placement(self, model: Any, asked: str) -> PreparedModel:
-        """A prepared model with its strategy.
-
-        Raises:
-            ValueError: the model was not prepared.
-        """
+        """A prepared model with its strategy."""
         placement = self.placements.get(id(unwrapped(model)))
         if placement is None:
             raise ValueError(

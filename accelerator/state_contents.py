@@ -73,18 +73,7 @@ class Contents:
     def gather(
         self, weights: Weights, left_out: Mapping[int, list[str]], files: Files, sequence: int, line: str
     ) -> dict[str, Any]:
-        """Everything that a loop needs to resume. Every rank must call this.
-
-        Args:
-            weights: weights to save, by model.
-            left_out: names of omitted weights, by model.
-            files: files of hooks.
-            sequence: number of the save.
-            line: id of the run.
-
-        Raises:
-            TypeError: the state of a registered object is not plain data.
-        """
+        """Everything that a loop needs to resume. Every rank must call this."""
         strategy = self.strategy
         custom = together(strategy, "saved", self._custom_states)
         ranks = strategy.gather_objects(self._of_this_rank(custom))
@@ -197,9 +186,6 @@ class Restored:
 
     Attributes:
         missing: descriptions of what keeps its current state, or is only in the checkpoint.
-
-    Raises:
-        ValueError: an optimizer is different from the saved one.
     """
 
     def __init__(

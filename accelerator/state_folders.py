@@ -67,11 +67,7 @@ class Folders:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def to_save(self, output_dir: Any) -> Location:
-        """The folder of the next state, the same on every rank: the given one, or the next number.
-
-        Raises:
-            ValueError: no folder is given.
-        """
+        """The folder of the next state, the same on every rank: the given one, or the next number."""
         if output_dir is not None:
             return location(output_dir)
         if not self.project.automatic_checkpoint_naming:
@@ -94,12 +90,7 @@ class Folders:
     # ---- the newest --------------------------------------------------------------------------------------------------
 
     def to_load(self, input_dir: Any) -> Location:
-        """The checkpoint that ``load_state`` reads.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: no folder is given.
-        """
+        """The checkpoint that ``load_state`` reads."""
         if input_dir is None:
             return self._newest()
         where = location(input_dir)

@@ -42,11 +42,7 @@ class Choice:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self) -> Choice:
-        """A copy with the plugins that settings require (``use_fsdp``, ...), and their unset fields from the settings.
-
-        Raises:
-            TypeError: a plugin has another class.
-        """
+        """A copy with the plugins that settings ask for (``use_fsdp``, ...), and unset fields from the settings."""
         one, settings = self.deepspeed_plugin, self.settings
         if isinstance(one, Mapping):
             one = _only(one)
@@ -61,12 +57,7 @@ class Choice:
         )
 
     def options(self) -> Options:
-        """The options of the strategy from handlers and plugins.
-
-        Raises:
-            ValueError: a value is not valid, or two plugins exclude each other.
-            NotImplementedError: something is not supported.
-        """
+        """The options of the strategy from handlers and plugins."""
         sizes = self.parallelism_config
         given: dict[str, tuple[Any, str]] = {
             "fsdp": (self.fsdp_plugin, "fsdp_plugin"),
@@ -126,12 +117,7 @@ def _say_unused(present: int) -> None:
 
 
 def precision_of(choice: Choice, kind: str) -> Precision:
-    """The Precision for ``mixed_precision`` and the handlers.
-
-    Raises:
-        NotImplementedError: fp8.
-        ValueError: the word is unknown, or contradicts the DeepSpeed configuration.
-    """
+    """The Precision for ``mixed_precision`` and the handlers."""
     asked = if_set(choice.settings, "mixed_precision")
     if isinstance(asked, Precision):
         return asked

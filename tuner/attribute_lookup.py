@@ -69,11 +69,7 @@ def find(owners: Sequence[Any], path: str) -> list[Place]:
 
 
 def find_one_of(owners: Sequence[Any], asked: str, names: Sequence[str], argument: str) -> list[Place]:
-    """The attributes and hyperparameters of the first name that exists.
-
-    Raises:
-        AttributeError: there is none.
-    """
+    """The attributes and hyperparameters of the first name that exists."""
     for name in [asked] if asked else names:
         found = find(owners, name)
         if found:

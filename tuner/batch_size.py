@@ -74,9 +74,6 @@ class SizeSearch:
 
     Args:
         places: finds the attributes that hold the size.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     places: Callable[[Run], list[Place]]
@@ -281,11 +278,7 @@ class Plan(NamedTuple):
 
 
 def plan(largest: int, effective: int | None, num_ranks: int) -> Plan | None:
-    """The largest batch size up to ``largest`` that divides a process's samples of an update.
-
-    Raises:
-        ValueError: the samples of an update cannot be split over the processes.
-    """
+    """The largest batch size up to ``largest`` that divides a process's samples of an update."""
     if effective is None:
         return None
     if effective < 1 or effective % num_ranks:

@@ -133,9 +133,6 @@ class RangeTest:
 
     Args:
         attr_name: the attribute of the rate, as for ``Tuner.lr_find``; None to not check it.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     min_lr: float = 1e-8

@@ -49,12 +49,7 @@ class SizePlaces:
         return self.of(run.module, run.datamodule, run.source.given.get(stage_of(self.method)))
 
     def of(self, module: Any, datamodule: Any, given: Any) -> list[Place]:
-        """The attributes and hyperparameters of a module and a DataModule.
-
-        Raises:
-            AttributeError: there are none, and a hook creates the loader.
-            ValueError: the loader that was given cannot be changed.
-        """
+        """The attributes and hyperparameters of a module and a DataModule."""
         if given is None:
             return find_one_of([module, datamodule], self.name, ["batch_size"], "batch_arg_name")
         size_of(given)
@@ -62,11 +57,7 @@ class SizePlaces:
 
 
 def effective_now(run: Run, places: list[Place], given: Any, wanted: Any, world: int) -> int | None:
-    """The wanted number of samples per update on all processes; None if it may change.
-
-    Raises:
-        ValueError: ``wanted`` is neither a number nor ``"keep"``, or something else sets the accumulation.
-    """
+    """The wanted number of samples per update on all processes; None if it may change."""
     if wanted is None:
         return None
     if any(isinstance(c, GradientAccumulationScheduler) for c in run.trainer.callbacks):

@@ -97,13 +97,13 @@ _PLACES = {
     ),
     ".models": (
         "clean_state_dict_for_safetensors compile_regions extract_model_from_parallel get_module_children_bottom_up "
-        "has_compiled_regions is_compiled_module model_has_dtensor"
+        "has_compiled_regions is_compiled_module load_fsdp_model load_fsdp_optimizer model_has_dtensor "
+        "save_fsdp_model save_fsdp_optimizer"
     ),
     ".processes": (
         "broadcast broadcast_object_list copy_tensor_to_devices gather gather_object load pad_across_processes "
         "prepare_data_loader reduce save wait_for_everyone"
     ),
-    ".sharded": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
     ".values": (
         "CannotPadNestedTensorWarning convert_bytes convert_file_size_to_int dtype_byte_size get_pretty_name "
         "is_tensor_information merge_dicts recursive_getattr"
