@@ -290,7 +290,7 @@ class Window:
         if self.by_items is not None:
             raise ValueError(
                 "accelerator.backward got num_items for some losses only, so the window's losses cannot be "
-                "weighed. Pass it with every loss, or with none."
+                "weighted. Pass it with every loss, or with none."
             )
         self.by_items = items
 

@@ -100,7 +100,7 @@ class Windows:
             messages.warn_once(
                 f"{type(self.strategy).__name__} has no way to save gradients that wait for an optimizer step, so "
                 f"those of {listed} are not in this state: a loop that continues from it lacks the micro-batches of "
-                "the window under way. Call save_state where accelerator.sync_gradients is True."
+                "the incomplete window. Call save_state where accelerator.sync_gradients is True."
             )
 
     # ---- restore -----------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Windows:
         if lost:
             derived.append("the accumulation window, which starts over without its micro-batches")
         elif found and not exact:
-            derived.append("the gradients of the window under way (the mean over the saved ranks)")
+            derived.append("the gradients of the incomplete window (the mean over the saved ranks)")
         return derived
 
     def forget(self) -> None:
