@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from . import callbacks, loggers, profilers, strategies
     from .accelerator.accelerator import Accelerator
     from .accelerator.enums import DDPCommunicationHookType, DistributedType, DynamoBackend
-    from .accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
     from .accelerator.kwargs_handlers import (
         AutocastKwargs,
         DistributedDataParallelKwargs,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from .accelerator.parallelism_config import ParallelismConfig
     from .accelerator.plugins import (
         DeepSpeedPlugin,
+        FullyShardedDataParallelPlugin,
         GradientAccumulationPlugin,
         ProjectConfiguration,
         TorchDynamoPlugin,
@@ -120,7 +120,7 @@ _MODULE_OF = {
     "DistributedDataParallelKwargs": ".accelerator.kwargs_handlers",
     "DistributedType": ".accelerator.enums",
     "DynamoBackend": ".accelerator.enums",
-    "FullyShardedDataParallelPlugin": ".accelerator.fsdp_plugin",
+    "FullyShardedDataParallelPlugin": ".accelerator.plugins",
     "GradScalerKwargs": ".accelerator.kwargs_handlers",
     "GradientAccumulationPlugin": ".accelerator.plugins",
     "InitProcessGroupKwargs": ".accelerator.kwargs_handlers",

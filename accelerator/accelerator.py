@@ -46,12 +46,17 @@ if TYPE_CHECKING:
 
     from ..strategies.choose import StrategyName
     from .enums import BackendName, DynamoBackend, MixedName, PrecisionType, TrackerName
-    from .fsdp_plugin import FullyShardedDataParallelPlugin
     from .kwargs_handlers import KwargsHandler
     from .loaders import DataLoaderConfiguration
     from .operations import Reduction
     from .parallelism_config import ParallelismConfig
-    from .plugins import DeepSpeedPlugin, GradientAccumulationPlugin, ProjectConfiguration, TorchDynamoPlugin
+    from .plugins import (
+        DeepSpeedPlugin,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
 
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")

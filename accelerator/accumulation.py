@@ -139,9 +139,9 @@ class GradientState:
         for loader in self.dataloader_references:
             if loader is not self.active_dataloader and loader.end_of_dataloader and loader.last_share != 1.0:
                 messages.warn_once(
-                    "Several prepared loaders are read at once, and the last batch of one has not as many samples on "
-                    "each process. backward and gather_for_metrics go by the loader that was read last, so that batch "
-                    "is not weighed, and what repeats is not left out. Read one loader over "
+                    "Several prepared loaders are read at once, and the last batch of one differs in size between "
+                    "processes. backward and gather_for_metrics use the loader that was read last, so that batch is "
+                    "not weighted, and repeated samples are not removed. Read one loader over "
                     "torch.utils.data.StackDataset, or make the number of samples divide (drop_last=True)."
                 )
 
@@ -163,8 +163,6 @@ class Window:
     ``num_items`` weights losses.
 
     Args:
-        state: the Accelerator's state.
-        strategy: the Accelerator's strategy.
         models: models whose gradients are not communicated before the window is complete; None for a window of a loop
             without ``accumulate``.
 
@@ -256,9 +254,6 @@ class Window:
         Args:
             loss: scalar, shape ().
             num_items: number of items that the loss is the mean of; None if all micro-batches have the same weight.
-
-        Raises:
-            ValueError: only some losses have a number, or one micro-batch has two different ones.
         """
         state = self.state
         loader = None if state.by_hand else state.active_dataloader
@@ -295,7 +290,7 @@ class Window:
         if self.by_items is not None:
             raise ValueError(
                 "accelerator.backward got num_items for some losses only, so the window's losses cannot be "
-                "weighed. Pass it with every loss, or with none."
+                "weighted. Pass it with every loss, or with none."
             )
         self.by_items = items
 

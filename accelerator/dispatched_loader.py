@@ -18,7 +18,6 @@ class Handed(NamedTuple):
     """What a process receives in one round.
 
     Attributes:
-        batch: its batch.
         share: weight of its mean in the mean over all processes; 0.0 if it only repeats rows of another process.
         over: the pass has ended, and there is no batch.
         failure: error text if reading failed, and there is no batch.
@@ -38,7 +37,6 @@ class Dispatched(Shard):
 
     Args:
         loader: the loader, which only process 0 reads.
-        strategy: the strategy of the processes.
         split: whether each batch is cut into one part per process.
     """
 
@@ -109,11 +107,7 @@ class Dispatched(Shard):
 
 
 def deal(batches: list[Any], world: int, must_cut: bool = False) -> list[Handed]:
-    """Deal at most ``world`` batches to ``world`` processes, in order; if there are fewer, cut them.
-
-    Raises:
-        ValueError: a batch must be cut, but its tensors have no common first dimension.
-    """
+    """Deal at most ``world`` batches to ``world`` processes, in order; if there are fewer, cut them."""
     count, parts = len(batches), []
     for index, batch in enumerate(batches):
         pieces = (index + 1) * world // count - index * world // count

@@ -29,9 +29,6 @@ class Gradients:
     """Chooses the function that runs backward passes, and finishes gradients for clipping.
 
     Attributes:
-        strategy: the Accelerator's strategy.
-        state: the current window.
-        prepared: the models and optimizers.
         run: runs the backward pass of a weighted loss; None to call the loss's own ``backward``.
         replicas: strategies whose backward passes may leave gradients that were not communicated.
         norm: norm of the last window's gradients before clipping, shape (); None before the first window.

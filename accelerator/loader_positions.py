@@ -77,9 +77,6 @@ class Loaded:
 class FirstUse:
     """Notices the first backward pass or optimizer step after it is created.
 
-    Args:
-        state: the Accelerator's state.
-
     Attributes:
         seen: whether there was one.
     """
@@ -100,7 +97,6 @@ class LeftOut(FirstUse):
     ahead still holds them.
 
     Args:
-        state: the Accelerator's state.
         loaded: the loaded position.
         one: the pass that continues from it.
     """

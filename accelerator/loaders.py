@@ -68,15 +68,11 @@ class PreparedLoader(DataLoader[Any]):
     Attributes that it does not have itself are read from and set on ``base``.
 
     Args:
-        loader: the user's loader.
-        strategy: the strategy whose processes share the data.
-        config: how the data are split.
         gradient_state: told which loader is being read.
         seed: seed of the order, together with the epoch; None leaves the order to the loader.
         device_placement: whether batches are moved to the device.
 
     Attributes:
-        base: the user's loader.
         end_of_dataloader: whether the last batch yielded is the last one of its pass.
         derived: what :meth:`load_state_dict` derived rather than restored, for messages.
     """

@@ -57,13 +57,7 @@ TORCH = Layout("pytorch_model", ".bin", "pytorch_model.bin.index.json")
 
 @dataclass(eq=False)
 class ModelWeights:
-    """Gathers the weights of prepared models, and writes them to files.
-
-    Attributes:
-        strategy: the Accelerator's strategy.
-        prepared: the models.
-        project: decides which processes write.
-    """
+    """Gathers the weights of prepared models, and writes them to files."""
 
     strategy: Strategy
     prepared: Prepared
@@ -136,23 +130,27 @@ class ModelWeights:
         Raises:
             TypeError: the safetensors format cannot hold the object.
         """
-        if not self.project.writes(self.strategy):
-            return
-        if not isinstance(f, (str, os.PathLike)):
-            torch.save(obj, f)
-            return
-        found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
-        if safe_serialization and (found is None or found.others):
-            odd = f"has {', '.join(found.others)} in it, no tensor" if found else f"is of type {type(obj).__name__}"
-            raise TypeError(
-                f"accelerator.save(..., {str(f)!r}, safe_serialization=True): the object {odd}, and the safetensors "
-                "format holds a dict of tensors only. Leave safe_serialization out."
-            )
-        with atomic_write.written_aside(location(f)) as path:
-            if found is None:
-                safetensors_export.write_torch(obj, path)
-            else:
-                safetensors_export.write_safetensors(found.tensors, path, found.twins)
+        if self.project.writes(self.strategy):
+            save_object(obj, f, safe_serialization)
+
+
+def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
+    """Write an object; see :meth:`ModelWeights.save`."""
+    if not isinstance(f, (str, os.PathLike)):
+        torch.save(obj, f)
+        return
+    found = safetensors_export.bare(obj) if safe_serialization and isinstance(obj, Mapping) else None
+    if safe_serialization and (found is None or found.others):
+        odd = f"has other values ({', '.join(found.others)})" if found else f"is of type {type(obj).__name__}"
+        raise TypeError(
+            f"save(..., {str(f)!r}, safe_serialization=True): the object {odd}, but the safetensors format only holds "
+            "dicts of tensors. Leave safe_serialization out."
+        )
+    with atomic_write.written_aside(location(f)) as path:
+        if found is None:
+            safetensors_export.write_torch(obj, path)
+        else:
+            safetensors_export.write_safetensors(found.tensors, path, found.twins)
 
 
 def write_model(state: Mapping[str, Any], folder: Location, limit: int, layout: Layout, tied: list[str]) -> None:
@@ -187,7 +185,7 @@ def _say_left_out(others: dict[str, str]) -> None:
     if others:
         listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
         messages.warn_once(
-            f"save_model leaves out what is no tensor: {listed}. The safetensors format cannot hold it; pass "
+            f"save_model leaves out values that are not tensors: {listed}. The safetensors format cannot hold it; pass "
             "safe_serialization=False to keep it."
         )
 

@@ -25,7 +25,6 @@ class PreparedModel:
     """A model and the strategy that holds it.
 
     Attributes:
-        module: the user's module.
         strategy: the strategy of this model only; its states, gradients and steps go through it.
         parameters: the module's parameters by name.
         frozen: whether it was prepared for evaluation only.

@@ -27,9 +27,7 @@ class AcceleratedOptimizer(Optimizer):
     so it may be called at the beginning or at the end of a micro-batch.
 
     Args:
-        optimizer: the user's optimizer.
         strategy: the strategy of its model, which runs its steps.
-        state: the Accelerator's state.
         placements: the prepared models whose parameters it has.
         clip_norm: the largest gradient norm, to which each step clips; None to not clip.
 
@@ -158,11 +156,11 @@ class AcceleratedOptimizer(Optimizer):
 
     def train(self) -> None:
         """Switch schedule-free optimizers to training."""
-        _call(self.optimizer, "train")
+        getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
         """Switch schedule-free optimizers to evaluation."""
-        _call(self.optimizer, "eval")
+        getattr(self.optimizer, "eval", lambda: None)()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -210,12 +208,6 @@ class AcceleratedOptimizer(Optimizer):
             parameter.grad = gradient
 
 
-def _call(optimizer: Optimizer, name: str) -> None:
-    method = getattr(optimizer, name, None)
-    if callable(method):
-        method()
-
-
 def _refuse_scaler(accelerating: bool) -> None:
     """Raise a RuntimeError if torch's GradScaler reads a prepared optimizer's parameters.
 
@@ -226,7 +218,7 @@ def _refuse_scaler(accelerating: bool) -> None:
     """
     if accelerating and sys._getframe(2).f_code.co_filename.endswith("grad_scaler.py"):
         raise RuntimeError(
-            "A GradScaler of the script's own works on a prepared optimizer. accelerator.backward and optimizer.step() "
+            "The script's own GradScaler works on a prepared optimizer. accelerator.backward and optimizer.step() "
             "scale and unscale by themselves under mixed_precision='fp16': delete the scaler and its lines "
             "(scaler.scale(loss).backward() becomes accelerator.backward(loss), scaler.step(optimizer) "
             "optimizer.step(); scaler.unscale_ and scaler.update go)."

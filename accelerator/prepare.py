@@ -49,19 +49,12 @@ class Prepared:
     Attributes:
         strategy: the Accelerator's strategy; each model gets its own copy.
         gradient_state: tells optimizers and schedulers when to step.
-        dataloader_config: how loaders are split.
         shards: whether the strategy replaces parameters by parts of them.
         compiler: returns the function that compiles a module's forward pass, or None.
         clip_norm: norm to which optimizers clip their gradients by themselves; None to not clip.
         device_placement: whether models and batches are moved to the device.
-        output_dtype: see ``Accelerator``.
-        step_scheduler_with_optimizer: see ``Accelerator``.
-        scheduler_steps: see ``Accelerator``.
         placements: models with their strategies, by the module's id; these and the lists below are in order of
             preparation.
-        optimizers: prepared optimizers.
-        schedulers: prepared schedulers.
-        loaders: prepared loaders.
         seed: seed of the shuffling on all ranks; None before the first loader.
         errors: explains errors of the models and optimizers.
     """
@@ -133,15 +126,7 @@ class Prepared:
         return [one for one in self.placements.values() if not one.frozen]
 
     def placement(self, model: Any, asked: str) -> PreparedModel:
-        """A prepared model with its strategy.
-
-        Args:
-            model: the prepared model, possibly wrapped.
-            asked: the method of the Accelerator that needs it, for the error.
-
-        Raises:
-            ValueError: the model was not prepared.
-        """
+        """A prepared model with its strategy."""
         placement = self.placements.get(id(unwrapped(model)))
         if placement is None:
             raise ValueError(
@@ -168,12 +153,7 @@ class Prepared:
     # ---- prepare ---------------------------------------------------------------------------------------------------
 
     def prepare(self, objects: Sequence[Any], placed: Sequence[bool | None]) -> list[Any]:
-        """Prepare objects; see :meth:`.accelerator.Accelerator.prepare`.
-
-        Args:
-            objects: the objects.
-            placed: for each, whether it is moved to the device; None for ``device_placement``.
-        """
+        """Prepare objects; see :meth:`.accelerator.Accelerator.prepare`."""
         found: list[Any] = list(objects)
         started: list[tuple[PreparedModel, Callable[[Any], Any] | None]] = []
         for index, value in enumerate(objects):

@@ -32,8 +32,6 @@ class States:
     """Saves and loads the states of one Accelerator.
 
     Attributes:
-        contents: gathers the contents of a state.
-        folders: finds the folders of states.
         before_save: hooks ``(models, weights, output_dir)``, by the id of their handle.
         before_load: hooks ``(models, input_dir)``.
     """
@@ -243,7 +241,7 @@ def _tell(where: str, missing: list[str], strict: bool) -> None:
             f"{text} Nothing was loaded. Prepare and register what was there when the state was saved, in the same "
             "order; or leave strict=True out."
         )
-    messages.warn(f"{text} What is not restored keeps its current state. strict=True makes this an error.")
+    messages.warn(f"{text} Everything else keeps its current state. strict=True makes this an error.")
 
 
 def _registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..settings import Settings
     from ..strategies.base import Strategy
     from .models import PreparedModel
+    from .optimizers import AcceleratedOptimizer
     from .plugins import ProjectConfiguration
     from .prepare import Prepared
     from .state_folders import Files
@@ -37,7 +38,6 @@ class Contents:
     """The parts of an Accelerator whose state is saved.
 
     Attributes:
-        strategy: the Accelerator's strategy.
         prepared: models, optimizers, schedulers and loaders.
         windows: micro-batches that wait for an optimizer step.
         trackers: trackers whose positions are saved.
@@ -73,18 +73,7 @@ class Contents:
     def gather(
         self, weights: Weights, left_out: Mapping[int, list[str]], files: Files, sequence: int, line: str
     ) -> dict[str, Any]:
-        """Everything that a loop needs to resume; every rank must call.
-
-        Args:
-            weights: of the models whose weights are to be in it.
-            left_out: names of the weights that are not, by model.
-            files: what hooks wrote beside it.
-            sequence: number of the save.
-            line: the mark of the run.
-
-        Raises:
-            TypeError: the state of a registered object is not plain data.
-        """
+        """Everything that a loop needs to resume. Every rank must call this."""
         strategy = self.strategy
         custom = together(strategy, "saved", self._custom_states)
         ranks = strategy.gather_objects(self._of_this_rank(custom))
@@ -97,7 +86,9 @@ class Contents:
             "global_step": self._updates(),
             "state_dict": weights.get(0, {}),
             "models": {index: state for index, state in weights.items() if index},
-            "optimizer_states": [_optimizer_state(one) for one in self.prepared.optimizers],
+            "optimizer_states": [
+                one.strategy.optimizer_state(_module_of(one), one.optimizer) for one in self.prepared.optimizers
+            ],
             "lr_schedulers": [one.scheduler.state_dict() for one in self.prepared.schedulers],
             "paceline": {
                 "format": FORMAT,
@@ -164,9 +155,8 @@ class Contents:
         return {name: str(settings[name]) for name in settings if settings.is_set(name)}
 
 
-def _optimizer_state(one: Any) -> dict[str, Any]:
-    module = one.placement.module if one.placement is not None else nn.Module()
-    return one.strategy.optimizer_state(module, one.optimizer)
+def _module_of(optimizer: AcceleratedOptimizer) -> nn.Module:
+    return nn.Module() if optimizer.placement is None else optimizer.placement.module
 
 
 def _parameters(module: nn.Module) -> Any:
@@ -191,16 +181,11 @@ class Restored:
     """A state that was read: compares it with the prepared objects, and restores them.
 
     Args:
-        contents: the parts to restore.
-        checkpoint: the checkpoint.
         models: models whose weights are loaded; a hook may have loaded others.
         newer: the name of a later state of the same run, if there is one.
 
     Attributes:
         missing: descriptions of what keeps its current state, or is only in the checkpoint.
-
-    Raises:
-        ValueError: an optimizer is different from the saved one.
     """
 
     def __init__(
@@ -242,7 +227,7 @@ class Restored:
             else:
                 state = self.checkpoint["state_dict"] if index == 0 else others[index]
                 found.append((placement, state, about[index]["left_out"]))
-        self._too_many("model", about, self.prepared.models, [one["class"] for one in about])
+        self._compare_counts("model", about, self.prepared.models[: len(about)], [one["class"] for one in about])
         return found
 
     def _compare(self) -> None:
@@ -250,8 +235,7 @@ class Restored:
         optimizers = self.checkpoint.get("optimizer_states", [])
         names = self.section.get("optimizers", [])
         inner = [one.optimizer for one in self.prepared.optimizers]
-        self._lacking("optimizer", optimizers, inner)
-        self._too_many("optimizer", optimizers, inner, names)
+        self._compare_counts("optimizer", optimizers, inner, names)
         for index, (one, state) in enumerate(zip(inner, optimizers, strict=False)):
             problem = optimizer_problem(one, state, names[index] if index < len(names) else "another optimizer")
             if problem:
@@ -261,11 +245,9 @@ class Restored:
                 )
         schedulers = self.checkpoint.get("lr_schedulers", [])
         inner = [one.scheduler for one in self.prepared.schedulers]
-        self._lacking("scheduler", schedulers, inner)
-        self._too_many("scheduler", schedulers, inner, own.get("schedulers", []))
+        self._compare_counts("scheduler", schedulers, inner, own.get("schedulers", []))
         loaders = range(own.get("loaders", 0))
-        self._lacking("loader", loaders, self.prepared.loaders)
-        self._too_many("loader", loaders, self.prepared.loaders, [])
+        self._compare_counts("loader", loaders, self.prepared.loaders, [])
         self._compare_custom(own.get("custom", []))
         if self.strategy.precision.state_dict() and not self.section.get("precision"):
             self.missing.append("the loss scale, which starts over")
@@ -274,19 +256,17 @@ class Restored:
 
     def _compare_custom(self, saved: list[dict[str, Any]]) -> None:
         objects = self.contents.objects
-        self._lacking("registered object", saved, objects)
-        self._too_many("registered object", saved, objects, [one["class"] for one in saved])
+        self._compare_counts("registered object", saved, objects, [one["class"] for one in saved])
         for index, (one, kept) in enumerate(zip(objects, saved, strict=False)):
             if kept["class"] != type(one).__name__:
                 self.missing.append(
                     f"registered object {index} ({type(one).__name__}; the state has a {kept['class']} there)"
                 )
 
-    def _lacking(self, what: str, saved: Sequence[Any], present: Sequence[Any]) -> None:
+    def _compare_counts(self, what: str, saved: Sequence[Any], present: Sequence[Any], names: Sequence[str]) -> None:
+        """Note objects that are only here, or only in the state."""
         for index in range(len(saved), len(present)):
             self.missing.append(f"{what} {index} ({type(present[index]).__name__})")
-
-    def _too_many(self, what: str, saved: Sequence[Any], present: Sequence[Any], names: Sequence[str]) -> None:
         for index in range(len(present), len(saved)):
             name = f" ({names[index]})" if index < len(names) else ""
             self.missing.append(f"{what} {index}{name} of the state, which has no counterpart here")
@@ -298,8 +278,7 @@ class Restored:
         contents = self.contents
         self._load_models()
         for one, state in zip(self.prepared.optimizers, self.checkpoint.get("optimizer_states", []), strict=False):
-            module = one.placement.module if one.placement is not None else nn.Module()
-            one.strategy.load_optimizer_state(module, one.optimizer, state)
+            one.strategy.load_optimizer_state(_module_of(one), one.optimizer, state)
         for one, state in zip(self.prepared.schedulers, self.checkpoint.get("lr_schedulers", []), strict=False):
             one.scheduler.load_state_dict(state)
         restore_precision(self.strategy.precision, self.section.get("precision"))

@@ -37,7 +37,6 @@ class Folders:
     """The folders in which one Accelerator saves its states.
 
     Attributes:
-        strategy: the Accelerator's strategy.
         project: where folders are created, and how many are kept.
         line: id of the run, shared by processes that resume from each other.
         sequence: number of the last save.
@@ -68,16 +67,12 @@ class Folders:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def to_save(self, output_dir: Any) -> Location:
-        """The folder of the next state, the same on every rank: the given one, or the next number.
-
-        Raises:
-            ValueError: no folder is given.
-        """
+        """The folder of the next state, the same on every rank: the given one, or the next number."""
         if output_dir is not None:
             return location(output_dir)
         if not self.project.automatic_checkpoint_naming:
             raise ValueError(
-                "accelerator.save_state() was not told where. Pass output_dir=..., or let folders be numbered: "
+                "accelerator.save_state() got no folder. Pass output_dir=..., or let folders be numbered: "
                 "Accelerator(project_config=ProjectConfiguration(project_dir='runs', "
                 "automatic_checkpoint_naming=True))."
             )
@@ -95,12 +90,7 @@ class Folders:
     # ---- the newest --------------------------------------------------------------------------------------------------
 
     def to_load(self, input_dir: Any) -> Location:
-        """The checkpoint that ``load_state`` reads.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: no folder is given.
-        """
+        """The checkpoint that ``load_state`` reads."""
         if input_dir is None:
             return self._newest()
         where = location(input_dir)
@@ -119,7 +109,7 @@ class Folders:
             folders = [location(config.project_dir) / CHECKPOINTS, location(config.project_dir)]
         if not folders and not self.folders:
             raise ValueError(
-                "accelerator.load_state() was not told where. Pass input_dir=..., or Accelerator(project_dir=...), "
+                "accelerator.load_state() got no folder. Pass input_dir=..., or Accelerator(project_dir=...), "
                 "whose newest state it takes."
             )
         own = [folder / STATE for folder in self.folders if (folder / STATE).exists()]

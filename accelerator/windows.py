@@ -23,9 +23,7 @@ class Windows:
     """Creates accumulation windows, and saves and restores incomplete ones.
 
     Attributes:
-        strategy: the Accelerator's strategy.
         state: holds the windows, including one for loops without ``accumulate``.
-        prepared: the models.
     """
 
     strategy: Strategy
@@ -102,17 +100,15 @@ class Windows:
             messages.warn_once(
                 f"{type(self.strategy).__name__} has no way to save gradients that wait for an optimizer step, so "
                 f"those of {listed} are not in this state: a loop that continues from it lacks the micro-batches of "
-                "the window under way. Call save_state where accelerator.sync_gradients is True."
+                "the incomplete window. Call save_state where accelerator.sync_gradients is True."
             )
 
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def restore(self, own: Mapping[str, Any] | None, ranks: Sequence[Any]) -> list[str]:
-        """Restore gradients that wait for a step, and the position in each window. Every rank must call this.
+        """Restore windows from results of :meth:`gather`. Every rank must call this.
 
-        Args:
-            own: result of :meth:`gather` on this rank; None if the saved run had another number of ranks.
-            ranks: its results on all ranks.
+        ``own`` is this rank's result, None if the saved run had another number of ranks; ``ranks`` are all results.
 
         Returns:
             Descriptions of what was derived rather than restored.
@@ -130,7 +126,7 @@ class Windows:
         if lost:
             derived.append("the accumulation window, which starts over without its micro-batches")
         elif found and not exact:
-            derived.append("the gradients of the window under way (the mean over the saved ranks)")
+            derived.append("the gradients of the incomplete window (the mean over the saved ranks)")
         return derived
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""A run of its own in which something is tried, so that the Trainer and its run are not touched at all."""
+"""Separate runs for trials, which do not touch the Trainer and its run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .restore import Kept
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
-#: What a trial's loader is made of: of one that was given.
+#: Creates a trial's loader from a loader that was given.
 Change = Callable[[DataLoader[Any]], DataLoader[Any]]
 
 
 def refuse_strategy(run: Run, what: str) -> None:
-    """Raise under a strategy whose state is stored where nobody can put it back."""
+    """Raise if the strategy's state cannot be restored."""
     strategy = run.strategy
     if isinstance(strategy, DeepSpeedStrategy) or strategy.splits_batches:
         raise NotImplementedError(
@@ -43,9 +43,9 @@ def refuse_strategy(run: Run, what: str) -> None:
 
 
 def apart(trainer: Trainer, request: Request, work: Callable[[Run], Any]) -> Any:
-    """Prepare a run of its own as an entry point would, let ``work`` use it, and leave module, data and trainer alone.
+    """Prepare a separate run as an entry point would, call ``work`` with it, and restore module, data and trainer.
 
-    Where the strategy shards the module, it stays sharded, as after a fit; its values are put back.
+    If the strategy shards the module, it stays sharded, as after a fit.
     """
     module, strategy = find_module(trainer.current_run, request)[0], trainer.strategy
     run = _own_run(trainer, request)
@@ -86,7 +86,7 @@ def _kept_around(trainer: Trainer, request: Request, module: Any) -> Kept:
 
 
 def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
-    """A run of a Trainer with the same settings and strategy, with counters, callbacks and loggers of its own."""
+    """A run with the Trainer's settings and strategy, but separate counters, callbacks and loggers."""
     double = copy.copy(trainer)
     double.profiler = check_profiler(None)
     double.loggers = [DummyLogger()] if trainer.loggers else []
@@ -104,13 +104,9 @@ def _own_run(trainer: Trainer, request: Request | None = None) -> Run:
 
 @contextmanager
 def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
-    """A run within a run: on the same module, device and optimizers, with loaders and counters of its own.
+    """A run within a prepared run, with the same module, device and optimizers, but separate loaders and counters.
 
-    Whoever opens it keeps (see :class:`Kept`) what the outer run needs back.
-
-    Args:
-        run: prepared.
-        change: makes the trial's loaders from those that were given to the entry point.
+    The caller saves and restores (see :class:`Kept`) what the outer run needs.
     """
     trainer, datamodule, strategy = run.trainer, run.datamodule, run.strategy
     own = _own_run(trainer)
@@ -137,7 +133,7 @@ def stand_in(run: Run, change: Change | None = None) -> Iterator[Run]:
 
 
 def keep_run(run: Run) -> Kept:
-    """What trials within a run may change."""
+    """Save what trials within a run may change."""
     kept = Kept()
     kept.random(run.strategy.device)
     kept.keep(run.module)
@@ -151,7 +147,7 @@ def keep_run(run: Run) -> Kept:
 
 
 def trial_loaders(run: Run, change: Change | None) -> dict[str, Any]:
-    """Copies of the loaders that were given to the entry point, which share no running iterator with them."""
+    """Copies of the loaders that were given to the entry point, without their running iterators."""
     found: dict[str, Any] = {}
     for stage, given in run.source.given.items():
         if given is None:

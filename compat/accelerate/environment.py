@@ -158,13 +158,7 @@ def load_config_from_file(config_file: str | None = None) -> Any:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None, **more: Any
 ) -> Path | bool:
-    """Write a configuration file unless it exists; returns its path, or False.
-
-    Args:
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        save_location: the file; None for the user's own file.
-        **more: accepted and ignored: ``use_xpu``.
-    """
+    """Write a configuration file, by default the user's own, unless it exists; returns its path, or False."""
     path = files.own_file() if save_location is None else Path(save_location)
     if path.exists():
         messages.warn(f"{path} already exists and is not changed. Delete it to write a new one.")

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from paceline import Trainer
 from paceline.accelerator.enums import DistributedType
-from paceline.accelerator.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.accelerator.kwargs_handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -25,7 +24,7 @@ from paceline.accelerator.kwargs_handlers import (
     sort_handlers,
 )
 from paceline.accelerator.parallelism_config import ParallelismConfig
-from paceline.accelerator.plugins import DeepSpeedPlugin
+from paceline.accelerator.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from paceline.accelerator.process_info import type_of
 from paceline.accelerator.strategy_options import Choice, choose
 from paceline.settings import resolve
