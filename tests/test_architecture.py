@@ -73,7 +73,7 @@ ARROWS = {
 }
 ROOMS = tuple(ARROWS)
 #: Files at the root that every room may import.
-OPEN = {"messages", "torch_private"}
+OPEN = {"lazy_names", "messages", "torch_private"}
 #: What a room may name for the type checker only.
 TYPING_ARROWS = {
     "callbacks": {"strategies", "trainer", "tuner"},
