@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import messages
 from ..callbacks.base import Callback
 from ..checkpoint.restore import PARTS, Part, check_parts
+from ..data.datamodule import DataModule
 from ..doctor.script_arguments import overruled
 from ..loggers.base import Logger
 from ..processes.accelerators import Accelerator, AcceleratorRegistry
@@ -32,6 +33,7 @@ from .choose_profiler import ProfilerName, chosen
 from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
 from .logged_values import bar_values, callback_values, sent_values
+from .module import TrainingModule
 from .results_table import show_results
 from .run import Request, Run
 from .settings_arguments import with_origins
@@ -44,9 +46,7 @@ if TYPE_CHECKING:
     from ..callbacks.early_stopping import EarlyStopping
     from ..callbacks.model_checkpoint import ModelCheckpoint
     from ..callbacks.progress import ProgressBar
-    from ..data.datamodule import DataModule
     from .checkpoint_saver import Saver
-    from .module import TrainingModule
     from .optimizers import SchedulerConfig
 
 

@@ -22,6 +22,8 @@ _RAISING = {
     "callbacks.model_checkpoint": {"ModelCheckpoint": "__init__"},
     "callbacks.stochastic_weight_averaging": {"StochasticWeightAveraging": "__init__"},
     "callbacks.timer": {"Timer": "__init__"},
+    "cli.argument_parser": {"ArgumentParser": "__init__ add_lightning_class_args"},
+    "cli.trainer_cli": {"TrainerCLI": "__init__", "SaveConfigCallback": "__init__ setup"},
     "profilers.pytorch": {"PyTorchProfiler": "__init__"},
     "strategies.precision.mixed": {"MixedPrecision": "__init__"},
     "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
@@ -30,6 +32,7 @@ _RAISING = {
 
 def install() -> None:
     """Change them."""
+    from ...checkpoint import instantiate
     from ...loggers.csv import CSVLogger
     from ...loggers.tensorboard import TensorBoardLogger
     from ...trainer.trainer import Trainer
@@ -37,6 +40,7 @@ def install() -> None:
     for logger in (CSVLogger, TensorBoardLogger):
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
+    instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     values = Trainer.logged_metrics.fget
     Trainer.logged_metrics = property(lambda trainer: _tensors(values(trainer)), doc=Trainer.logged_metrics.__doc__)
     for module, classes in _RAISING.items():

@@ -36,7 +36,10 @@ _HOMES = {
     "loggers.csv": "CSVLogger",
     "loggers.tensorboard": "TensorBoardLogger",
     "loggers.wandb": "WandbLogger",
+    "cli.argument_parser": "ArgsType LRSchedulerCallable OptimizerCallable ReduceLROnPlateau instantiate_class",
+    "cli.trainer_cli": "SaveConfigCallback",
     "compat.lightning.exceptions": "MisconfigurationException SIGTERMException",
+    "checkpoint.instantiate": "instantiate_module",
     "checkpoint.hparams_files": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
@@ -76,6 +79,8 @@ _HOMES = {
 
 #: Names that Paceline calls something else.
 _RENAMED = {
+    "LightningArgumentParser": Target("cli.argument_parser", "ArgumentParser"),
+    "LightningCLI": Target("cli.trainer_cli", "TrainerCLI"),
     "LightningDataModule": Target("data.datamodule", "DataModule"),
     "LightningDeprecationWarning": Target("utilities.rank_zero", "RankZeroDeprecationWarning"),
     "LightningModule": Target("trainer.module", "TrainingModule"),
@@ -101,10 +106,6 @@ _NOT_HERE = {
     "Paceline has no pruning": "ModelPruning",
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
         "CometLogger LitLogger MLFlowLogger NeptuneLogger DummyExperiment ExperimentWriter"
-    ),
-    "Paceline has no command line made from classes": (
-        "ArgsType LRSchedulerCallable LightningArgumentParser LightningCLI OptimizerCallable SaveConfigCallback "
-        "instantiate_class"
     ),
     "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
@@ -187,7 +188,10 @@ _MODULES = {
     "pytorch.loops": "",
     "pytorch.overrides": "",
     "pytorch.plugins": _PRECISIONS,
-    "pytorch.cli": "LRSchedulerTypeTuple LRSchedulerTypeUnion",
+    "pytorch.cli": (
+        "ArgsType LRSchedulerCallable LRSchedulerTypeUnion LightningArgumentParser LightningCLI OptimizerCallable "
+        "ReduceLROnPlateau SaveConfigCallback instantiate_class instantiate_module"
+    ),
     "pytorch.plugins.environments": "",
     "pytorch.plugins.io.async_plugin": "",
     "pytorch.plugins.io.checkpoint_plugin": "",
@@ -292,10 +296,13 @@ _MODULES |= dict.fromkeys(
 
 
 def _table() -> dict[str, dict[str, Target]]:
-    return {
+    table = {
         f"lightning.{module}".rstrip("."): {name: TARGETS[name] for name in names.split()}
         for module, names in _MODULES.items()
     }
+    # The command line's schedulers are not those of the types' module: its plateau scheduler knows its metric.
+    table["lightning.pytorch.cli"]["LRSchedulerTypeTuple"] = Target("cli.argument_parser", "LRSchedulerTypeTuple")
+    return table
 
 
 def fallback(name: str) -> Any:
