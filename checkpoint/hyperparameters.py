@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import messages
 
-#: Hyperparameters that say how a command line made an object: a mark that one did, and the class if it was chosen there.
+#: Hyperparameters that say that a command line made the object, and of which class if it was chosen there.
 COMMAND_LINE_KEYS = ("_instantiator", "_class_path")
 #: The class that a command line is instantiating, and its arguments as plain data.
 _parsed: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("parsed", default=None)

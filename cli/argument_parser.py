@@ -17,17 +17,19 @@ from ..trainer.module import TrainingModule
 from ..trainer.trainer import Trainer
 
 if TYPE_CHECKING:
-    import jsonargparse
     from jsonargparse import ArgumentParser as _Base
+    from jsonargparse import Namespace, class_from_function
 else:
     try:
-        import jsonargparse
         from jsonargparse import ArgumentParser as _Base
+        from jsonargparse import Namespace, class_from_function
     except ModuleNotFoundError:  # the names can be imported all the same; making a parser raises
+        from argparse import Namespace
+
         _Base = object
 
 #: What the arguments of a command line may be given as: words, or a dict or Namespace of values. None: ``sys.argv``.
-ArgsType: TypeAlias = "list[str] | Mapping[str, Any] | jsonargparse.Namespace | None"
+ArgsType: TypeAlias = list[str] | Mapping[str, Any] | Namespace | None
 #: Type of an ``__init__`` argument that makes an optimizer from parameters: ``self.optimizer(self.parameters())``.
 OptimizerCallable = Callable[[Iterable], Optimizer]
 #: Rooms whose classes can be chosen by their short names.
@@ -75,7 +77,9 @@ class ArgumentParser(_Base):
     ) -> None:
         if _Base is object:
             package = "jsonargparse[signatures]"
-            raise ModuleNotFoundError(messages.missing("A command line made from classes", package), name="jsonargparse")
+            raise ModuleNotFoundError(
+                messages.missing("A command line made from classes", package), name="jsonargparse"
+            )
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         #: Arguments under which callbacks were added.
         self.callback_keys: list[str] = []
@@ -112,7 +116,7 @@ class ArgumentParser(_Base):
         """
         added = lightning_class
         if callable(added) and not isinstance(added, type):
-            added = jsonargparse.class_from_function(added)
+            added = class_from_function(added)
         if not isinstance(added, type) or not issubclass(added, (Trainer, TrainingModule, DataModule, Callback)):
             raise TypeError(
                 f"add_lightning_class_args({lightning_class!r}): this is not a Trainer, TrainingModule, DataModule or "
@@ -162,9 +166,7 @@ class ArgumentParser(_Base):
         if isinstance(classes, tuple):
             self.add_subclass_arguments(classes, key, instantiate=False, fail_untyped=False, skip=skip)
         else:
-            self.add_class_arguments(
-                classes, key, instantiate=False, fail_untyped=False, sub_configs=True, skip=skip
-            )
+            self.add_class_arguments(classes, key, instantiate=False, fail_untyped=False, sub_configs=True, skip=skip)
 
 
 def with_class_path(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -19,12 +19,17 @@ from ..checkpoint.read import read
 from ..data.datamodule import DataModule
 from ..processes.cluster_environment import is_requeued
 from ..processes.seed import seed_everything, seed_from_environment
+from ..trainer.arguments import SETTLED, from_variables
 from ..trainer.module import TrainingModule
 from ..trainer.trainer import Trainer
-from .argument_parser import ArgsType, ArgumentParser, LRSchedulerTypeTuple, instantiate_class, with_class_path
-
-if TYPE_CHECKING:
-    from jsonargparse import Namespace
+from .argument_parser import (
+    ArgsType,
+    ArgumentParser,
+    LRSchedulerTypeTuple,
+    Namespace,
+    instantiate_class,
+    with_class_path,
+)
 
 
 class SaveConfigCallback(Callback):
@@ -191,7 +196,9 @@ class TrainerCLI:
         """Make a parser with the argument ``--config``."""
         kwargs.setdefault("dump_header", [f"paceline=={sys.modules[__name__.partition('.')[0]].__version__}"])
         parser = self.parser_class(**kwargs)
-        parser.add_argument("-c", "--config", action="config", help="Path to a configuration file in json or yaml format.")
+        parser.add_argument(
+            "-c", "--config", action="config", help="Config file in YAML or JSON; may be given several times."
+        )
         return parser
 
     def setup_parser(
@@ -233,10 +240,11 @@ class TrainerCLI:
 
     def add_core_arguments_to_parser(self, parser: ArgumentParser) -> None:
         """Add the arguments of the Trainer, the module and the DataModule."""
-        parser.add_lightning_class_args(self.trainer_class, "trainer")
-        parser.set_defaults(
-            {f"trainer.{name}": value for name, value in self.trainer_defaults.items() if name != "callbacks"}
-        )
+        added = parser.add_lightning_class_args(self.trainer_class, "trainer")
+        variables = from_variables([name.removeprefix("trainer.") for name in added], {})
+        # The Trainer itself reads the variables of arguments that settings stand for, where they are left out.
+        defaults = {name: value for name, value in variables.items() if name not in SETTLED} | self.trainer_defaults
+        parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items() if name != "callbacks"})
         parser.add_lightning_class_args(self._model_class, "model", subclass_mode=self.subclass_mode_model)
         parser.add_lightning_class_args(
             self._datamodule_class,
@@ -274,10 +282,10 @@ class TrainerCLI:
                 f"{type(self).__name__}(args=...) was given, so the arguments of the command line have no effect: "
                 f"{sys.argv[1:]}. Give only one of the two."
             )
-        if args is None or isinstance(args, list):
-            self.config: Any = parser.parse_args(args)
+        if isinstance(args, Mapping | Namespace):
+            self.config: Any = parser.parse_object(args)  # pyright: ignore[reportArgumentType]
         else:
-            self.config = parser.parse_object(args)  # pyright: ignore[reportArgumentType]
+            self.config = parser.parse_args(args)
 
     def _take_hyperparameters(self) -> None:
         """The module's hyperparameters in the checkpoint of ``--ckpt_path`` replace those that were given."""
@@ -292,15 +300,17 @@ class TrainerCLI:
             saved = {"class_path": known["_class_path"], "dict_kwargs": saved}
         elif self.subclass_mode_model:
             saved = {"init_args": saved}
+        before = self.config
         try:
-            self.config = self.parser.parse_object({self.subcommand: {"model": saved}}, self.config)
+            self.config = self.parser.parse_object({self.subcommand: {"model": saved}}, before)
         except SystemExit:
             messages.error(
                 f"Parsing of ckpt_path hyperparameters failed: those in {str(path)!r} are not arguments of this model. "
                 "Choose the class that wrote the checkpoint."
             )
             raise
-        messages.info(f"The hyperparameters of the model are those in {path}.")
+        if self.config != before:
+            messages.info(f"The arguments of the model are the hyperparameters in {messages.path(path)}.")
 
     def _seed(self) -> None:
         seed = self._get(self.config, "seed_everything")
@@ -347,7 +357,7 @@ class TrainerCLI:
         Args:
             **kwargs: arguments that replace those of the config.
         """
-        config = {**vars(self._get(self.config_init, "trainer")), **kwargs}
+        config = {**dict(self._get(self.config_init, "trainer", {}).items()), **kwargs}
         keys = self._parser(self.subcommand).callback_keys
         return self._instantiate_trainer(config, [self._get(self.config_init, key) for key in keys])
 

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Concatenate, Literal
@@ -72,14 +72,14 @@ def with_variables(init: Callable[Concatenate[Any, P], None]) -> Callable[Concat
 
     @functools.wraps(init)
     def filled(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
-        found = _from_variables(known, kwargs)
+        found = from_variables(known, kwargs)
         self._from_variables = {name: VARIABLE_PREFIX + name.upper() for name in found}
         init(self, *args, **{**kwargs, **found})  # type: ignore[arg-type]
 
     return filled
 
 
-def _from_variables(known: tuple[str, ...], passed: Mapping[str, Any]) -> dict[str, Any]:
+def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that variables give and code does not; a variable of none of the ``known`` names is warned of."""
     left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
     found = {}
@@ -87,6 +87,8 @@ def _from_variables(known: tuple[str, ...], passed: Mapping[str, Any]) -> dict[s
         if not variable.startswith(VARIABLE_PREFIX) or not text:
             continue
         name = variable.removeprefix(VARIABLE_PREFIX).lower()
+        if name.startswith("_"):  # PL_TRAINER__MAX_EPOCHS is an argument of a TrainerCLI
+            continue
         if name not in known:
             meant = f" Use {MOVED[name]}." if name in MOVED else messages.did_you_mean(name, known)
             messages.warn_once(

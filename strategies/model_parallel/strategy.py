@@ -22,12 +22,12 @@ from .. import sharded_tensors as parts
 from ..distributed import DistributedStrategy
 from ..fsdp.strategy import FSDPStrategy
 from ..precision.base import Precision
+from .microbatches import ScheduleName
 from .pipeline_strategy import PipelineSteps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from .pipeline import ScheduleName
     from .tensor_parallel import Splitter
 
 T = TypeVar("T")
