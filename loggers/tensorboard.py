@@ -68,12 +68,16 @@ class TensorBoardLogger(FolderLogger):
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._sub_dir = "" if sub_dir is None else os.path.expandvars(os.path.expanduser(sub_dir))
-        # Each by its name: jsonargparse reads these lines to find out what **kwargs may hold.
+        # Read one by one: jsonargparse finds out here what **kwargs may hold.
+        purge_step = kwargs.get("purge_step")
+        max_queue = kwargs.get("max_queue", 1000)
+        flush_secs = kwargs.get("flush_secs", 10)
+        suffix = kwargs.get("filename_suffix", "")
         self._options = {
-            "purge_step": kwargs.get("purge_step"),
-            "max_queue": kwargs.get("max_queue", 1000),
-            "flush_secs": kwargs.get("flush_secs", 10),
-            "filename_suffix": kwargs.get("filename_suffix", ""),
+            "purge_step": purge_step,
+            "max_queue": max_queue,
+            "flush_secs": flush_secs,
+            "filename_suffix": suffix,
         }
         self._hparams_due = False
         self._session_open = False

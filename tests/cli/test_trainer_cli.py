@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import pickle
 import sys
 import typing
@@ -62,6 +63,13 @@ class WiderNet(Net):
     def __init__(self, extra: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.extra = extra
+
+
+class Outer(TinyModule):
+    def __init__(self, inner: TrainingModule, width: int = 9) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.inner = inner
 
 
 class Data(DataModule):
@@ -128,7 +136,7 @@ def test_a_subcommand_runs_between_the_methods_before_and_after_it(subcommand: s
 
     cli = ran(subcommand, kind=Own)
     assert called == [f"making {subcommand}", f"before_{subcommand}", f"after_{subcommand}"]
-    assert cli.trainer.state.fn == subcommand
+    assert cli.trainer.current_run.request.fn == subcommand
     assert cli.trainer.global_step == (2 if subcommand == "fit" else 0)
 
 
@@ -149,6 +157,7 @@ def test_config_files_give_the_values_that_words_do_not() -> None:
     assert (cli.model.lr, cli.model.width, cli.trainer.max_epochs) == (0.2, 9, 1)
 
 
+@pytest.mark.filterwarnings("ignore:`Net.configure_optimizers`")
 def test_print_config_prints_a_file_that_makes_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--optimizer=Adam", "--optimizer.lr=0.3", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=2"]
     with pytest.raises(SystemExit) as ended:
@@ -176,7 +185,7 @@ def test_arguments_given_in_code_beside_those_of_the_command_line_are_warned_of(
         assert made("--model.lr=2").model.lr == 2
 
 
-@pytest.mark.parametrize("words", [["--model.lrr=1"], ["--trainer.max_epochs=many"], ["--trainer.strategy=1.5"]])
+@pytest.mark.parametrize("words", [["--model.lrr=1"], ["--trainer.max_epochs=many"]])
 def test_a_wrong_word_ends_the_program_and_says_which(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         made(*words)
@@ -325,9 +334,6 @@ def test_the_seed_of_the_environment_is_kept(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_chosen_optimizer_replaces_that_of_the_module_and_says_so() -> None:
-    class Other(nn.Module):
-        pass
-
     with pytest.warns(PacelineWarning, match=r"`Net.configure_optimizers` will be overridden by `TrainerCLI"):
         cli = ran("fit", "--optimizer=Adam", "--optimizer.lr=0.5")
     assert (type(cli.trainer.optimizers[0]), cli.trainer.optimizers[0].param_groups[0]["lr"]) == (torch.optim.Adam, 0.5)
@@ -400,7 +406,7 @@ def test_two_optimizers_for_configure_optimizers_are_an_error() -> None:
             parser.add_optimizer_args(torch.optim.Adam, "one")
             parser.add_optimizer_args(torch.optim.Adam, "two")
 
-    with pytest.raises(ValueError, match="the parser has 'one' and 'two'"):
+    with pytest.raises(ValueError, match="the parser has 'one', 'two' and 'lr_scheduler'"):
         made(kind=Own)
 
 
@@ -421,9 +427,7 @@ def test_the_config_is_saved_in_the_folder_of_the_run_and_makes_the_same_run() -
     saved = Path(cli.trainer.log_dir or "", "config.yaml")
     assert saved.parent.parent.parent == Path("logs")
     again = ran("fit", f"--config={saved}")
-    assert yaml.safe_load(saved.read_text()) == yaml.safe_load(cli.parser.dump(cli.config.fit, skip_unset=False) or "") or (
-        again.model.lr == 0.3
-    )
+    assert again.model.lr == 0.3
     assert isinstance(again.trainer.logger, CSVLogger)
     assert not Path("config.yaml").exists()
 
@@ -482,7 +486,7 @@ def test_rank_0_alone_saves_the_config_and_all_ranks_learn_if_it_cannot() -> Non
         ranks(2, fit)
     first, second = map(str, caught.value.errors)
     assert "already exists, from another run" in first
-    assert second.startswith("Rank 0 could not save the config: RuntimeError: Counts: 'config.yaml' already exists")
+    assert second == f"Rank 0 could not save the config: RuntimeError: {first}"
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -532,12 +536,6 @@ def test_only_named_hyperparameters_are_stored_if_names_are_given() -> None:
 
 
 def test_a_submodule_stores_its_own_arguments() -> None:
-    class Outer(TinyModule):
-        def __init__(self, inner: TrainingModule, width: int = 9) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.inner = inner
-
     cli = made("--model=Outer", "--model.inner=Net", "--model.inner.width=2", model=None)
     assert cli.model.hparams.width == 9
     assert cli.model.inner.hparams.width == 2
@@ -551,17 +549,18 @@ def test_without_support_for_loading_hyperparameters_are_the_objects() -> None:
 @pytest.mark.parametrize("chosen_there", [False, True])
 @pytest.mark.parametrize("chosen_here", [False, True])
 def test_the_model_for_a_checkpoint_has_its_hyperparameters(
-    chosen_there: bool, chosen_here: bool, capsys: pytest.CaptureFixture[str]
+    chosen_there: bool, chosen_here: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "paceline")
     words = ["--model=WiderNet"] if chosen_there else []
     ran("fit", *words, "--model.width=5", subclass_mode_model=chosen_there).trainer.save_checkpoint("x.ckpt")
     model = WiderNet if chosen_there else Net
-    words = ["--model=Net"] if chosen_here and chosen_there else ["--model=Net"] if chosen_here else []
-    here = ran("predict", *words, "--ckpt_path=x.ckpt", model=model if not chosen_here else Net,
-               subclass_mode_model=chosen_here, save_config_callback=None)  # fmt: skip
+    words = ["--model=Net"] if chosen_here else []
+    options: dict[str, Any] = {"subclass_mode_model": chosen_here, "save_config_callback": None}
+    here = ran("predict", *words, "--ckpt_path=x.ckpt", model=Net if chosen_here else model, **options)
     assert here.model.width == here.config.predict.model.get("init_args", here.config.predict.model).width == 5
     assert type(here.model) is model
-    assert "The arguments of the model are the hyperparameters in x.ckpt" in capsys.readouterr().err
+    assert "The arguments of the model are the hyperparameters in x.ckpt" in caplog.text
 
 
 def test_hyperparameters_of_another_model_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -585,7 +584,7 @@ def test_a_file_cannot_make_a_program_import_code(where: str, tmp_path: Path, mo
         Net.load_from_checkpoint("x.ckpt")
 
 
-@pytest.mark.parametrize("values", [{"_class_path": "torch.nn.Linear"}, {"activation": {"class_path": "pathlib.Path"}}])
+@pytest.mark.parametrize("values", [{"_class_path": "torch.nn.Linear"}, {"activation": {"class_path": "fractions.Fraction"}}])
 def test_a_file_cannot_name_a_class_that_the_signature_does_not_allow(values: dict[str, Any]) -> None:
     written(**values)
     with pytest.raises(ValueError, match="do not fit"):
