@@ -7,11 +7,33 @@ import dataclasses
 import inspect
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any
 
 from .. import messages
+
+#: Hyperparameters that say that a command line made the object, and of which class if it was chosen there.
+COMMAND_LINE_KEYS = ("_instantiator", "_class_path")
+#: The class that a command line is instantiating, and its arguments as plain data.
+_parsed: ContextVar[tuple[type, Mapping[str, Any]] | None] = ContextVar("parsed", default=None)
+
+
+@contextmanager
+def parsed_hyperparameters(cls: type, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """While ``cls`` is instantiated, its ``save_hyperparameters()`` stores these arguments instead of the real ones.
+
+    Args:
+        cls: the class; instances of other classes, such as its submodules, store their own.
+        arguments: plain data, where the real ones may be objects that a checkpoint cannot store.
+    """
+    token = _parsed.set((cls, arguments))
+    try:
+        yield
+    finally:
+        _parsed.reset(token)
 
 
 class AttributeDict(dict[str, Any]):
@@ -108,6 +130,8 @@ class HyperparametersMixin:
     ) -> dict[str, Any]:
         owner = type(self).__name__
         by_name = all(isinstance(arg, str) for arg in args)
+        cls, parsed = _parsed.get() or (None, {})
+        parsed = dict(parsed) if type(self) is cls else {}
         if by_name and not arguments and not _inside_init(self, frame):
             raise RuntimeError(
                 f"{owner}.save_hyperparameters() was called outside of __init__, where the arguments are not known. "
@@ -115,13 +139,13 @@ class HyperparametersMixin:
             )
         if not args:
             self._hparams_name = "kwargs"
-            return arguments
-        chosen: dict[str, Any] = {}
+            return parsed or arguments
+        chosen = {key: value for key, value in parsed.items() if key in COMMAND_LINE_KEYS and by_name}
         for arg in args:
             if not isinstance(arg, str):
                 chosen.update(_entries(arg, owner))
             elif arg in arguments:
-                chosen[arg] = arguments[arg]
+                chosen[arg] = parsed.get(arg, arguments[arg])
             else:
                 raise ValueError(messages.unknown(f"argument of {owner}.__init__", arg, arguments or ["none"]))
         config = None if by_name or len(args) > 1 else args[0]

@@ -13,7 +13,8 @@ from .. import messages
 from ..processes import seed
 from . import restore
 from .hparams_files import read_hparams
-from .hyperparameters import AttributeDict
+from .hyperparameters import COMMAND_LINE_KEYS, AttributeDict
+from .instantiate import are_of_command_line, instantiate_module
 from .objects import names
 from .read import read
 
@@ -50,15 +51,18 @@ def load_from_checkpoint(
     is_module = issubclass(cls, nn.Module)
     if hparams_file is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read_hparams(Path(hparams_file))
-    arguments = _arguments(cls, checkpoint, kwargs, weights_only is False)
+    saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     with seed.isolate_rng():
-        made = cls(**arguments)
+        if are_of_command_line(saved):
+            made = instantiate_module(cls, {**saved, **kwargs})
+        else:
+            made = cls(**_arguments(cls, checkpoint, kwargs, weights_only is False))
         if is_module:
             restore.call(made, "configure_model")
     if isinstance(made, nn.Module):
         _load_module(made, checkpoint, strict)
-    elif cls.__qualname__ in checkpoint:
-        made.load_state_dict(checkpoint[cls.__qualname__])  # pyright: ignore[reportAttributeAccessIssue]
+    elif type(made).__qualname__ in checkpoint:
+        made.load_state_dict(checkpoint[type(made).__qualname__])  # pyright: ignore[reportAttributeAccessIssue]
     return made
 
 
@@ -82,7 +86,7 @@ def _arguments(cls: Any, checkpoint: dict[str, Any], given: dict[str, Any], trus
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     saved = AttributeDict(checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
-    for key in ("_instantiator", "_class_path"):
+    for key in COMMAND_LINE_KEYS:
         saved.pop(key, None)
     name = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
     if name in named:

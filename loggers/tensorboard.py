@@ -68,7 +68,17 @@ class TensorBoardLogger(FolderLogger):
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._sub_dir = "" if sub_dir is None else os.path.expandvars(os.path.expanduser(sub_dir))
-        self._options = {"max_queue": 1000, "flush_secs": 10, **kwargs}
+        # Read one by one: jsonargparse finds out here what **kwargs may hold.
+        purge_step = kwargs.get("purge_step")
+        max_queue = kwargs.get("max_queue", 1000)
+        flush_secs = kwargs.get("flush_secs", 10)
+        suffix = kwargs.get("filename_suffix", "")
+        self._options = {
+            "purge_step": purge_step,
+            "max_queue": max_queue,
+            "flush_secs": flush_secs,
+            "filename_suffix": suffix,
+        }
         self._hparams_due = False
         self._session_open = False
         self._file: str | Path = ""
@@ -237,13 +247,13 @@ class TensorBoardLogger(FolderLogger):
     def _open(self) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        options = {**self._options, "filename_suffix": self._mark + self._options.get("filename_suffix", "")}
-        if options.get("purge_step") is not None:
+        options = {**self._options, "filename_suffix": self._mark + self._options["filename_suffix"]}
+        if options["purge_step"] is not None:
             _pass_second([path.name for path in Path(self.log_dir).glob("events.out.tfevents.[0-9]*")])
         before = set(self._own_files())
         writer = SummaryWriter(self.log_dir, **options)
         self._file = next(path for path in self._own_files() if path not in before)
-        self._options.pop("purge_step", None)
+        self._options["purge_step"] = None
         call_at_exit(self, writer.close)
         return writer
 

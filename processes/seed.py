@@ -40,7 +40,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Returns:
         The seed that was set.
     """
-    value = _seed_from_environment() if seed is None else _valid_seed(seed, "seed_everything(seed={!r})")
+    value = seed_from_environment() if seed is None else _valid_seed(seed, "seed_everything(seed={!r})")
     if value is None:
         value = 0
         messages.warn(f"seed_everything() found no seed ({SEED_VARIABLE} is not set), so it uses 0. Pass a seed.")
@@ -54,11 +54,12 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 def reset_seed() -> None:
     """Seed everything again with the seed of the last :func:`seed_everything`; without one, do nothing."""
-    if _seed_from_environment() is not None:
+    if seed_from_environment() is not None:
         seed_everything(workers=os.environ.get(WORKERS_VARIABLE, "0") == "1", verbose=False)
 
 
-def _seed_from_environment() -> int | None:
+def seed_from_environment() -> int | None:
+    """The seed that a variable sets; None if there is none."""
     for variable in (SEED_VARIABLE, _OTHER_SEED_VARIABLE):
         text = os.environ.get(variable)
         if text:

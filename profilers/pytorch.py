@@ -76,7 +76,8 @@ class PyTorchProfiler(Profiler):
         self.sort_by_key = sort_by_key or ("device_time_total" if torch.cuda.is_available() else "cpu_time_total")
         self.record_module_names = record_module_names
         self.table_kwargs = dict(table_kwargs or {})
-        self.profiler_kwargs = profiler_kwargs
+        shapes = profiler_kwargs.get("record_shapes", group_by_input_shapes)
+        self.profiler_kwargs = {**profiler_kwargs, "record_shapes": shapes}
         self.traces: list[Path] = []
         self._clear()
 
@@ -106,8 +107,6 @@ class PyTorchProfiler(Profiler):
         options = dict(self.profiler_kwargs)
         options.setdefault("schedule", schedule(wait=1, warmup=1, active=3, repeat=1))
         options["on_trace_ready"] = self._ready(options.get("on_trace_ready"))
-        if self.group_by_input_shapes:
-            options.setdefault("record_shapes", True)
         self.profiler = profile(**options)
         self.profiler.__enter__()
 

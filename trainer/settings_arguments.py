@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ _ARGUMENTS = {
     "cpu": "accelerator",
     "dynamo_backend": "compile",
 }
+#: Arguments that settings stand for; None and "auto" count as left out.
+SETTLED = tuple(_ARGUMENTS.values())
 #: Settings that ask for a strategy, and parts of the names of strategies that fit.
 _SWITCHES = {
     "use_fsdp": ("fsdp", "hybrid_shard"),
@@ -62,7 +64,7 @@ def settled(init: Constructor[P]) -> Constructor[P]:
 
     @functools.wraps(init)
     def settle(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
-        found = _from_variables(tuple(defaults), kwargs)
+        found = from_variables(tuple(defaults), kwargs)
         variables = {name: VARIABLE_PREFIX + name.upper() for name in found}
         given, self.settings_in_force = with_origins({**defaults, **kwargs, **found}, defaults, variables)
         init(self, *args, **overruled(given))  # type: ignore[arg-type]
@@ -70,14 +72,16 @@ def settled(init: Constructor[P]) -> Constructor[P]:
     return settle
 
 
-def _from_variables(known: tuple[str, ...], passed: Mapping[str, Any]) -> dict[str, Any]:
+def from_variables(known: Collection[str], passed: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that variables give and code does not; warns of variables for arguments that are not ``known``."""
-    left_open = {name for name in _ARGUMENTS.values() if passed.get(name) is None or passed[name] == "auto"}
+    left_open = {name for name in SETTLED if passed.get(name) is None or passed[name] == "auto"}
     found = {}
     for variable, text in os.environ.items():
         if not variable.startswith((VARIABLE_PREFIX, _WRONG_PREFIX)) or not text:
             continue
         name = variable.removeprefix(VARIABLE_PREFIX).removeprefix(_WRONG_PREFIX).lower()
+        if name.startswith("_"):  # PL_TRAINER__MAX_EPOCHS is an argument of a TrainerCLI
+            continue
         if name not in known or variable.startswith(_WRONG_PREFIX):
             meant = messages.did_you_mean(VARIABLE_PREFIX + name.upper(), [VARIABLE_PREFIX + n.upper() for n in known])
             why = "" if name in known else f": Trainer has no argument {name!r}"

@@ -394,6 +394,8 @@ def log_hyperparameters(run: Run) -> None:
         if owner is None or not getattr(owner, "_log_hyperparams", False):
             continue
         for key, value in owner.hparams_initial.items():
+            if key == "_class_path":  # which class a command line made, the module's and the DataModule's
+                continue
             if key in params and params[key] is not value and str(params[key]) != str(value):
                 raise ValueError(
                     f"The module and the DataModule both saved a hyperparameter {key!r}, with the values {value!r} and "

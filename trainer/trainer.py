@@ -19,6 +19,7 @@ from ..callbacks.model_checkpoint import ModelCheckpoint
 from ..callbacks.progress import ProgressBar
 from ..checkpoint.checkpoint_io import CheckpointIO, TorchCheckpointIO
 from ..checkpoint.restore import PARTS, Part, check_parts
+from ..data.datamodule import DataModule
 from ..loggers.base import Logger
 from ..processes.accelerators import Accelerator, AcceleratorRegistry
 from ..processes.devices import AcceleratorName
@@ -36,6 +37,7 @@ from .compiled_step_checks import check_trainer
 from .default_callbacks import choose_callbacks, choose_loggers
 from .evaluation import show_results
 from .logged_values import bar_values, callback_values, sent_values
+from .module import TrainingModule
 from .plugins import Plugin, Plugins, sort_plugins
 from .run import Request, Run
 from .settings_arguments import settled
@@ -45,9 +47,7 @@ from .states import RunningStage, TrainerStatus
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..data.datamodule import DataModule
     from .checkpoint_saver import Saver
-    from .module import TrainingModule
     from .optimizers import SchedulerConfig
 
 

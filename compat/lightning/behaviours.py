@@ -23,6 +23,8 @@ _RAISING = {
     "callbacks.model_checkpoint": {"ModelCheckpoint": "__init__"},
     "callbacks.stochastic_weight_averaging": {"StochasticWeightAveraging": "__init__"},
     "callbacks.timer": {"Timer": "__init__"},
+    "cli.argument_parser": {"ArgumentParser": "__init__ add_lightning_class_args"},
+    "cli.trainer_cli": {"TrainerCLI": "__init__", "SaveConfigCallback": "__init__ setup"},
     "profilers.pytorch": {"PyTorchProfiler": "__init__"},
     "strategies.precision.mixed": {"MixedPrecision": "__init__"},
     "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
@@ -41,15 +43,16 @@ _STRATEGIES = {
 
 def install() -> None:
     """Change them."""
+    from ...checkpoint import instantiate
+    from ...loggers.csv import CSVLogger
+    from ...loggers.tensorboard import TensorBoardLogger
     from ...processes.accelerators import Accelerator
+    from ...trainer.trainer import Trainer
 
+    instantiate.MARK = "lightning.pytorch.cli.instantiate_module"
     setattr(Accelerator, "get_device_stats", _device_stats)  # noqa: B010 - a name that Paceline has elsewhere
     for module, name in _STRATEGIES.items():
         _take_lightnings_arguments(getattr(import_module(f"paceline.{module}"), name))
-    from ...loggers.csv import CSVLogger
-    from ...loggers.tensorboard import TensorBoardLogger
-    from ...trainer.trainer import Trainer
-
     for logger in (CSVLogger, TensorBoardLogger):
         defaults = logger.__init__.__defaults__ or ()
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)

@@ -37,7 +37,10 @@ _HOMES = {
     "loggers.csv": "CSVLogger",
     "loggers.tensorboard": "TensorBoardLogger",
     "loggers.wandb": "WandbLogger",
+    "cli.argument_parser": "ArgsType LRSchedulerCallable OptimizerCallable ReduceLROnPlateau instantiate_class",
+    "cli.trainer_cli": "SaveConfigCallback",
     "compat.lightning.exceptions": "MisconfigurationException SIGTERMException",
+    "checkpoint.instantiate": "instantiate_module",
     "checkpoint.hparams_files": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
     "compat.lightning.private": "find_free_network_port",
     "processes.accelerators": "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator MPSAccelerator",
@@ -81,6 +84,8 @@ _HOMES = {
 
 #: Names that Paceline calls something else.
 _RENAMED = {
+    "LightningArgumentParser": Target("cli.argument_parser", "ArgumentParser"),
+    "LightningCLI": Target("cli.trainer_cli", "TrainerCLI"),
     "LightningDataModule": Target("data.datamodule", "DataModule"),
     "LightningDeprecationWarning": Target("utilities.rank_zero", "RankZeroDeprecationWarning"),
     "LightningEnvironment": Target("processes.environments", "LocalEnvironment"),
@@ -103,10 +108,6 @@ _NOT_HERE = {
     "Paceline has no pruning": "ModelPruning",
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
         "CometLogger LitLogger MLFlowLogger NeptuneLogger DummyExperiment ExperimentWriter"
-    ),
-    "Paceline has no command line made from classes": (
-        "ArgsType LRSchedulerCallable LightningArgumentParser LightningCLI OptimizerCallable SaveConfigCallback "
-        "instantiate_class"
     ),
     "a Strategy sets its precision up itself": "DeepSpeedPrecision FSDPPrecision",
     "the loop has no closures": "Closure",
@@ -194,7 +195,10 @@ _MODULES = {
     "pytorch.loops": "",
     "pytorch.overrides": "",
     "pytorch.plugins": f"{_PRECISIONS} {_CHECKPOINT_IO} TorchSyncBatchNorm",
-    "pytorch.cli": "LRSchedulerTypeTuple LRSchedulerTypeUnion",
+    "pytorch.cli": (
+        "ArgsType LRSchedulerCallable LRSchedulerTypeTuple LRSchedulerTypeUnion LightningArgumentParser LightningCLI "
+        "OptimizerCallable ReduceLROnPlateau SaveConfigCallback instantiate_class instantiate_module"
+    ),
     "pytorch.plugins.environments": _ENVIRONMENTS,
     "pytorch.plugins.io.async_plugin": "AsyncCheckpointIO",
     "pytorch.plugins.io.checkpoint_plugin": "CheckpointIO",
@@ -302,10 +306,13 @@ _MODULES |= dict.fromkeys(_PRIVATE_ONLY.split(), "")
 
 
 def _table() -> dict[str, dict[str, Target]]:
-    return {
+    table = {
         f"lightning.{module}".rstrip("."): {name: TARGETS[name] for name in names.split()}
         for module, names in _MODULES.items()
     }
+    # The command line's schedulers are not those of the types' module: its plateau scheduler knows its metric.
+    table["lightning.pytorch.cli"]["LRSchedulerTypeTuple"] = Target("cli.argument_parser", "LRSchedulerTypeTuple")
+    return table
 
 
 def fallback(name: str) -> Any:

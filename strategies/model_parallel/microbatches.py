@@ -6,10 +6,13 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+#: Orders in which micro-batches pass through the stages.
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
 
 def cut(batch: Any, count: int) -> tuple[list[Any], list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from ... import messages
 from ...processes.device_transfer import move
 from ...torch_private import APPLY, is_compiled
 from . import microbatches as micro
+from .microbatches import ScheduleName
 from .pipeline_schedule import Call, Plan
 from .pipeline_stages import Passage, Stages
 from .pipeline_weights import Weights
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from ..distributed import DistributedStrategy
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 #: Plans (buffers for micro-batches of one form) that are kept at a time.
 _KEPT_PLANS = 4

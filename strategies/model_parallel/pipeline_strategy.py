@@ -18,9 +18,9 @@ from .. import sharded_tensors
 from ..distributed import DistributedStrategy
 from ..placement import move_optimizer_state
 from ..precision.base import Precision, gradients
+from .microbatches import ScheduleName
 
 if TYPE_CHECKING:
-    from .pipeline import ScheduleName
     from .strategy import ModelParallelStrategy as Base
 else:
     Base = DistributedStrategy

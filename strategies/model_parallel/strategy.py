@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -20,13 +20,12 @@ from .. import sharded_tensors as parts
 from ..distributed import DistributedStrategy, passes_on
 from ..fsdp.strategy import FSDPStrategy
 from ..precision.base import Precision
+from .microbatches import ScheduleName
 from .pipeline_strategy import PipelineSteps
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from .pipeline import ScheduleName
     from .tensor_parallel import Splitter
 
 T = TypeVar("T")

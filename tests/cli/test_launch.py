@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_processes import own_port
+from rank_processes import WHOLE_LINES, own_port
 
 import paceline
 from paceline.cli import launch as module
@@ -48,7 +48,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script(text: str, name: str = "train.py") -> str:
-    Path(name).write_text(text)
+    Path(name).write_text(WHOLE_LINES + text)
     return name
 
 

@@ -1,0 +1,93 @@
+"""Make an object from the hyperparameters that a command line stored: classes by name, with their arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any, TypeVar
+
+from .. import messages
+from .hyperparameters import COMMAND_LINE_KEYS, parsed_hyperparameters
+
+T = TypeVar("T")
+
+#: Value of ``_instantiator`` in the hyperparameters of a command line.
+MARK = "paceline.cli.instantiate_module"
+_LIGHTNINGS = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
+
+
+def are_of_command_line(hyperparameters: Mapping[str, Any]) -> bool:
+    """Whether a command line stored them, Paceline's or Lightning's."""
+    return hyperparameters.get("_instantiator") in (MARK, *_LIGHTNINGS)
+
+
+def instantiate_module(cls: type[T], hyperparameters: Mapping[str, Any]) -> T:
+    """Make an instance of a class, or of the subclass that the hyperparameters name.
+
+    Every class among the arguments has to be one that the signature allows, and must already be imported.
+
+    Args:
+        cls: the class.
+        hyperparameters: its arguments. Objects are given by class and arguments, as in a config file.
+
+    Raises:
+        ModuleNotFoundError: jsonargparse is not installed.
+        ValueError: a class is not imported, or an argument does not fit the signature.
+    """
+    if not messages.is_installed("jsonargparse"):
+        raise ModuleNotFoundError(
+            f"The hyperparameters of this {cls.__name__} come from a command line. "
+            + messages.missing("Loading them", "jsonargparse[signatures]"),
+            name="jsonargparse",
+        )
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    for name in _class_paths(hyperparameters):
+        if _imported(name) is None:
+            raise ValueError(
+                f"The hyperparameters name the class {name!r}, which is not imported. A file cannot make a program "
+                "import code: import it before you load the file."
+            )
+    arguments = {name: value for name, value in hyperparameters.items() if name not in COMMAND_LINE_KEYS}
+    parser = ArgumentParser(exit_on_error=False)
+    path = hyperparameters.get("_class_path")
+    if path is None:
+        parser.add_class_arguments(cls, "made", fail_untyped=False, sub_configs=True)
+        config, target = arguments, cls
+    else:
+        parser.add_subclass_arguments(cls, "made", fail_untyped=False)
+        config, target = {"class_path": path, "dict_kwargs": arguments}, _imported(path)
+
+    def make(class_type: type, *args: Any, **kwargs: Any) -> Any:
+        with parsed_hyperparameters(class_type, hyperparameters):
+            return class_type(*args, **kwargs)
+
+    try:
+        parsed = parser.parse_object({"made": config})
+    except ArgumentError as error:
+        raise ValueError(f"The hyperparameters in the checkpoint do not fit {path or cls.__name__}: {error}") from error
+    return parser.instantiate(parsed, instantiators=[(make, target, False)]).made
+
+
+def _imported(path: str) -> Any:
+    """The class of a dotted path, if it is imported; else None."""
+    names = path.split(".")
+    for end in range(len(names) - 1, 0, -1):
+        module = sys.modules.get(".".join(names[:end]))
+        if module is not None:
+            return reduce(lambda owner, name: getattr(owner, name, None), names[end:], module)
+    return None
+
+
+def _class_paths(value: Any) -> Iterator[str]:
+    """Every class that is named, at any depth."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            if key in ("class_path", "_class_path") and isinstance(entry, str):
+                yield entry
+            else:
+                yield from _class_paths(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _class_paths(entry)

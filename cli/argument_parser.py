@@ -1,0 +1,190 @@
+"""``ArgumentParser``: arguments from the signatures of Trainer, modules, callbacks, optimizers and schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .. import messages
+from ..callbacks.base import Callback
+from ..data.datamodule import DataModule
+from ..trainer.module import TrainingModule
+from ..trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser as _Base
+    from jsonargparse import Namespace, class_from_function
+else:
+    try:
+        from jsonargparse import ArgumentParser as _Base
+        from jsonargparse import Namespace, class_from_function
+    except ModuleNotFoundError:  # the names can be imported all the same; making a parser raises
+        from argparse import Namespace
+
+        _Base = object
+
+#: What the arguments of a command line may be given as: words, or a dict or Namespace of values. None: ``sys.argv``.
+ArgsType: TypeAlias = list[str] | Mapping[str, Any] | Namespace | None
+#: Type of an ``__init__`` argument that makes an optimizer from parameters: ``self.optimizer(self.parameters())``.
+OptimizerCallable = Callable[[Iterable], Optimizer]
+#: Rooms whose classes can be chosen by their short names.
+_ROOMS = ("callbacks", "loggers", "profilers", "strategies")
+
+
+class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """Torch's scheduler of this name, with the metric that it watches.
+
+    Args:
+        optimizer: whose learning rates it lowers.
+        monitor: name of a logged metric.
+        *args: as for torch's class.
+        **kwargs: as for torch's class.
+    """
+
+    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, *args, **kwargs)
+        self.monitor = monitor
+
+
+LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+#: Type of an ``__init__`` argument that makes a scheduler from an optimizer.
+LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
+
+
+class ArgumentParser(_Base):
+    """Parser of jsonargparse that knows Paceline's classes.
+
+    Args:
+        *args: as for jsonargparse's parser, whose other arguments can be given too.
+        description: shown by ``--help``.
+        env_prefix: beginning of the names of environment variables.
+        default_env: read values from environment variables.
+        **kwargs: as for jsonargparse's parser.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        description: str = "Command line of a Trainer",
+        env_prefix: str = "PL",
+        default_env: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if _Base is object:
+            package = "jsonargparse[signatures]"
+            raise ModuleNotFoundError(
+                messages.missing("A command line made from classes", package), name="jsonargparse"
+            )
+        super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
+        #: Arguments under which callbacks were added.
+        self.callback_keys: list[str] = []
+        #: By the argument of each optimizer: its class, or the ones to choose from, and where it is linked to.
+        self.optimizers: dict[str, tuple[Any, str]] = {}
+        #: The same for schedulers.
+        self.lr_schedulers: dict[str, tuple[Any, str]] = {}
+        for room in _ROOMS:
+            module = import_module(f"...{room}", __name__)
+            for name in module.__all__:
+                getattr(module, name)
+
+    def add_lightning_class_args(
+        self,
+        lightning_class: Callable[..., Trainer | TrainingModule | DataModule | Callback] | type,
+        nested_key: str | None,
+        subclass_mode: bool = False,
+        required: bool = True,
+    ) -> list[str]:
+        """Add the arguments of a class.
+
+        Args:
+            lightning_class: a Trainer, TrainingModule, DataModule or Callback class, or a function that returns an
+                instance of one.
+            nested_key: name under which the arguments are added.
+            subclass_mode: let the user choose a subclass.
+            required: in subclass mode, whether one has to be chosen.
+
+        Returns:
+            The names that were added.
+
+        Raises:
+            TypeError: ``lightning_class`` is something else.
+        """
+        added = lightning_class
+        if callable(added) and not isinstance(added, type):
+            added = class_from_function(added)
+        if not isinstance(added, type) or not issubclass(added, (Trainer, TrainingModule, DataModule, Callback)):
+            raise TypeError(
+                f"add_lightning_class_args({lightning_class!r}): this is not a Trainer, TrainingModule, DataModule or "
+                "Callback class. Use add_class_arguments or add_subclass_arguments for other classes."
+            )
+        if issubclass(added, Callback):
+            self.callback_keys.append(str(nested_key))
+        if subclass_mode:
+            return self.add_subclass_arguments(added, nested_key, fail_untyped=False, required=required)
+        makes = not issubclass(added, Trainer)
+        return self.add_class_arguments(added, nested_key, fail_untyped=False, instantiate=makes, sub_configs=True)
+
+    def add_optimizer_args(
+        self,
+        optimizer_class: type[Optimizer] | tuple[type[Optimizer], ...] = (Optimizer,),
+        nested_key: str = "optimizer",
+        link_to: str = "AUTOMATIC",
+    ) -> None:
+        """Add the arguments of an optimizer.
+
+        Args:
+            optimizer_class: the class; a tuple lets the user choose among these classes and their subclasses.
+            nested_key: name under which the arguments are added.
+            link_to: argument that receives class and arguments, as a dict for :func:`instantiate_class`.
+                ``"AUTOMATIC"``: ``configure_optimizers`` uses it.
+        """
+        self._add_one_of(optimizer_class, nested_key, {"params"})
+        self.optimizers[nested_key] = (optimizer_class, link_to)
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: Any = LRSchedulerTypeTuple,
+        nested_key: str = "lr_scheduler",
+        link_to: str = "AUTOMATIC",
+    ) -> None:
+        """Add the arguments of a learning rate scheduler.
+
+        Args:
+            lr_scheduler_class: the class; a tuple lets the user choose among these classes and their subclasses.
+            nested_key: name under which the arguments are added.
+            link_to: as for :meth:`add_optimizer_args`.
+        """
+        self._add_one_of(lr_scheduler_class, nested_key, {"optimizer"})
+        self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
+
+    def _add_one_of(self, classes: Any, key: str, skip: set[str]) -> None:
+        if isinstance(classes, tuple):
+            self.add_subclass_arguments(classes, key, instantiate=False, fail_untyped=False, skip=skip)
+        else:
+            self.add_class_arguments(classes, key, instantiate=False, fail_untyped=False, sub_configs=True, skip=skip)
+
+
+def with_class_path(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A class and its arguments as :func:`instantiate_class` takes them."""
+    values = arguments if isinstance(arguments, dict) else vars(arguments)
+    return {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": dict(values)}
+
+
+def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
+    """Make an object from a class path and arguments.
+
+    Args:
+        args: positional arguments: one, or a tuple of them.
+        init: a dict with ``class_path`` and, if there are any, keyword arguments under ``init_args``.
+
+    Returns:
+        The object.
+    """
+    module, _, name = init["class_path"].rpartition(".")
+    positional = args if isinstance(args, tuple) else (args,)
+    return getattr(import_module(module), name)(*positional, **init.get("init_args", {}))
