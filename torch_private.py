@@ -169,7 +169,7 @@ def as_sync_batch_norm(layer: nn.Module) -> dict[str, Any]:
 
     If it goes: AttributeError.
     """
-    kind = nn.SyncBatchNorm
+    kind: Any = nn.SyncBatchNorm
     check = "_check_non_zero_input_channels"
     return {"forward": partial(kind.forward, layer), check: partial(getattr(kind, check), layer), "process_group": None}
 

@@ -249,7 +249,7 @@ class Trainer:
 
     def _place(self, plugins: Plugins, *where: Any) -> None:
         """Choose the strategy for the arguments ``where``, and what plugins replace."""
-        self.strategy = choose_strategy(*where, plugins.precision, environment=plugins.environment)
+        self.strategy = choose_strategy(*where, plugins=plugins.precision, environment=plugins.environment)
         self.sync_batchnorm = self.sync_batchnorm or plugins.sync_batchnorm
         self.checkpoint_io: CheckpointIO = plugins.checkpoint_io or self.strategy.checkpoint_io or TorchCheckpointIO()
         self.strategy.checkpoint_io = self.checkpoint_io
