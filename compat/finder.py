@@ -94,6 +94,7 @@ class Alias(ModuleType):
         super().__init__(name, f"{name}, by Paceline.")
         vars(self)["_package"] = package
         vars(self)["_targets"] = package.modules[name]
+        vars(self)["_replaced"] = {}
         vars(self).update(package.constants.get(name, {}))
         vars(self)["__all__"] = sorted(one for one in self._targets if not one.startswith("_"))
 
@@ -123,8 +124,16 @@ class Alias(ModuleType):
         if isinstance(value, Alias) and target is not None:
             return
         if target is not None and target.name and not name.startswith("__"):
+            self._replaced.setdefault(name, target.value())
             setattr(target.owner(), target.name, value)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Undo what replaced a name."""
+        if name in self._replaced:
+            target: Target = self._targets[name]
+            setattr(target.owner(), target.name, self._replaced.pop(name))
+        super().__delattr__(name)
 
     def __dir__(self) -> list[str]:
         return sorted({*vars(self), *self._targets})

@@ -36,7 +36,7 @@ def shared_store(cluster: Cluster, timeout: timedelta) -> Any:
     Raises:
         RuntimeError: other ranks did not start in time; the message names them.
     """
-    if os.environ.get(_SHARED) != "True":
+    if os.environ.get(_SHARED) != "True" or cluster.name != "torchrun":
         return None
     store = TCPStore(cluster.address, cluster.port, is_master=False, timeout=timeout)
     meeting = PrefixStore(_MEETING, store)

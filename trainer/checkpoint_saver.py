@@ -105,7 +105,7 @@ class Saver:
         self._claim(paths)
         checkpoint, in_parts = self._gathered(weights_only)
         strategy, io = self._run.holder, self._run.trainer.checkpoint_io
-        if io.in_background is not None and not in_parts:
+        if background is not False and io.in_background is not None and not in_parts:
             background = io.in_background
         if background is None:
             slow = any(storage.is_remote(path) for path in paths)

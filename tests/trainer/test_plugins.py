@@ -1,0 +1,85 @@
+"""``Trainer(plugins=...)``: objects that replace a part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TinyModule, tiny_loader
+
+from paceline import Trainer
+from paceline.callbacks import ModelCheckpoint
+from paceline.checkpoint.checkpoint_io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from paceline.strategies import MixedPrecision, TruePrecision
+from paceline.strategies.sync_batch_norm import TorchSyncBatchNorm
+
+
+class InTwoFiles(CheckpointIO):
+    """Writes weights and the rest apart, without Paceline's form."""
+
+    def __init__(self) -> None:
+        self.options: list[Any] = []
+        self.removed: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.options.append(storage_options)
+        torch.save(checkpoint, path)
+        Path(f"{path}.json").write_text(json.dumps({"step": checkpoint["global_step"]}))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        assert json.loads(Path(f"{path}.json").read_text())["step"] > 0
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.removed.append(Path(path).name)
+        Path(path).unlink()
+
+
+def fitted(quiet: dict[str, Any], folder: Path, plugin: CheckpointIO, epochs: int = 3, **more: Any) -> Trainer:
+    keeper = ModelCheckpoint(folder, "{epoch}")
+    options = {**quiet, "max_epochs": epochs, "callbacks": [keeper], "enable_checkpointing": None}
+    trainer = Trainer(**options, plugins=[plugin])
+    torch.manual_seed(0)
+    trainer.fit(TinyModule(), tiny_loader(), **more)
+    return trainer
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in trainer.training_module.parameters()]
+
+
+def test_checkpoints_go_through_a_users_own_and_a_fit_resumes_from_them(quiet: dict[str, Any], tmp_path: Path) -> None:
+    mine = InTwoFiles()
+    whole = fitted(quiet, tmp_path / "whole", mine)
+    assert mine.removed == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    assert whole.strategy.checkpoint_io is mine
+    whole.save_checkpoint(tmp_path / "by_hand.ckpt", storage_options={"a": 1})
+    assert mine.options[-1] == {"a": 1}
+    fitted(quiet, tmp_path / "cut", mine, epochs=1)
+    again = fitted(quiet, tmp_path / "cut", mine, ckpt_path=tmp_path / "cut" / "epoch=0.ckpt")
+    torch.testing.assert_close(weights(again), weights(whole), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("plugin", [TorchCheckpointIO, AsyncCheckpointIO])
+def test_paceline_s_own_writes_what_is_written_without_it(
+    plugin: type[CheckpointIO], quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = fitted(quiet, tmp_path, plugin(), epochs=1)
+    trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
+    assert plugin().load_checkpoint(tmp_path / "by_hand.ckpt")["global_step"] == trainer.global_step
+    with pytest.raises(ValueError, match=r"storage_options=\{\}\): these come from the environment"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={})
+    plugin().remove_checkpoint(tmp_path / "by_hand.ckpt")
+    assert not (tmp_path / "by_hand.ckpt").exists()
+
+
+def test_each_part_is_replaced_once(quiet: dict[str, Any]) -> None:
+    trainer = Trainer(**quiet, plugins=[TruePrecision("bf16-true"), TorchCheckpointIO(), TorchSyncBatchNorm()])
+    assert (trainer.precision, trainer.sync_batchnorm) == ("bf16-true", True)
+    with pytest.raises(ValueError, match="'TruePrecision' and 'MixedPrecision', each of which is a Precision"):
+        Trainer(**quiet, plugins=[TruePrecision("bf16-true"), MixedPrecision()])
+    with pytest.raises(TypeError, match=r"got a str\. Pass a Precision, a CheckpointIO"):
+        Trainer(**quiet, plugins="ddp")
