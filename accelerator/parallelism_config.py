@@ -66,13 +66,9 @@ class ParallelismConfig:
         dp_replicate_size: copies of the (sharded) model.
         dp_shard_size: processes over which each parameter is sharded.
         tp_size: processes over which each layer is split.
-        cp_size: not supported above 1.
-        cp_backend: ``"torch"``.
-        sp_size: not supported above 1.
-        sp_backend: ``"deepspeed"``.
         tp_handler: settings of tensor parallelism.
-        cp_handler: accepted.
-        sp_handler: accepted.
+        cp_size, sp_size: not supported above 1.
+        cp_backend, sp_backend, cp_handler, sp_handler: accepted.
     """
 
     dp_replicate_size: int | None = None

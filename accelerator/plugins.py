@@ -210,27 +210,19 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"`` (keep weights between forward and backward),
             ``"HYBRID_SHARD"`` (shard within a machine) or ``"HYBRID_SHARD_ZERO2"``.
         reshard_after_forward: False keeps weights between forward and backward; or a ``sharding_strategy``.
-        backward_prefetch: accepted; FSDP2 always fetches the next block's weights during backward.
         mixed_precision_policy: a ``MixedPrecisionPolicy`` instead of autocast; also that of FSDP 1, a dict of its
             arguments, or ``"bf16"`` or ``"fp16"`` for everything.
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"`` or a policy of
             torch.distributed.fsdp.wrap; None for the repeated block.
-        cpu_offload: keep shards and optimizer state in CPU memory.
-        ignored_modules: not supported.
-        state_dict_type: ``"FULL_STATE_DICT"`` (checkpoints are one file) or ``"SHARDED_STATE_DICT"`` (each process
-            writes its part).
-        state_dict_config: accepted; whole states are gathered on the CPU of rank 0.
-        optim_state_dict_config: the same.
-        limit_all_gathers: accepted; always on in FSDP2.
-        use_orig_params: accepted; always on in FSDP2.
-        param_init_fn: not supported; layers on the meta device are initialized by their ``reset_parameters``.
-        sync_module_states: accepted; FSDP always starts from rank 0's weights.
-        forward_prefetch: accepted and ignored.
-        activation_checkpointing: recompute the forward pass of each block during backward.
-        activation_checkpointing_offload: not supported.
-        cpu_ram_efficient_loading: accepted and ignored; build the model on the meta device instead.
         transformer_cls_names_to_wrap: class names of the blocks, as a list or comma separated.
         min_num_params: smallest block in parameters, for ``"size_based_wrap"``.
+        cpu_offload: keep shards and optimizer state in CPU memory.
+        state_dict_type: ``"FULL_STATE_DICT"`` (checkpoints are one file) or ``"SHARDED_STATE_DICT"`` (each process
+            writes its part).
+        activation_checkpointing: recompute the forward pass of each block during backward.
+        ignored_modules, param_init_fn, activation_checkpointing_offload: not supported.
+        backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
+            cpu_ram_efficient_loading, state_dict_config, optim_state_dict_config: accepted; FSDP2 decides by itself.
     """
 
 
@@ -242,16 +234,12 @@ class DeepSpeedPlugin(DeepSpeedSettings):
         gradient_accumulation_steps: micro-batches per update.
         gradient_clipping: largest gradient norm.
         zero_stage: what is split over processes: 1 optimizer, 2 gradients too, 3 weights too; None means 2.
-        is_train_batch_min: accepted and ignored.
         offload_optimizer_device: ``"none"`` or ``"cpu"``.
         offload_param_device: ``"none"`` or ``"cpu"``, with stage 3.
-        offload_optimizer_nvme_path: not supported.
-        offload_param_nvme_path: not supported.
-        zero3_init_flag: accepted; a model is split when it is prepared.
-        zero3_save_16bit_model: accepted; saving always gathers whole weights.
-        transformer_moe_cls_names: not supported.
-        enable_msamp: not supported.
-        msamp_opt_level: not supported.
+        is_train_batch_min, zero3_init_flag, zero3_save_16bit_model: accepted; a model is split when it is prepared, and
+            saving always gathers whole weights.
+        offload_optimizer_nvme_path, offload_param_nvme_path, transformer_moe_cls_names, enable_msamp, msamp_opt_level:
+            not supported.
     """
 
 

@@ -73,6 +73,8 @@ class Facts(Processes):
     deepspeed_plugin = Shown[Any]("state.deepspeed_plugin", "The DeepSpeed plugin in use, or None.")
     parallelism_config = Shown[Any]("state.parallelism_config", "The requested parallelism sizes, or None.")
     torch_device_mesh = Shown[Any]("state.device_mesh", "The mesh of all processes; None with one kind of parallelism.")
+    is_fsdp2 = Shown[bool]("state.is_fsdp2", "Whether parameters are sharded by ``fully_shard``.")
+    data_parallel_rank = Shown[int]("strategy.data_rank", "Rank of this process among those that read different data.")
     save_iteration = Shown[int]("project_configuration.iteration", "Number of the next folder of ``save_state()``.")
     split_batches = Shown[bool]("dataloader_config.split_batches", "Whether each batch is split among all processes.")
     dispatch_batches = Shown[bool | None]("dataloader_config.dispatch_batches", "Whether one process reads for all.")
@@ -109,11 +111,6 @@ class Facts(Processes):
         return self.use_distributed and self.device.type != "cpu"
 
     @property
-    def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by ``fully_shard``."""
-        return self.state.is_fsdp2
-
-    @property
     def is_composable_parallelism_enabled(self) -> bool:
         """The same as :attr:`is_fsdp2`."""
         return self.is_fsdp2
@@ -132,11 +129,6 @@ class Facts(Processes):
     def context_parallel_rank(self) -> int:
         """Rank of this process among those that split sequences."""
         return self._place_on("cp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Rank of this process among those that read different data."""
-        return self.strategy.data_rank
 
     @property
     def data_parallel_shard_rank(self) -> int:

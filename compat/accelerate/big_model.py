@@ -31,18 +31,9 @@ def set_module_tensor_to_device(
     dtype: torch.dtype | None = None,
     **more: Any,
 ) -> None:
-    """Move a module's parameter or buffer to a device, or set it there.
+    """Move the parameter or buffer of a dotted name to a device, and set its value and dtype if they are given.
 
-    Args:
-        module: the module, or one that contains it.
-        tensor_name: dotted name of the parameter or buffer.
-        device: the device.
-        value: its new value; None for its current one.
-        dtype: its new dtype; None for its current one.
-        **more: accepted and ignored: ``tied_params_map``, ``non_blocking``, ``clear_cache``.
-
-    Raises:
-        ValueError: there is no tensor of that name, it has another shape, or it has no value and none is passed.
+    ``tied_params_map``, ``non_blocking`` and ``clear_cache`` are accepted and ignored.
     """
     if more.get("fp16_statistics") is not None:
         raise NotImplementedError("set_module_tensor_to_device(fp16_statistics=...): Paceline has no 8-bit weights.")
@@ -262,16 +253,7 @@ def attach_align_device_hook(
 ) -> None:
     """Make a module move its inputs, and the weights of each of its parts, to the device that runs it.
 
-    Args:
-        module: the module.
-        execution_device: the device.
-        offload: whether its weights are offloaded.
-        weights_map: their values by name.
-        offload_buffers: whether to offload buffers too.
-        module_name: prefix of the names in ``weights_map``.
-        skip_keys: keyword arguments that are not moved.
-        preload_module_classes: classes whose instances are fetched as a whole.
-        tied_params_map: accepted and ignored.
+    ``module_name`` is the prefix of the names in ``weights_map``, and ``tied_params_map`` is ignored.
     """
     if not offload:
         attach_execution_device_hook(module, execution_device, skip_keys)
