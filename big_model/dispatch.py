@@ -107,12 +107,8 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep a model's weights in host memory and copy each part to a device while it runs.
 
-    Args:
-        model: the model; the same object is returned.
-        execution_device: device on which it runs; None for the first accelerator, else the CPU.
-        offload_buffers: whether to offload buffers too.
-        state_dict: the values, if they are not in the model.
-        preload_module_classes: classes whose instances are fetched as a whole.
+    Returns the same object. ``execution_device`` is the device on which it runs; None for the first accelerator, else
+    the CPU. Other arguments are as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
     rest = {"preload_module_classes": preload_module_classes, "force_hooks": True}
@@ -128,12 +124,8 @@ def disk_offload(
 ) -> nn.Module:
     """Write a model's weights to a folder and copy each part to a device while it runs.
 
-    Args:
-        model: the model; the same object is returned.
-        offload_dir: the folder.
-        execution_device: device on which it runs; None for the first accelerator, else the CPU.
-        offload_buffers: whether to offload buffers too.
-        preload_module_classes: classes whose instances are fetched as a whole.
+    Returns the same object. ``execution_device`` is the device on which it runs; None for the first accelerator, else
+    the CPU. Other arguments are as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
     return dispatch_model(

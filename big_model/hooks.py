@@ -50,8 +50,7 @@ class ModelHook:
 class SequentialHook(ModelHook):
     """Several hooks that run one after the other.
 
-    Args:
-        *hooks: the hooks, in the order in which they run, also after the forward.
+    They run in the given order, also after the forward.
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -99,10 +98,7 @@ class SequentialHook(ModelHook):
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Attach a hook to a module's forward, on the instance.
 
-    Args:
-        module: the module, which is returned.
-        hook: the hook.
-        append: whether to run it after the module's existing hook instead of replacing that.
+    Returns the module. With ``append`` it runs after the module's existing hook instead of replacing that.
     """
     before = vars(module).get("_hf_hook")
     if before is not None and not append:
@@ -131,9 +127,7 @@ def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Remove a module's hook and restore its own forward.
 
-    Args:
-        module: the module, which is returned.
-        recurse: whether to remove the hooks of its submodules too.
+    Returns the module. With ``recurse`` the hooks of its submodules are removed too.
     """
     hook = vars(module).pop("_hf_hook", None)
     if hook is not None:
@@ -288,12 +282,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """Handle returned by :func:`cpu_offload_with_hook`, to offload the model or remove the hook.
-
-    Args:
-        model: the model.
-        hook: its hook.
-    """
+    """Handle returned by :func:`cpu_offload_with_hook`, to offload the model or remove the hook."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
@@ -311,10 +300,7 @@ class UserCpuOffloadHook:
 class LayerwiseCastingHook(ModelHook):
     """Stores a layer's weights in one dtype and computes in another.
 
-    Args:
-        storage_dtype: dtype between forward passes.
-        compute_dtype: dtype during forward passes.
-        non_blocking: whether the host does not wait for copies.
+    With ``non_blocking`` the host does not wait for copies.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:

@@ -162,10 +162,7 @@ def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> None:
     """Copy a tensor from a mapped file to a target of any device and dtype; the pages that were read are freed.
 
-    Args:
-        target: a tensor of the same shape.
-        source: the tensor in the file.
-        pages: the mapped files, to be shared if many tensors are copied; None to look them up now.
+    ``pages`` are the mapped files, to be shared if many tensors are copied; None looks them up now.
     """
     if not (source.is_contiguous() and target.is_contiguous()) or source.numel() == 0:
         target.copy_(source)

@@ -28,12 +28,8 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
     """Write a checkpoint so that ``path`` is always, even after a crash, either the old or the complete new file.
 
     The bytes are written to a hidden ``.tmp`` file in the same folder and synced to disk before that file replaces
-    ``path``. Tensors are streamed; the file is never held in memory.
-
-    Args:
-        checkpoint: plain data and tensors.
-        path: the file; a ``NewPath`` never replaces an existing file.
-        whole: False if the file is part of a checkpoint folder, which has the manifest.
+    ``path``. Tensors are streamed; the file is never held in memory. A ``NewPath`` never replaces an existing file.
+    ``whole`` is False for a part of a checkpoint folder, which has the manifest.
 
     Raises:
         TypeError: a value is neither plain data nor a tensor; the message says which one.
@@ -150,14 +146,7 @@ def _storage_sizes(value: Any) -> dict[int, int]:
 def read(path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = "cpu") -> dict[str, Any]:
     """Verify the checksums of a checkpoint file, written by Paceline or Lightning, and read it.
 
-    Args:
-        path: a file, a remote address (whose file is downloaded first), or an open seekable binary file.
-        map_location: device for its tensors, as for ``torch.load``; ``"meta"`` verifies a file without loading them.
-
-    Raises:
-        FileNotFoundError: there is no such file; the message lists the files in the folder.
-        IsADirectoryError: it is a folder.
-        ValueError: it is damaged, not a checkpoint, written by a newer version, or names code.
+    Arguments and errors as for :func:`.read.read`; a file at a remote address is downloaded first.
     """
     if isinstance(path, (str, os.PathLike, Remote)):
         where = location(path)

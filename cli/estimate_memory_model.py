@@ -80,9 +80,7 @@ class Wish:
 def find(name: str, wish: Wish) -> Source:
     """Find a model by name. Local files come first, and nothing is downloaded.
 
-    Args:
-        name: a folder, a file, ``module:factory``, ``file.py:factory``, or a model of timm.
-        wish: the options.
+    ``name`` is a folder, a file, ``module:factory``, ``file.py:factory``, or a model of timm.
 
     Raises:
         FileNotFoundError: if there is none.

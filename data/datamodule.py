@@ -148,12 +148,7 @@ class DataModule(HyperparametersMixin):
     ) -> Self:
         """Make an instance with the hyperparameters and the state that a checkpoint holds.
 
-        Args:
-            checkpoint_path: the file.
-            map_location: device for its tensors, as for ``torch.load``.
-            hparams_file: a ``.yaml`` or ``.csv`` file whose hyperparameters replace those of the checkpoint.
-            weights_only: always True: a file may contain data, but no code. False is refused.
-            **kwargs: arguments of ``__init__`` that override the saved ones.
+        Arguments are as for ``TrainingModule.load_from_checkpoint``.
         """
         from ..checkpoint.load_from_checkpoint import load_from_checkpoint
 

@@ -145,8 +145,7 @@ class Report:
     def say(self, answer: bool = False) -> None:
         """Print the report: with rich in a terminal, else as plain text.
 
-        Args:
-            answer: print to standard output, because the report is the command's result.
+        With ``answer``, to standard output, because the report is the command's result.
         """
         if not messages.is_rank_zero():
             return

@@ -66,11 +66,8 @@ def tried(
 ) -> Iterator[dict[str, Any]]:
     """Try all applicable changes; yield a row for the original run, then one for each change.
 
-    Args:
-        report: report of the original run.
-        measure: runs the script with a change and returns the report's data.
-        say: prints which change is tried next.
-        only: names of changes to try; None tries all.
+    ``measure`` runs the script with a change and returns the report's data; ``say`` prints which change is tried next;
+    ``only`` has the names of changes to try, None tries all.
     """
     first = report.ranks[0]
     before = speed(report.ranks)
