@@ -213,7 +213,8 @@ class _OffloadedTensor:
     """An offloaded tensor of a part, which is fetched to the device on which it runs.
 
     A tensor that is mapped from a file, and that the CPU can compute with, is used in place: fetching it reads its
-    pages, leaving it frees them. Any other tensor is copied. The ``data`` of ``tensor`` is stored on disk or in host memory.
+    pages, leaving it frees them. Any other tensor is copied. The tensor's ``data`` is stored on
+    disk or in host memory.
     """
 
     __slots__ = ("_fetched", "_pages", "copied", "device", "home", "mapped", "tensor")

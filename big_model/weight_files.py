@@ -10,8 +10,10 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,12 +114,25 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def tensors_of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a safetensors file with any name; see :func:`mapped_tensors`."""
+    with _opened(file) as opened:
+        for name in opened.keys():  # noqa: SIM118 (it is no dict)
+            yield name, opened.get_tensor(name)
+
+
+def kinds_and_shapes(file: Path) -> dict[str, tuple[str, list[int]]]:
+    """The dtypes (as the format names them) and shapes in the head of a safetensors file, by tensor."""
+    with _opened(file) as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                yield name, opened.get_tensor(name)
+            yield opened
     except SafetensorError as error:
         raise _damaged(file, error) from error
 

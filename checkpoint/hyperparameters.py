@@ -108,7 +108,7 @@ class HyperparametersMixin:
     ) -> dict[str, Any]:
         owner = type(self).__name__
         by_name = all(isinstance(arg, str) for arg in args)
-        if by_name and not arguments and not _inside_init(self, frame):
+        if by_name and not arguments and not _init_frames(self, frame):
             raise RuntimeError(
                 f"{owner}.save_hyperparameters() was called outside of __init__, where the arguments are not known. "
                 "Call it inside __init__, or pass the values to store: save_hyperparameters({'lr': 0.1})."
@@ -139,10 +139,6 @@ def _init_frames(owner: Any, frame: FrameType | None) -> list[FrameType]:
             frames.append(frame)
         frame = frame.f_back
     return frames
-
-
-def _inside_init(owner: Any, frame: FrameType | None) -> bool:
-    return bool(_init_frames(owner, frame))
 
 
 def _init_arguments(owner: Any, frame: FrameType | None) -> tuple[dict[str, Any], bool]:

@@ -157,7 +157,9 @@ def read(path: str | os.PathLike[str] | Remote | IO[bytes], map_location: Any = 
 
 
 def _read(file: IO[bytes], name: str, map_location: Any) -> dict[str, Any]:
-    _check_bytes(file, name)
+    found = file_problem(file)
+    if found is not None:
+        raise found.error(name)
     file.seek(0)
     try:
         checkpoint = torch.load(file, map_location=map_location, weights_only=True)
@@ -199,12 +201,6 @@ def _files_in(folder: Location) -> str:
     names = _names_in(folder)
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"{storage.absolute(folder)} contains {', '.join(names[:10]) or 'no files'}{more}."
-
-
-def _check_bytes(file: IO[bytes], name: str) -> None:
-    found = file_problem(file)
-    if found is not None:
-        raise found.error(name)
 
 
 def _check_contents(checkpoint: Any, name: str) -> None:
