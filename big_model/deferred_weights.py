@@ -84,12 +84,7 @@ def is_to_be_noted(own: Tensor) -> bool:
 def write_note(model: nn.Module, names: list[str], own: Tensor, note: Note, dtype: torch.dtype) -> None:
     """Store a note of where the values of a parameter on the meta device are.
 
-    Args:
-        model: the model.
-        names: names of the parameter in the model.
-        own: the parameter, which stays the same object.
-        note: where its values are stored.
-        dtype: new dtype of the parameter.
+    ``names`` are the names of the parameter in the model; it stays the same object and gets this dtype.
     """
     own.data = own.data.to(dtype)
     _attach(own, note)
@@ -199,9 +194,7 @@ class Waiting:
     def check(self, module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
         """Raise on every process if a tensor has no values on one of them.
 
-        Args:
-            module: the module.
-            gather: returns the values that all processes pass to it.
+        ``gather`` returns the values that all processes pass to it.
 
         Raises:
             RuntimeError: tensors without values; the message names them.

@@ -67,9 +67,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 def torch_device(device: Any, what: str) -> torch.device:
     """The device that an entry of a map stands for.
 
-    Args:
-        device: a number, a name or a device.
-        what: the name of the entry in errors.
+    ``what`` is the name of the entry in errors.
 
     Raises:
         ValueError: this process sees no such device.
@@ -95,12 +93,7 @@ def torch_device(device: Any, what: str) -> torch.device:
 
 
 class Refusal:
-    """Replaces the method by which a dispatched module is moved or converted (``to``, ``half``, also of a parent).
-
-    Args:
-        name: name of the module's class.
-        where: the devices over which the module was spread.
-    """
+    """Replaces the method by which a dispatched module is moved or converted (``to``, ``half``, also of a parent)."""
 
     def __init__(self, name: str, where: str) -> None:
         self.name = name

@@ -84,12 +84,13 @@ def dispatch_model(
     _remove_dispatch(model)
     main = torch_device(main_device_of(device_map) if main_device is None else main_device, "main_device")
     offloaded = {name: device for name, device in device_map.items() if is_offloaded(device, main)}
+    folder = offload_dir if offload_index is not None else None
+    weights = OffloadedWeightsLoader(state_dict, folder, offload_index or {})
     if len(set(map(str, device_map.values()))) == 1 and not offloaded and not force_hooks:
-        _place(model, device_map, main, _weights(state_dict, offload_dir, offload_index), None, offload_buffers)
+        _place(model, device_map, main, weights, None, offload_buffers)
         check_filled(model)
         model.to(torch_device(next(iter(device_map.values())), "device_map"))
     else:
-        weights = _weights(state_dict, offload_dir, offload_index)
         _place(model, device_map, main, weights, offload_dir, offload_buffers)
         _attach(model, device_map, main, offload_buffers, skip_keys, preload_module_classes)
         _forbid_moves(model, bool(offloaded))
@@ -107,12 +108,8 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep a model's weights in host memory and copy each part to a device while it runs.
 
-    Args:
-        model: the model; the same object is returned.
-        execution_device: device on which it runs; None for the first accelerator, else the CPU.
-        offload_buffers: whether to offload buffers too.
-        state_dict: the values, if they are not in the model.
-        preload_module_classes: classes whose instances are fetched as a whole.
+    Returns the same object. ``execution_device`` is the device on which it runs; None for the first accelerator, else
+    the CPU. Other arguments are as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
     rest = {"preload_module_classes": preload_module_classes, "force_hooks": True}
@@ -128,22 +125,12 @@ def disk_offload(
 ) -> nn.Module:
     """Write a model's weights to a folder and copy each part to a device while it runs.
 
-    Args:
-        model: the model; the same object is returned.
-        offload_dir: the folder.
-        execution_device: device on which it runs; None for the first accelerator, else the CPU.
-        offload_buffers: whether to offload buffers too.
-        preload_module_classes: classes whose instances are fetched as a whole.
+    Returns the same object. ``execution_device`` is the device on which it runs; None for the first accelerator, else
+    the CPU. Other arguments are as for :func:`dispatch_model`.
     """
     main = default_device() if execution_device is None else execution_device
-    return dispatch_model(
-        model,
-        {"": "disk"},
-        main,
-        offload_dir=offload_dir,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-    )
+    rest = {"offload_buffers": offload_buffers, "preload_module_classes": preload_module_classes}
+    return dispatch_model(model, {"": "disk"}, main, offload_dir=offload_dir, **rest)
 
 
 def cpu_offload_with_hook(
@@ -195,12 +182,6 @@ _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Conv
 
 
 # ---- placing values --------------------------------------------------------------------------------------------------
-
-
-def _weights(
-    state_dict: Mapping[str, Tensor] | None, folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None
-) -> OffloadedWeightsLoader:
-    return OffloadedWeightsLoader(state_dict, folder if index is not None else None, index or {})
 
 
 def _place(

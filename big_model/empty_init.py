@@ -35,10 +35,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
 def init_on_device(device: Any, include_buffers: bool | None = None) -> Iterator[None]:
     """Context in which modules are made with their parameters on a device.
 
-    Args:
-        device: the device.
-        include_buffers: whether buffers are on the device too; None uses ACCELERATE_INIT_INCLUDE_BUFFERS, by default
-            False.
+    ``include_buffers`` is as for :func:`init_empty_weights`.
     """
     if include_buffers is None:
         include_buffers = os.environ.get("ACCELERATE_INIT_INCLUDE_BUFFERS", "").lower() in ("1", "true", "yes")

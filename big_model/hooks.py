@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from .device_map import torch_device
 from .empty_init import give
 from .module_sizes import named_tensors, names_of
 from .offload import Fetcher, Part
+
+_NOTHING = nullcontext()
 
 
 class ModelHook:
@@ -50,8 +53,7 @@ class ModelHook:
 class SequentialHook(ModelHook):
     """Several hooks that run one after the other.
 
-    Args:
-        *hooks: the hooks, in the order in which they run, also after the forward.
+    They run in the given order, also after the forward.
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -59,13 +61,11 @@ class SequentialHook(ModelHook):
         self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Call each hook's ``init_hook``."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Call each hook's ``pre_forward``."""
         for index, hook in enumerate(self.hooks):
             try:
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
@@ -75,7 +75,6 @@ class SequentialHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Call each hook's ``post_forward``."""
         for index, hook in enumerate(self.hooks):
             try:
                 output = hook.post_forward(module, output)
@@ -85,12 +84,10 @@ class SequentialHook(ModelHook):
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """Call each hook's ``failed``."""
         for hook in self.hooks:
             hook.failed(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Call each hook's ``detach_hook``."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
@@ -99,10 +96,7 @@ class SequentialHook(ModelHook):
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Attach a hook to a module's forward, on the instance.
 
-    Args:
-        module: the module, which is returned.
-        hook: the hook.
-        append: whether to run it after the module's existing hook instead of replacing that.
+    Returns the module. With ``append`` it runs after the module's existing hook instead of replacing that.
     """
     before = vars(module).get("_hf_hook")
     if before is not None and not append:
@@ -131,9 +125,7 @@ def _run(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Remove a module's hook and restore its own forward.
 
-    Args:
-        module: the module, which is returned.
-        recurse: whether to remove the hooks of its submodules too.
+    Returns the module. With ``recurse`` the hooks of its submodules are removed too.
     """
     hook = vars(module).pop("_hf_hook", None)
     if hook is not None:
@@ -247,7 +239,6 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """Free fetched weights."""
         if self.part is not None:
             self.part.leave()
         if self.fetcher is not None:
@@ -273,7 +264,6 @@ class CpuOffload(ModelHook):
         self.execution_device = default_device() if execution_device is None else execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the model to host memory."""
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -288,12 +278,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """Handle returned by :func:`cpu_offload_with_hook`, to offload the model or remove the hook.
-
-    Args:
-        model: the model.
-        hook: its hook.
-    """
+    """Handle returned by :func:`cpu_offload_with_hook`, to offload the model or remove the hook."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
@@ -311,10 +296,7 @@ class UserCpuOffloadHook:
 class LayerwiseCastingHook(ModelHook):
     """Stores a layer's weights in one dtype and computes in another.
 
-    Args:
-        storage_dtype: dtype between forward passes.
-        compute_dtype: dtype during forward passes.
-        non_blocking: whether the host does not wait for copies.
+    With ``non_blocking`` the host does not wait for copies.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
@@ -323,21 +305,17 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Convert the weights to the storage dtype."""
         return convert(module, self.storage_dtype, self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert the weights to the compute dtype."""
         convert(module, self.compute_dtype, self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Convert the weights to the storage dtype."""
         self.failed(module)
         return output
 
     def failed(self, module: nn.Module) -> None:
-        """Convert the weights to the storage dtype."""
         convert(module, self.storage_dtype, self.non_blocking)
 
 
@@ -360,11 +338,3 @@ def _device_in(values: Any) -> torch.device | None:
         return values.device
     inside = values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple)) else ()
     return next((found for value in inside if (found := _device_in(value)) is not None), None)
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NOTHING = _Nothing()

@@ -149,16 +149,7 @@ def infer_auto_device_map(
 ) -> DeviceMap:
     """The map of :func:`plan_device_map` with ``"sequential"``.
 
-    Args:
-        model: the model; see :func:`plan_device_map` for all arguments.
-        max_memory: limits.
-        no_split_module_classes: classes whose instances are not split.
-        dtype: dtype that weights will have.
-        special_dtypes: the same for single tensors, by name.
-        verbose: whether to print the table.
-        clean_result: whether to join neighbors on the same device under the name of the module that contains them.
-        offload_buffers: whether to offload buffers too.
-        fallback_allocation: whether parts may go to an earlier device out of order.
+    With ``clean_result``, neighbors on the same device are joined under the name of the module that contains them.
     """
     rest = (no_split_module_classes, dtype, special_dtypes, offload_buffers, fallback_allocation, verbose)
     plan = plan_device_map(model, "sequential", max_memory, *rest)
@@ -204,13 +195,8 @@ def get_balanced_memory(
 ) -> dict[Device, float]:
     """Limits that spread a model evenly over the accelerators.
 
-    Args:
-        model: the model.
-        max_memory: upper limits.
-        no_split_module_classes: classes whose instances are not split.
-        dtype: dtype that weights will have.
-        special_dtypes: the same for single tensors, by name.
-        low_zero: whether the first accelerator gets only what does not fit on the others.
+    ``max_memory`` gives upper limits. With ``low_zero`` the first accelerator gets only what does not fit on the
+    others. Other arguments are as for :func:`plan_device_map`.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     return _balanced(model, sizes, _atoms(model, no_split_module_classes), get_max_memory(max_memory), low_zero)

@@ -151,21 +151,10 @@ def load_checkpoint_in_model(
     a note of their file, which is read after the model has been sharded. Names and shapes are checked at once, and a
     checkpoint from which the run resumes takes precedence. Every process must call this.
 
-    Args:
-        model: the model, sharded or not; tensors on the meta device get memory.
-        checkpoint: a ``.safetensors`` file, one that torch saved, an index (``.index.json``), or a folder with one of
-            these.
-        device_map: device by name of module or tensor; None leaves each tensor on its device and moves those on the
-            meta device to the CPU.
-        offload_folder: folder for weights on disk in another dtype; see :func:`load_checkpoint_and_dispatch`.
-        dtype: dtype for floating-point tensors; None for the model's, or the file's if the model has no values yet.
-        offload_state_dict: accepted and ignored: nothing is held in memory.
-        offload_buffers: whether buffers are offloaded to disk too.
-        keep_in_fp32_modules: substrings of names whose floating-point tensors become float32 instead.
-        offload_8bit_bnb: must be False: Paceline has no 8-bit weights.
-        strict: whether missing and unexpected names are an error instead of a warning.
-        full_state_dict: accepted and ignored: each process reads the files.
-        broadcast_from_rank0: accepted and ignored: each process reads the files.
+    The arguments are those of :func:`load_checkpoint_and_dispatch`, except that ``device_map`` must be a dict, or None,
+    which leaves each tensor on its device and moves those on the meta device to the CPU. Floating-point tensors whose
+    name contains one of ``keep_in_fp32_modules`` become float32. ``offload_8bit_bnb`` must be False: Paceline has no
+    8-bit weights. ``offload_state_dict``, ``full_state_dict`` and ``broadcast_from_rank0`` are accepted and ignored.
 
     Raises:
         FileNotFoundError: there are no weights, or the index names a file that does not exist.

@@ -17,9 +17,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 def size_in_bytes(size: int | str, what: str) -> int:
     """``"10GB"`` -> 10,000,000,000; ``"10GiB"`` -> 10,737,418,240.
 
-    Args:
-        size: a number of bytes, or text.
-        what: name of the argument in the error.
+    ``what`` is the name of the argument in the error.
 
     Raises:
         ValueError: it is not a size.
@@ -38,11 +36,7 @@ def size_in_bytes(size: int | str, what: str) -> int:
 class Sizes:
     """Bytes of a model's tensors in the dtypes in which they will be loaded.
 
-    Args:
-        model: the model; it may be on the meta device.
-        dtype: dtype for floating-point tensors; None for their current one.
-        special_dtypes: the same for single tensors, by name.
-        buffers: whether to count buffers.
+    ``dtype`` and ``special_dtypes`` are as for :func:`compute_module_sizes`.
     """
 
     def __init__(
@@ -82,11 +76,7 @@ def named_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by name; tied ones under each of their names.
 
-    Args:
-        module: the module.
-        recurse: whether to include those of its submodules.
-        buffers: whether to include buffers.
-        persistent_only: whether to exclude buffers that are not in the ``state_dict``.
+    With ``persistent_only``, buffers that are not in the ``state_dict`` are excluded.
     """
     yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
     if buffers:
@@ -121,11 +111,8 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Bytes of each module (``""`` for the whole model) and each tensor of a model, by name.
 
-    Args:
-        model: the model.
-        dtype: dtype for floating-point tensors; None for their current one.
-        special_dtypes: the same for single tensors, by name.
-        buffers_only: whether to exclude parameters.
+    ``dtype`` is the dtype for floating-point tensors, None for their current one; ``special_dtypes`` is the same for
+    single tensors, by name. With ``buffers_only`` parameters are excluded.
     """
     sizes = Sizes(model, dtype, special_dtypes)
     found: dict[str, int] = {}

@@ -35,15 +35,7 @@ def offload_weight(
 ) -> dict[str, Any]:
     """Write a tensor's bytes to a file in a folder. The file appears complete or not at all.
 
-    Args:
-        weight: the tensor.
-        weight_name: its name.
-        offload_folder: the folder, which is created if it does not exist.
-        index: index to which an entry with dtype and shape is added.
-        dtype: dtype to convert to.
-
-    Returns:
-        The index.
+    The folder is created if it does not exist. Returns ``index``, with a new entry for the tensor's dtype and shape.
 
     Raises:
         OSError: it could not be written.
@@ -191,12 +183,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """The tensors of a mapping whose names begin with a prefix, by their names without it.
-
-    Args:
-        dataset: the mapping.
-        prefix: the prefix.
-    """
+    """The tensors of a mapping whose names begin with a prefix, by their names without it."""
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset = dataset
@@ -226,12 +213,8 @@ class _OffloadedTensor:
     """An offloaded tensor of a part, which is fetched to the device on which it runs.
 
     A tensor that is mapped from a file, and that the CPU can compute with, is used in place: fetching it reads its
-    pages, leaving it frees them. Any other tensor is copied.
-
-    Args:
-        tensor: the parameter or buffer; its ``data`` is stored on disk or in host memory.
-        device: device on which it runs.
-        pages: the mapped files.
+    pages, leaving it frees them. Any other tensor is copied. The tensor's ``data`` is stored on
+    disk or in host memory.
     """
 
     __slots__ = ("_fetched", "_pages", "copied", "device", "home", "mapped", "tensor")
@@ -309,10 +292,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 class Part:
     """Tensors that are fetched and freed together: a block, or a layer outside of blocks.
 
-    Args:
-        tensors: its parameters and buffers, each only once.
-        device: device on which it runs.
-        fetcher: the fetcher that all parts of a model share.
+    ``fetcher`` is shared by all parts of a model.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, fetcher: Fetcher) -> None:

@@ -85,11 +85,8 @@ def _pick(whole: Tensor, dim: int, indices: Tensor) -> Tensor:
 def fill(own: Tensor, value: Tensor, dtype: torch.dtype | None, pages: Pages) -> None:
     """Copy a value, or this process's shard of it, into ``own``.
 
-    Args:
-        own: a parameter or buffer that has memory, sharded or not.
-        value: the whole value, of the same shape.
-        dtype: dtype to which floating-point values are converted first; None for the dtype of ``own``.
-        pages: the mapped files, whose pages are freed.
+    Floating-point values are converted to ``dtype`` first, None means the dtype of ``own``; pages that were read are
+    freed.
     """
     whole = value
     if in_parts(own):
@@ -178,9 +175,7 @@ def raise_first(problem: Exception | None, problems: list[str | None]) -> None:
 def all_or_none(work: Callable[[], None], gather: Callable[[Any], list[Any]]) -> None:
     """Call ``work`` on this process; if it fails on any process, raise on all of them, so that none waits.
 
-    Args:
-        work: the function to call.
-        gather: returns the values that all processes pass to it.
+    ``gather`` returns the values that all processes pass to it.
     """
     problem: Exception | None = None
     try:

@@ -10,8 +10,10 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,12 +114,25 @@ def mapped_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def tensors_of_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a safetensors file with any name; see :func:`mapped_tensors`."""
+    with _opened(file) as opened:
+        for name in opened.keys():  # noqa: SIM118 (it is no dict)
+            yield name, opened.get_tensor(name)
+
+
+def kinds_and_shapes(file: Path) -> dict[str, tuple[str, list[int]]]:
+    """The dtypes (as the format names them) and shapes in the head of a safetensors file, by tensor."""
+    with _opened(file) as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                yield name, opened.get_tensor(name)
+            yield opened
     except SafetensorError as error:
         raise _damaged(file, error) from error
 
@@ -162,10 +177,7 @@ def short_lived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 def copy_into(target: Tensor, source: Tensor, pages: Pages | None = None) -> None:
     """Copy a tensor from a mapped file to a target of any device and dtype; the pages that were read are freed.
 
-    Args:
-        target: a tensor of the same shape.
-        source: the tensor in the file.
-        pages: the mapped files, to be shared if many tensors are copied; None to look them up now.
+    ``pages`` are the mapped files, to be shared if many tensors are copied; None looks them up now.
     """
     if not (source.is_contiguous() and target.is_contiguous()) or source.numel() == 0:
         target.copy_(source)

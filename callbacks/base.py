@@ -143,6 +143,13 @@ class Callback:
             if overridden(self, hook, base) is None:
                 setattr(self, hook, None)
 
+    def _require_logger(self, trainer: Trainer, values: str = "its values") -> None:
+        if not trainer.loggers:
+            raise RuntimeError(
+                f"{type(self).__name__} has nowhere to send {values}: the Trainer has no logger (logger=False). "
+                "Pass a logger, such as Trainer(logger=True), or remove the callback."
+            )
+
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Called when fit, validate, test or predict begins, before the module's own ``setup``.
 

@@ -143,7 +143,7 @@ class CheckpointKeeper(Checkpoint):
         """Write a file for this step if it ranks, then ``last``, and tell the loggers.
 
         Args:
-            trainer: the one that calls.
+            trainer: the trainer of the fit.
             ranked: whether to write a ranked file; False writes only ``last``.
             scored: whether the monitored metric belongs to these weights.
             background: False waits until the files are on disk; True follows ``async_save``.
@@ -196,11 +196,8 @@ class CheckpointKeeper(Checkpoint):
         """Save the step at which a signal ends the fit, on all ranks together, unless it is saved already.
 
         Without a monitor the new file replaces the previous newest one as usual, and ``last`` is rewritten if it is
-        kept. With a monitor the file is not ranked; it is deleted after the resumed run has saved again.
-
-        Args:
-            trainer: the one that calls.
-            name: of the signal.
+        kept. With a monitor the file is not ranked; it is deleted after the resumed run has saved again. ``name`` is
+        the signal's.
         """
         step = trainer.global_step
         if trainer.state.stage not in ("train", "validate") or not self.may_save(trainer):
@@ -282,15 +279,8 @@ class CheckpointKeeper(Checkpoint):
     ) -> None:
         """Write one checkpoint under all its names, and delete the files that it replaces.
 
-        The ranking changes first, because the checkpoint contains it. A failed write undoes the change.
-
-        Args:
-            trainer: the one that saves.
-            values: values for file names and ranking.
-            path: path of the file; None to write only ``last``.
-            gone: the files that it replaces in the ranking; None if it is not ranked.
-            last: whether to write ``last``.
-            background: as for ``Saver.save``.
+        The ranking changes first, because the checkpoint contains it. A failed write undoes the change. With ``path``
+        None only ``last`` is written; ``gone`` are the files that it replaces in the ranking, None if it is not ranked.
         """
         before = {name: getattr(self, name) for name in _CHANGED_BY_SAVING}
         self.best_k_models = dict(self.best_k_models)
@@ -465,7 +455,9 @@ class CheckpointKeeper(Checkpoint):
         scores = state["best_k_models"]
         named = {*scores, state["best_model_path"], state["last_model_path"]} - {""}
         names = sorted({*named, *state.get("leftovers", ())})
-        found = trainer.strategy.broadcast(self._find(trainer, names, state) if trainer.is_global_zero else {})
+        beside = str(storage.location(storage.absolute(trainer.ckpt_path)).parent) if trainer.ckpt_path else ""
+        find = partial(self._files.find, beside=beside, old_folder=state.get("dirpath"))
+        found = trainer.strategy.broadcast({name: find(name) for name in names} if trainer.is_global_zero else {})
         self.best_k_models = {path: score for name, score in scores.items() if (path := found[name])}
         self.last_model_path = found.get(state["last_model_path"]) or ""
         if self.monitor is None:
@@ -484,10 +476,6 @@ class CheckpointKeeper(Checkpoint):
             self._take_up(trainer, state, {path for name in state.get("leftovers", ()) if (path := found[name])} - kept)
         if lost := sorted(name for name in named if found[name] is None):
             messages.info(f"These checkpoints of this run no longer exist: {messages.names(lost, last='and')}.")
-
-    def _find(self, trainer: Trainer, names: Iterable[str], state: dict[str, Any]) -> dict[str, str | None]:
-        beside = str(storage.location(storage.absolute(trainer.ckpt_path)).parent) if trainer.ckpt_path else ""
-        return {name: self._files.find(name, beside, state.get("dirpath")) for name in names}
 
     def _take_up(self, trainer: Trainer, state: dict[str, Any], leftovers: Collection[str]) -> None:
         """Continue as the same run after it ended.

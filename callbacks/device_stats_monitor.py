@@ -49,11 +49,7 @@ class DeviceStatsMonitor(Callback):
         self._filter_keys = None if filter_keys is None else set(filter_keys)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if not trainer.loggers:
-            raise RuntimeError(
-                "DeviceStatsMonitor has nowhere to send its values: the Trainer has no logger (logger=False). "
-                "Pass a logger, such as Trainer(logger=True), or remove the callback."
-            )
+        self._require_logger(trainer)
         self._check_keys(self._read(trainer.strategy.device), trainer.strategy.device)
 
     def on_train_batch_end(

@@ -88,10 +88,8 @@ class BaseFinetuning(Callback):
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Parameter]:
         """Return the trainable or the frozen parameters in ``modules``, each once.
 
-        Args:
-            modules: a module or a nested iterable of modules.
-            train_bn: include parameters of BatchNorm layers.
-            requires_grad: True returns trainable parameters, False frozen ones.
+        ``train_bn`` includes parameters of BatchNorm layers. ``requires_grad`` True returns trainable parameters, False
+        frozen ones.
         """
         seen: set[int] = set()
         for module in BaseFinetuning.flatten_modules(modules):
@@ -118,12 +116,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze all parameters in ``modules``.
-
-        Args:
-            modules: a module or a nested iterable of modules.
-            train_bn: leave BatchNorm layers trainable.
-        """
+        """Freeze all parameters in ``modules``. With ``train_bn``, BatchNorm layers stay trainable."""
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, BatchNorm) and train_bn:
                 _make_layer_trainable(module)

@@ -62,11 +62,7 @@ class LearningRateMonitor(Callback):
             self._undefine(LearningRateMonitor, "on_before_optimizer_step")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        if not trainer.loggers:
-            raise RuntimeError(
-                "LearningRateMonitor has nowhere to send the learning rates: the Trainer has no logger (logger=False). "
-                "Pass a logger, such as Trainer(logger=True), or remove the callback."
-            )
+        self._require_logger(trainer, "the learning rates")
         if not trainer.optimizers:
             messages.warn(
                 f"LearningRateMonitor has nothing to log: {type(pl_module).__name__} has no optimizer. "
@@ -118,7 +114,6 @@ class LearningRateMonitor(Callback):
 
 
 def _schedulers(trainer: Trainer, optimizer: Optimizer) -> list[Any]:
-    """Return the configurations of the schedulers of ``optimizer``."""
     return [c for c in trainer.lr_scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
 
 

@@ -112,19 +112,8 @@ class ModelCheckpoint(CheckpointKeeper):
         enable_version_counter: bool = True,
         async_save: bool | None = None,
     ) -> None:
-        super().__init__(
-            dirpath=dirpath,
-            filename=filename,
-            monitor=monitor,
-            verbose=verbose,
-            save_last=save_last,
-            save_top_k=save_top_k,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            auto_insert_metric_name=auto_insert_metric_name,
-            enable_version_counter=enable_version_counter,
-            async_save=async_save,
-        )
+        kept = (save_last, save_top_k, save_weights_only, mode, auto_insert_metric_name, enable_version_counter)
+        super().__init__(dirpath, filename, monitor, verbose, *kept, async_save)
         self.save_on_exception = save_on_exception
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self._set_rhythm(every_n_epochs, every_n_train_steps, train_time_interval)

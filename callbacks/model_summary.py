@@ -85,12 +85,9 @@ class Summary:
     """Result of :func:`summarize`; ``str()`` gives the table.
 
     Attributes:
-        layers: the rows.
         total_parameters: number of parameters, shared ones counted once.
-        trainable_parameters: those with ``requires_grad``.
         parameter_bytes: memory of all parameters in their dtypes.
-        modules_in_train_mode: number of modules, at any depth, in train mode.
-        modules_in_eval_mode: number of modules, at any depth, in eval mode.
+        modules_in_train_mode: number of modules, at any depth, in train mode; likewise for eval mode.
         has_lazy_parameters: whether some parameters have no shape yet, so that the totals are too small.
         shares_parameters: whether rows share parameters, so that they add up to more than the total.
         total_flops: floating-point operations of a forward pass with the example input, or None.
@@ -229,7 +226,8 @@ def _call(module: nn.Module, inputs: Any) -> None:
 
 
 def _summarize(module: nn.Module, max_depth: int, run: Callable[[nn.Module, Any], None]) -> Summary:
-    layers = dict(_layers(module, max_depth))
+    named = list(module.named_modules())[1:]
+    layers = {name: layer for name, layer in named if max_depth == -1 or name.count(".") < max_depth}
     rows = {name: _row(name, layer) for name, layer in layers.items()}
     summary = Summary(list(rows.values()))
     loose = list(module.parameters(recurse=False))
@@ -248,12 +246,6 @@ def _summarize(module: nn.Module, max_depth: int, run: Callable[[nn.Module, Any]
     if inputs is not None and not summary.has_lazy_parameters:
         _measure(module, inputs, run, layers, rows, summary)
     return summary
-
-
-def _layers(module: nn.Module, max_depth: int) -> Iterator[tuple[str, nn.Module]]:
-    for name, layer in module.named_modules():
-        if name and (max_depth == -1 or name.count(".") < max_depth):
-            yield name, layer
 
 
 def _row(name: str, layer: nn.Module) -> Layer:

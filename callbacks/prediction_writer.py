@@ -51,16 +51,9 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Store the prediction of one batch.
+        """Store what ``predict_step`` returned for one batch, which is still on its device.
 
-        Args:
-            trainer: the trainer that predicts.
-            pl_module: the module that predicts.
-            prediction: what ``predict_step`` returned.
-            batch_indices: indices of the batch's samples in the data set, or None if the loader has no batch sampler.
-            batch: the batch, on its device.
-            batch_idx: index of the batch in its loader.
-            dataloader_idx: index of the loader.
+        ``batch_indices`` are the indices of its samples in the data set, or None if the loader has no batch sampler.
         """
         raise NotImplementedError(self._unwritten("write_on_batch_end"))
 
@@ -73,12 +66,9 @@ class BasePredictionWriter(Callback):
     ) -> None:
         """Store the predictions of the whole run.
 
-        Args:
-            trainer: the trainer that predicted.
-            pl_module: the module that predicted.
-            predictions: as ``trainer.predict`` returns them: one item per batch, or one list of them per loader if
-                there are several. They are kept even with ``return_predictions=False``.
-            batch_indices: for each loader a list with each batch's indices in the data set.
+        ``predictions`` are as ``trainer.predict`` returns them: one item per batch, or one list of them per loader if
+        there are several. They are kept even with ``return_predictions=False``. ``batch_indices`` has for each loader a
+        list with each batch's indices in the data set.
         """
         raise NotImplementedError(self._unwritten("write_on_epoch_end"))
 

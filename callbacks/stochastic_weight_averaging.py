@@ -354,7 +354,7 @@ def _without_traces(module: nn.Module) -> Iterator[None]:
     metrics: list[Any] = [m for m in module.modules() if getattr(m, "update_count", None) == 0]
     loggers = [m for m in module.modules() if hasattr(type(m), "log_dict") and "log" not in vars(m)]
     for m in loggers:
-        vars(m)["log"] = _ignore
+        vars(m)["log"] = lambda *args, **kwargs: None
     try:
         yield
     finally:
@@ -362,7 +362,3 @@ def _without_traces(module: nn.Module) -> Iterator[None]:
             del vars(m)["log"]
         for metric in metrics:
             metric.reset()
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Replacement for ``log``."""

@@ -79,11 +79,8 @@ class ThroughputMonitor(Callback):
         self._peak: float | None = None
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        if not trainer.loggers and stage != "predict":
-            raise RuntimeError(
-                "ThroughputMonitor has nowhere to send its values: the Trainer has no logger (logger=False). "
-                "Pass a logger, such as Trainer(logger=True), or remove the callback."
-            )
+        if stage != "predict":
+            self._require_logger(trainer)
         device = trainer.strategy.device
         self._peak = peak_flops(device, _compute_dtype(trainer.strategy.precision.name))
 

@@ -71,11 +71,7 @@ class Timer(Callback):
             self._undefine(Timer, "on_train_batch_end")
 
     def start_time(self, stage: Stage = "train") -> float | None:
-        """Return when a stage last began, in seconds of ``time.perf_counter``; None if it never did.
-
-        Args:
-            stage: ``"train"``, ``"sanity_check"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        """
+        """Return when a stage last began, in seconds of ``time.perf_counter``; None if it never did."""
         return self._start.get(_known(stage))
 
     def end_time(self, stage: Stage = "train") -> float | None:

@@ -61,12 +61,7 @@ def remove_temporaries(folder: Location) -> None:
 def take_place(temporary: Path, target: Location, new: bool = False) -> None:
     """Rename ``temporary`` to ``target``, delete what had that name before, and sync the folder.
 
-    If ``target`` is an address, the file is uploaded.
-
-    Args:
-        temporary: a local file or folder.
-        target: its final path.
-        new: whether ``target`` must not exist yet.
+    If ``target`` is an address, the file is uploaded. With ``new``, ``target`` must not exist yet.
 
     Raises:
         FileExistsError: with ``new``, something has been created at ``target``. It is left unchanged.

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 def find_checkpoint(run: Run, ckpt_path: Any, fn: str, reused: bool) -> Location | None:
     """The file for ``"best"``, ``"last"``, ``"auto"``, a path or None.
 
-    Args:
-        run: whose checkpoint callbacks know their files.
-        ckpt_path: as given to the entry point.
-        fn: the entry point.
-        reused: whether the module is that of the previous run; then None means its best checkpoint, if there is one.
+    ``reused``: whether the module is that of the previous run; then None means its best checkpoint, if there is one.
     """
     if ckpt_path is None:
         return _best(run) if reused and fn != "fit" else None

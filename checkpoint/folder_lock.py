@@ -32,12 +32,8 @@ class Claims:
     def take(self, folders: Iterable[str], alone: bool = False) -> bool:
         """Lock folders until :meth:`release`; folders that do not exist yet are skipped.
 
-        Args:
-            folders: the folders; remote addresses are skipped.
-            alone: whether to check that no other run holds them now.
-
-        Returns:
-            Whether it is certain that no other run held them.
+        Folders that do not exist yet and remote addresses are skipped. With ``alone``, check that no other run holds
+        them now. Returns whether it is certain that no other run held them.
 
         Raises:
             BlockingIOError: another run holds one of them, and did not release it in time.

@@ -132,7 +132,7 @@ class HyperparametersMixin:
         by_name = all(isinstance(arg, str) for arg in args)
         cls, parsed = _parsed.get() or (None, {})
         parsed = dict(parsed) if type(self) is cls else {}
-        if by_name and not arguments and not _inside_init(self, frame):
+        if by_name and not arguments and not _init_frames(self, frame):
             raise RuntimeError(
                 f"{owner}.save_hyperparameters() was called outside of __init__, where the arguments are not known. "
                 "Call it inside __init__, or pass the values to store: save_hyperparameters({'lr': 0.1})."
@@ -163,10 +163,6 @@ def _init_frames(owner: Any, frame: FrameType | None) -> list[FrameType]:
             frames.append(frame)
         frame = frame.f_back
     return frames
-
-
-def _inside_init(owner: Any, frame: FrameType | None) -> bool:
-    return bool(_init_frames(owner, frame))
 
 
 def _init_arguments(owner: Any, frame: FrameType | None) -> tuple[dict[str, Any], bool]:

@@ -6,38 +6,36 @@ from typing import Any
 
 #: The version of Lightning whose layout the files follow.
 LAYOUT_VERSION = "2.6.6"
+_ALL = ("ready", "started", "processed", "completed")
+_TWO, _THREE = ("ready", "completed"), ("ready", "started", "completed")
 
 
 def loops(counters: dict[str, Any]) -> dict[str, Any]:
     """Lightning's ``"loops"`` entry, made from the counters of a run."""
     in_epoch, steps, done = counters["next_batch"], counters["global_step"], counters["epoch_done"]
-    epoch = _passed(counters["epoch"], in_epoch > 0 or done, done)
+    completed = counters["epoch"]
+    epoch = dict.fromkeys(_ALL, completed + (in_epoch > 0 or done))
+    epoch |= {"processed": completed + done, "completed": completed}
     return {
         "fit_loop": {
             "state_dict": {},
             "epoch_progress": {"total": epoch, "current": dict(epoch)},
             "epoch_loop.state_dict": {"_batches_that_stepped": counters["updates"]},
-            "epoch_loop.batch_progress": {
-                "total": _all(counters["batches"]),
-                "current": _all(in_epoch),
-                "is_last_batch": done,
-            },
-            "epoch_loop.scheduler_progress": {"total": _two(0), "current": _two(0)},
+            "epoch_loop.batch_progress": {**_progress(counters["batches"], in_epoch), "is_last_batch": done},
+            "epoch_loop.scheduler_progress": _progress(0, 0, _TWO),
             "epoch_loop.automatic_optimization.state_dict": {},
             "epoch_loop.automatic_optimization.optim_progress": {
                 "optimizer": {
-                    "step": {"total": _two(steps), "current": _two(in_epoch)},
-                    "zero_grad": {"total": _three(steps), "current": _three(in_epoch)},
+                    "step": _progress(steps, in_epoch, _TWO),
+                    "zero_grad": _progress(steps, in_epoch, _THREE),
                 }
             },
             "epoch_loop.manual_optimization.state_dict": {},
-            "epoch_loop.manual_optimization.optim_step_progress": {"total": _two(0), "current": _two(0)},
+            "epoch_loop.manual_optimization.optim_step_progress": _progress(0, 0, _TWO),
             "epoch_loop.val_loop.state_dict": {},
             "epoch_loop.val_loop.batch_progress": _nothing(),
         },
-        "validate_loop": {"state_dict": {}, "batch_progress": _nothing()},
-        "test_loop": {"state_dict": {}, "batch_progress": _nothing()},
-        "predict_loop": {"state_dict": {}, "batch_progress": _nothing()},
+        **{f"{fn}_loop": {"state_dict": {}, "batch_progress": _nothing()} for fn in ("validate", "test", "predict")},
     }
 
 
@@ -67,26 +65,9 @@ def progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def _passed(completed: int, started: bool, processed: bool) -> dict[str, int]:
-    return {
-        "ready": completed + started,
-        "started": completed + started,
-        "processed": completed + processed,
-        "completed": completed,
-    }
-
-
-def _all(n: int) -> dict[str, int]:
-    return {"ready": n, "started": n, "processed": n, "completed": n}
-
-
-def _two(n: int) -> dict[str, int]:
-    return {"ready": n, "completed": n}
-
-
-def _three(n: int) -> dict[str, int]:
-    return {"ready": n, "started": n, "completed": n}
+def _progress(total: int, current: int, names: tuple[str, ...] = _ALL) -> dict[str, Any]:
+    return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
 
 
 def _nothing() -> dict[str, Any]:
-    return {"total": _all(0), "current": _all(0), "is_last_batch": False}
+    return {**_progress(0, 0), "is_last_batch": False}

@@ -30,17 +30,7 @@ def load_from_checkpoint(
 ) -> Any:
     """Make an instance from a checkpoint: its hyperparameters become ``__init__`` arguments, then its state is loaded.
 
-    The random states do not change.
-
-    Args:
-        cls: a ``TrainingModule`` or ``DataModule`` class.
-        path: a checkpoint, or an open binary file.
-        map_location: device for the tensors, as for ``torch.load``; the CPU if None. The module moves to its weights'
-            device.
-        hparams_file: a ``.yaml`` or ``.csv`` file whose values replace the hyperparameters in the checkpoint.
-        strict: whether the names of the weights have to match; None uses ``strict_loading``.
-        weights_only: False also loads hyperparameters that are objects, which runs code that the file names.
-        **kwargs: arguments of ``__init__`` that override the hyperparameters.
+    The random states do not change. For the arguments, see ``TrainingModule.load_from_checkpoint``.
 
     Raises:
         ValueError: the file is not a checkpoint, or names code.

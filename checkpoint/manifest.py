@@ -78,9 +78,8 @@ class Manifest:
 def of(checkpoint: dict[str, Any], files: dict[str, list[int]] | None = None) -> Manifest:
     """The manifest for a checkpoint that is about to be written.
 
-    Args:
-        checkpoint: the contents; sequence number and score are in its ``["paceline"]["manifest"]``.
-        files: size and checksum of the files of a folder; None for a single file, whose zip records them itself.
+    Sequence number and score are in its ``["paceline"]["manifest"]``. ``files``: size and checksum of the files of a
+    folder; None for a single file, whose zip records them itself.
     """
     section = checkpoint.get("paceline", {})
     facts = section.get("manifest", {})
@@ -202,9 +201,7 @@ def is_folder(path: str | os.PathLike[str] | Remote) -> bool:
 def checkpoints_in(folder: str | os.PathLike[str] | Remote, depth: int = 0) -> Iterator[Location]:
     """The checkpoints in a folder: files and folders named ``*.ckpt`` that are not hidden.
 
-    Args:
-        folder: the folder; it need not exist.
-        depth: how many levels of subfolders to search.
+    The folder need not exist. ``depth``: how many levels of subfolders to search.
     """
     try:
         entries = sorted(location(folder).iterdir(), key=lambda entry: entry.name)

@@ -84,10 +84,9 @@ class RunFiles:
     def find(self, saved: str, beside: str, old_folder: str | None) -> str | None:
         """Return the current path of a file, or None.
 
-        Args:
-            saved: its path in a checkpoint: relative to the folder, or absolute in files that other tools wrote.
-            beside: the folder of the checkpoint that has this path, which is searched second.
-            old_folder: the folder that an absolute path is relative to, if known.
+        It is searched in the folder, then in ``beside``, the folder of the checkpoint that has this path. ``saved`` is
+        relative to the folder, or absolute in files that other tools wrote; then ``old_folder``, if known, is what it
+        is relative to.
         """
         absolute = isinstance(location(saved), Remote) or os.path.isabs(saved)
         relative = storage.relative(saved, old_folder or str(location(saved).parent)) if absolute else saved

@@ -23,9 +23,7 @@ def plain(value: Any, where: str) -> Any:
     Converted: numpy scalars to Python numbers, paths to strings, subclasses of str, dict and list to str, dict and
     list.
 
-    Args:
-        value: anything.
-        where: the name of ``value`` in the error, for example ``"callbacks['EMA']"``.
+    ``where`` is the name of ``value`` in the error, for example ``"callbacks['EMA']"``.
 
     Raises:
         TypeError: it contains something else; the message says where, of what type, and what to do.

@@ -18,10 +18,7 @@ from ..torch_private import unsaved_buffers
 def entry_of(ranks: Sequence[Mapping[str, Any]], strategy: Strategy, alike: bool) -> Any:
     """The saved entry that this rank continues with: its own, or that of the rank with its share of the data, or None.
 
-    Args:
-        ranks: the entries of all saved ranks, each with its ``rank`` and ``data_rank``.
-        strategy: strategy of the resumed run.
-        alike: whether the resumed run has as many ranks, and shares of the data, as the saved run.
+    ``alike``: whether the resumed run has as many ranks, and shares of the data, as the saved run.
     """
     key, mine = ("rank", strategy.global_rank) if alike else ("data_rank", strategy.data_rank)
     return next((kept for kept in ranks if kept[key] == mine), None)
@@ -37,11 +34,7 @@ def without_entry(ranks: Iterable[Mapping[str, Any]], world_size: int) -> str:
 def tell_derived(derived: Sequence[str], alike: bool, then: int, now: int) -> None:
     """Print one message that lists what was derived rather than restored, if anything was.
 
-    Args:
-        derived: what was derived, and how.
-        alike: whether the run has the same ranks as the saved run.
-        then: number of ranks that wrote the checkpoint.
-        now: number of ranks of this run.
+    ``alike``: whether the run has the same ranks as the saved run; ``then`` and ``now``: their numbers of ranks.
     """
     if derived:
         other = f" was written on {_count(then)}, and this run has {_count(now)}: it"

@@ -59,12 +59,7 @@ def load_weights(
 ) -> None:
     """Load weights through ``load(module, state, strict)``; list everything that does not fit.
 
-    Args:
-        module: the module to load into.
-        state: a ``state_dict``.
-        strict: whether the names have to match.
-        load: the function that loads the weights.
-        advice: a sentence that says what to do if they do not match; None for the one for a ``TrainingModule``.
+    ``advice`` is a sentence that says what to do if they do not match; None for the one for a ``TrainingModule``.
 
     Raises:
         RuntimeError: names are missing or unexpected, or shapes differ; the message says what to do.

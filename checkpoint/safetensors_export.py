@@ -52,9 +52,7 @@ class Bare(NamedTuple):
 def bare(state: Mapping[str, Any], tied: Iterable[str] = ()) -> Bare:
     """Split a ``state_dict`` into tensors, duplicates and other entries.
 
-    Args:
-        state: a module's ``state_dict``.
-        tied: regular expressions of names that should not be kept if a tensor has several names.
+    ``tied``: regular expressions of names that should not be kept if a tensor has several names.
     """
     patterns = [re.compile(pattern) for pattern in tied]
     found = Bare({}, {}, {})
@@ -83,10 +81,8 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write a safetensors file and sync it to disk.
 
-    Args:
-        tensors: the tensors by name; those that share storage are copied, because the format refuses them.
-        path: a local path.
-        metadata: metadata for the head of the file, in addition to ``format``.
+    Tensors that share storage are copied, because the format refuses them. ``metadata`` is added to the head of the
+    file.
     """
     from safetensors.torch import save_file
 

@@ -214,12 +214,7 @@ def read(
 ) -> dict[str, Any]:
     """Verify the checksums of a checkpoint folder and read it.
 
-    Args:
-        folder: the folder with ``manifest.json``.
-        map_location: device for the tensors; ``"meta"`` verifies the folder without loading them.
-        strategy: decides which part of each tensor this process needs; None for whole tensors. With a strategy, every
-            process must call this.
-        trusted: also load objects, which runs code that the file names.
+    Arguments as for :func:`.read.read`. With a strategy, every process must call this.
 
     Raises:
         ValueError: it is damaged, incomplete, or written by a newer version.

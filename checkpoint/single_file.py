@@ -29,12 +29,8 @@ def write(checkpoint: dict[str, Any], path: str | os.PathLike[str] | Remote, who
     """Write a checkpoint so that ``path`` is always, even after a crash, either the old or the complete new file.
 
     The bytes are written to a hidden ``.tmp`` file in the same folder and synced to disk before that file replaces
-    ``path``. Tensors are streamed; the file is never held in memory.
-
-    Args:
-        checkpoint: plain data and tensors.
-        path: the file; a ``NewPath`` never replaces an existing file.
-        whole: False if the file is part of a checkpoint folder, which has the manifest.
+    ``path``. Tensors are streamed; the file is never held in memory. A ``NewPath`` never replaces an existing file.
+    ``whole`` is False for a part of a checkpoint folder, which has the manifest.
 
     Raises:
         TypeError: a value is neither plain data nor a tensor; the message says which one.
@@ -153,15 +149,7 @@ def read(
 ) -> dict[str, Any]:
     """Verify the checksums of a checkpoint file, written by Paceline or Lightning, and read it.
 
-    Args:
-        path: a file, a remote address (whose file is downloaded first), or an open seekable binary file.
-        map_location: device for its tensors, as for ``torch.load``; ``"meta"`` verifies a file without loading them.
-        trusted: also load objects, which runs code that the file names.
-
-    Raises:
-        FileNotFoundError: there is no such file; the message lists the files in the folder.
-        IsADirectoryError: it is a folder.
-        ValueError: it is damaged, not a checkpoint, written by a newer version, or names code.
+    Arguments and errors as for :func:`.read.read`; a file at a remote address is downloaded first.
     """
     if isinstance(path, (str, os.PathLike, Remote)):
         where = location(path)
@@ -172,7 +160,9 @@ def read(
 
 
 def _read(file: IO[bytes], name: str, map_location: Any, trusted: bool) -> dict[str, Any]:
-    _check_bytes(file, name)
+    found = file_problem(file)
+    if found is not None:
+        raise found.error(name)
     file.seek(0)
     try:
         checkpoint = torch.load(file, map_location=map_location, weights_only=not trusted)
@@ -214,12 +204,6 @@ def _files_in(folder: Location) -> str:
     names = _names_in(folder)
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"{storage.absolute(folder)} contains {', '.join(names[:10]) or 'no files'}{more}."
-
-
-def _check_bytes(file: IO[bytes], name: str) -> None:
-    found = file_problem(file)
-    if found is not None:
-        raise found.error(name)
 
 
 def _check_contents(checkpoint: Any, name: str) -> None:

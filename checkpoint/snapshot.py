@@ -28,10 +28,7 @@ class Buffers:
         """Copy plain data and tensors to the host. The copy is valid until the next call.
 
         Tensors that share memory also share it in the copy, so that a file stores it once. Copies from a GPU run
-        together, and the host waits for them once, at the end.
-
-        Args:
-            state: the result of ``plain``.
+        together, and the host waits for them once, at the end. ``state`` must be the result of ``plain``.
         """
         storages: dict[int, Any] = {}
         for tensor in _tensors(state):

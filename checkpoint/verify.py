@@ -109,11 +109,8 @@ def _is_odd(record: zipfile.ZipInfo) -> bool:
 def folder_problem(folder: Location, share: int = 0, shares: int = 1) -> Problem | None:
     """What is wrong with the files of a folder.
 
-    Args:
-        folder: the checkpoint.
-        share: index of this process's share of the files, whose checksums it verifies; none if negative. The sizes of
-            all files are checked.
-        shares: number of processes that share the files.
+    The sizes of all files are checked, and the checksums of this process's share: one file of each ``shares``; none if
+    ``share`` is negative.
     """
     if not manifest.is_folder(folder):
         return Problem("it has no manifest, so it is not a checkpoint or was never completed", foreign=True)

@@ -14,11 +14,7 @@ PLACES = ("This machine", "AWS (Amazon SageMaker)")
 
 
 class Dialog:
-    """Asks questions one by one.
-
-    Args:
-        given: known settings, which are not asked for.
-    """
+    """Asks questions one by one. Settings that are ``given`` are not asked for."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = dict(given)
@@ -92,14 +88,7 @@ class Dialog:
 
 
 def ask(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask for everything that training needs.
-
-    Args:
-        given: known settings.
-
-    Returns:
-        The settings, the given ones first.
-    """
+    """Ask for everything that training needs. Returns the settings, the given ones first."""
     talk = Dialog(given)
     talk.choose("In which compute environment are you running?", PLACES, unsupported=PLACES[1:])
     machine = talk.choose("Which type of machine are you using?", MACHINES, unsupported=MACHINES[3:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import messages
-from ..big_model.weight_files import weight_files
+from ..big_model.weight_files import kinds_and_shapes, weight_files
 from ..data.batches import batch_size_of
 from ..estimate.tensor_lifetimes import Ledger
 from ..torch_private import FakeTensorMode, pytree, storage_key
@@ -80,9 +80,7 @@ class Wish:
 def find(name: str, wish: Wish) -> Source:
     """Find a model by name. Local files come first, and nothing is downloaded.
 
-    Args:
-        name: a folder, a file, ``module:factory``, ``file.py:factory``, or a model of timm.
-        wish: the options.
+    ``name`` is a folder, a file, ``module:factory``, ``file.py:factory``, or a model of timm.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -149,31 +147,11 @@ def _of_files(path: Path) -> Source:
 
 def _headers(file: Path) -> dict[str, Size]:
     """Read the sizes in a safetensors file's header, without its data."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if not 2 <= length <= file.stat().st_size - 8:
-            raise ValueError(
-                f"{str(file)!r} is not a complete safetensors file: its header should have {length} bytes."
-            )
-        try:
-            header = json.loads(opened.read(length))
-        except ValueError as error:
-            raise ValueError(
-                f"{str(file)!r} is not a safetensors file: its header cannot be read ({error})."
-            ) from error
-    header.pop("__metadata__", None)
-    end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-    if end > file.stat().st_size - 8 - length:
-        raise ValueError(
-            f"{str(file)!r} has {file.stat().st_size} bytes, but its header says {8 + length + end}. Download it again."
-        )
     sizes = {}
-    for name, tensor in header.items():
-        kind, elements = tensor["dtype"], 1
-        for extent in tensor["shape"]:
-            elements *= extent
+    for name, (kind, shape) in kinds_and_shapes(file).items():
         digits = "".join(filter(str.isdigit, kind.split("_")[0]))
-        sizes[name] = Size((elements, _BITS.get(kind) or int(digits or 8), kind.startswith(_FLOATING)))
+        bits = _BITS.get(kind) or int(digits or 8)
+        sizes[name] = Size((math.prod(shape), bits, kind.startswith(_FLOATING)))
     return sizes
 
 

@@ -52,10 +52,7 @@ def run(arguments: Namespace) -> int:
 def start(script: Script, settings: Settings, arguments: Namespace) -> int:
     """Run a script according to the settings.
 
-    Args:
-        script: what to run.
-        settings: the settings in force.
-        arguments: the flags that are not settings.
+    ``arguments`` has the flags that are not settings.
     """
     plan = _plan(settings)
     _refuse_deepspeed(settings)
@@ -158,18 +155,7 @@ def _refuse_deepspeed(settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The processes to start and their devices.
-
-    Args:
-        kind: kind of devices, ``"cpu"`` or ``"cuda"``.
-        num_processes: number of processes on this machine.
-        num_machines: number of machines.
-        why: the reason for the number of processes.
-        threads: the number of threads, with the reason.
-        variables: environment variables for the processes.
-        binds_gpus: whether torch binds each process to its GPU's NUMA node.
-        binding: text about the binding.
-    """
+    """The processes to start and their devices."""
 
     kind: str
     num_processes: int
@@ -302,11 +288,7 @@ class _Announcement:
         self.plan, self.settings, self.quiet = plan, settings, quiet
 
     def chosen(self, port: int | None = None) -> None:
-        """Print the report.
-
-        Args:
-            port: rendezvous port of a single machine; None for several machines, or without a rendezvous.
-        """
+        """Print the report. ``port``: of the rendezvous of a single machine, if there is one."""
         if self.quiet:
             return
         plan, count = self.plan, self.plan.num_processes

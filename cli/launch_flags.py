@@ -53,9 +53,7 @@ class _Refuse(Action):
 def add_flags(parser: ArgumentParser, script: bool = True) -> None:
     """Add every flag.
 
-    Args:
-        parser: the parser that gets them.
-        script: whether a script, with arguments of its own, follows the flags.
+    ``script``: whether a script, with arguments of its own, follows the flags.
     """
     if script:
         _add_script(parser)

@@ -24,10 +24,7 @@ _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
 class Script:
     """A script, a module or a program, and its arguments.
 
-    Args:
-        kind: ``"script"``, ``"module"`` or ``"program"``.
-        target: the file or the module's name.
-        arguments: its arguments.
+    ``kind`` is ``"script"``, ``"module"`` or ``"program"``; ``target`` is the file or the module's name.
     """
 
     kind: str

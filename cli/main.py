@@ -43,11 +43,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status.
-
-    Args:
-        arguments: the command line's arguments; None means ``sys.argv``.
-    """
+    """Run one command; return the exit status. ``arguments`` None means ``sys.argv``."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _NOT_HERE:
         messages.error(f"paceline {words[0]}: {_sentence(_NOT_HERE[words[0]])}.")

@@ -8,8 +8,6 @@ from pathlib import Path
 from .checkpoint import export
 
 _FILE = "model.safetensors"
-#: Name of the checkpoint inside a folder from ``Accelerator.save_state``.
-_STATE = "state.ckpt"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -32,10 +30,8 @@ def run(arguments: Namespace) -> int:
             "--remove_checkpoint_dir: training can resume only from the sharded checkpoint, so it is not deleted. "
             "Remove the flag, and delete the folder yourself."
         )
-    inside = Path(arguments.directory) / _STATE
     out = Path(arguments.out)
     if out.suffix != ".safetensors":
         out.mkdir(parents=True, exist_ok=True)
         out = out / _FILE
-    file = str(inside) if inside.exists() else arguments.directory
-    return export.run(Namespace(file=file, out=str(out), format="safetensors"))
+    return export.run(Namespace(file=arguments.directory, out=str(out), format="safetensors"))

@@ -153,12 +153,7 @@ class DataModule(HyperparametersMixin):
     ) -> Self:
         """Make an instance with the hyperparameters and the state that a checkpoint holds.
 
-        Args:
-            checkpoint_path: the file.
-            map_location: device for its tensors, as for ``torch.load``.
-            hparams_file: a ``.yaml`` or ``.csv`` file whose hyperparameters replace those of the checkpoint.
-            weights_only: False also loads hyperparameters that are objects, which runs code that the file names.
-            **kwargs: arguments of ``__init__`` that override the saved ones.
+        Arguments are as for ``TrainingModule.load_from_checkpoint``.
         """
         from ..checkpoint.load_from_checkpoint import load_from_checkpoint
 

@@ -73,10 +73,7 @@ def shard_evaluation(loader: Any, rank: int, world: int) -> Any:
     workers read an iterable data set, each worker may give one process a batch more than another. ``drop_last=True``
     drops samples that do not fill a batch, as on one process.
 
-    Args:
-        loader: as for :func:`shard_training`.
-        rank: rank of this process.
-        world: number of processes. With 1 the loader itself is returned.
+    Arguments are as for :func:`shard_training`.
     """
     return shard(loader, world, partial(Division, rank, world, evaluation=True))
 

@@ -128,3 +128,6 @@ def pageable_copies(case: Case) -> Finding | None:
         faster(share, "the copies"),
         share,
     )
+
+
+FINDINGS = (data_bound, too_few_workers, too_many_workers, pageable_copies)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
+
+import torch
 
 from .step_clock import PARTS
 
@@ -29,7 +32,7 @@ class DeviceClock:
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
-        self._event = event or _cuda_event
+        self._event = event or partial(torch.cuda.Event, enable_timing=True)
         self._open: list[tuple[int, Any]] = []
         self._waiting: deque[list[tuple[int, Any]]] = deque()
         self._free: list[Any] = []
@@ -57,9 +60,3 @@ class DeviceClock:
                 self.seconds[part] += event.elapsed_time(following) / 1000
             self.steps += 1
             self._free += [event for _, event in marks]
-
-
-def _cuda_event() -> Any:
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)

@@ -14,13 +14,14 @@ from ..data.batches import batch_size_of
 from ..profilers.base import Profiler
 from .device_clock import EVERY, DeviceClock
 from .measurements import WARM_UP, Facts, from_rows, loader_facts, memory_of, numa_of, usable_cores
+from .report import Report
 from .step_clock import INDEX, PARTS, STEPS, WORDS, Clock
-from .subject import Subject, TrainerSubject
+from .subject import TrainerSubject
 from .watches import Collections, Compilations, StepWatch
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
-    from .report import Report
+    from .own_loop import Wiring
 
 T = TypeVar("T")
 _END = object()
@@ -29,6 +30,8 @@ _END = object()
 MOST_HOOKS = 20
 #: Steps in which every operator is recorded. They are warmup steps, which do not count.
 WATCHED = (1, 2)
+
+_LOOKED_AT = (*range(WATCHED[0], WARM_UP + 1),)
 
 #: Part of a step by the end of an action's name; the first match counts.
 _SUFFIXES = (
@@ -118,7 +121,7 @@ class Doctor(Profiler):
         self._communication: dict[str, float] = {}
         self._hooks: dict[str, float] = {}
         self._updates, self._batch_size = 0, None
-        self.subject: Subject | None = None
+        self.subject: TrainerSubject | Wiring | None = None
         self._watched: StepWatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,7 +173,7 @@ class Doctor(Profiler):
         if watch is not None:
             watch.end()
             if step > WATCHED[-1] or clock.totals[INDEX["compile"]]:
-                self._finish_watching()
+                self._watched, self.step_watch = watch, None
         if step == WARM_UP:
             self._settled()
         if device is not None and step > WARM_UP:
@@ -186,11 +189,6 @@ class Doctor(Profiler):
         self._batch_size = batch_size_of(batch)
         if self.step_watch is not None:
             self.step_watch.begin()
-
-    def _finish_watching(self) -> None:
-        """Keep the watch's results and stop using it."""
-        watch, self.step_watch = self.step_watch, None
-        self._watched = watch
 
     def _settled(self) -> None:
         """Start to count steps."""
@@ -211,7 +209,7 @@ class Doctor(Profiler):
         if self._stage == "fit":
             self.begin(TrainerSubject(trainer))
 
-    def begin(self, subject: Subject) -> None:
+    def begin(self, subject: TrainerSubject | Wiring) -> None:
         """Start measuring, right before the first step."""
         self.subject = subject
         if subject.strategy.device.type == "cuda":
@@ -231,37 +229,30 @@ class Doctor(Profiler):
             return
         strategy = self.subject.strategy
         self.clock.boundary()
-        self.end_watching()
+        self._end_watching()
         found = strategy.gather_objects(self.facts())
         if strategy.is_global_zero:
-            self.conclude(found)
+            self.report = Report.of(found)
 
     def interrupted(self) -> None:
         """Report on the finished steps of this process only."""
         if self.subject is None:
             return
         self.clock.cut()
-        self.end_watching()
+        self._end_watching()
         facts = self.facts()
         if facts.steps and self.subject.strategy.is_global_zero:
-            self.conclude([facts])
+            self.report = Report.of([facts])
 
-    def end_watching(self) -> None:
-        """Stop all watches."""
+    def _end_watching(self) -> None:
         if self.step_watch is not None:
             self.step_watch.end()
-            self._finish_watching()
+            self._watched, self.step_watch = self.step_watch, None
         if self.device_clock is not None:
             self.clock.marks = None
             self.device_clock.read()
         self.collections.end()
         self.compilations.end()
-
-    def conclude(self, found: list[Facts]) -> None:
-        """Make the report from all ranks' measurements."""
-        from .report import Report
-
-        self.report = Report.of(found)
 
     def split(self) -> dict[str, float]:
         """Return the report's split; without a report, the times of the host's clock."""
@@ -319,7 +310,7 @@ class Doctor(Profiler):
             scale = facts.steps / device.steps
             facts.device_seconds = {name: device.seconds[i] * scale for i, name in enumerate(PARTS)}
 
-    def _of_subject(self, facts: Facts, subject: Subject) -> None:
+    def _of_subject(self, facts: Facts, subject: TrainerSubject | Wiring) -> None:
         strategy = subject.strategy
         facts.rank, facts.world_size = strategy.global_rank, strategy.world_size
         facts.local_world_size = max(1, strategy.world_size // max(1, strategy.num_nodes))
@@ -340,9 +331,6 @@ class Doctor(Profiler):
             facts.batch_size = facts.loader.get("batch_size")
         facts.memory, facts.numa = memory_of(strategy.device), numa_of(strategy.device)
         facts.communication = _per_step(self._communication, subject.communication)
-
-
-_LOOKED_AT = (*range(WATCHED[0], WARM_UP + 1),)
 
 
 def _per_step(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from .measurements import Facts
 
@@ -30,10 +29,6 @@ class Finding:
     gain: str
     share: float = 0.0
     is_note: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the finding as a dict for JSON."""
-        return asdict(self)
 
 
 Case = Sequence[Facts]

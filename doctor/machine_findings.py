@@ -122,3 +122,6 @@ def collection_pauses(case: Case) -> Finding | None:
         faster(share, "the collections"),
         share,
     )
+
+
+FINDINGS = (memory_nearly_full, fragmentation, oversubscribed_threads, numa_distance, collection_pauses)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from ..processes.cpu_affinity import NODES, nodes, parse
 from .step_clock import INDEX, PARTS, WHOLE
@@ -25,7 +26,6 @@ class Facts:
     """Measurements of one process of a run.
 
     Attributes:
-        rank: its rank.
         own_loop: whether the loop is the user's, with an Accelerator instead of a Trainer.
         steps: counted batches, without the warmup in which memory is allocated and graphs are compiled.
         seconds: host seconds of the counted steps by part; they add up to the elapsed time.
@@ -120,10 +120,6 @@ class Facts:
         """Samples per second of this process."""
         return None if not self.batch_size or not self.step else self.batch_size / self.step
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the facts as a dict for JSON."""
-        return asdict(self)
-
 
 def from_rows(facts: Facts, rows: list[tuple[float, ...]], warm_up: int) -> None:
     """Fill in times from a clock's rows, for the steps after the first ``warm_up``."""
@@ -202,8 +198,6 @@ def numa_of(device: torch.device) -> dict[str, Any]:
 
 def loader_facts(loader: Any) -> dict[str, Any]:
     """Return a loader's settings, if it is a DataLoader."""
-    from torch.utils.data import DataLoader
-
     found: dict[str, Any] = {"kind": type(loader).__name__}
     if isinstance(loader, DataLoader):
         found |= {

@@ -101,3 +101,6 @@ def stragglers(case: Case) -> Finding | None:
         faster(share, "the wait"),
         share,
     )
+
+
+FINDINGS = (model_too_small, communication_bound, stragglers)

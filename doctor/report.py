@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,7 @@ class Report:
     def say(self, answer: bool = False) -> None:
         """Print the report: with rich in a terminal, else as plain text.
 
-        Args:
-            answer: print to standard output, because the report is the command's result.
+        With ``answer``, to standard output, because the report is the command's result.
         """
         if not messages.is_rank_zero():
             return
@@ -185,8 +184,8 @@ class Report:
         return {
             "version": 1,
             "verdict": self.verdict(),
-            "findings": [finding.as_dict() for finding in self.findings],
-            "ranks": [{**facts.as_dict(), "parts": facts.parts} for facts in self.ranks],
+            "findings": [asdict(finding) for finding in self.findings],
+            "ranks": [{**asdict(facts), "parts": facts.parts} for facts in self.ranks],
             "trials": self.trials,
         }
 
@@ -214,27 +213,17 @@ class Report:
             scaling = [paragraph(self.scaling())] if self.scaling() else []
             sections.append(Section("What was tried", [table(rows[1:], rows[0]), *scaling]))
         if self.ranks[0].steps:
-            sections += [
-                Section("Where the time of a step goes", self._shares()),
-                Section("Step time", [self._line()]),
-            ]
-        sections.append(
-            Section("The run", [table(self._run_rows(), ["", *(f"rank {f.rank}" for f in self.ranks[:8])])])
-        )
+            sections.append(Section("Where the time of a step goes", self._shares()))
+            sections.append(Section("Step time", [self._line()]))
+        named = ["", *(f"rank {facts.rank}" for facts in self.ranks[:8])]
+        sections.append(Section("The run", [table(self._run_rows(), named)]))
         return whole_page("Doctor", sections, lead=self.verdict())
 
     def _cards(self) -> list[Html]:
         if not self.findings:
             text, kind = ("Nothing stands out.", "good") if self.ranks[0].steps else ("The run was too short.", "")
             return [card(text, [self.verdict()], kind)]
-        return [
-            card(
-                finding.what,
-                _reasons(finding),
-                "" if finding.is_note else "bad",
-            )
-            for finding in self.findings
-        ]
+        return [card(one.what, _reasons(one), "" if one.is_note else "bad") for one in self.findings]
 
     def _shares(self) -> list[Html]:
         shown = self._shown()

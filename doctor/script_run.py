@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class PlannedDoctor(Doctor):
-    """Doctor that writes its report to the plan's file and ends the program after the fit.
-
-    Args:
-        plan: the plan.
-    """
+    """Doctor that writes its report to the plan's file and ends the program after the fit."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(write=False)

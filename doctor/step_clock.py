@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -34,14 +34,6 @@ WHOLE = ("evaluation", "checkpoint")
 MOST_ROWS = 20_000
 
 
-class Marks(Protocol):
-    """Interface of :class:`.device_clock.DeviceClock`."""
-
-    def __call__(self, part: int) -> None:
-        """Record that the device begins ``part``."""
-        ...
-
-
 class Clock:
     """Counts seconds for the current part; a nested part interrupts the outer one.
 
@@ -49,7 +41,8 @@ class Clock:
         totals: seconds by part since the start, and the number of steps begun.
         rows: a copy of ``totals`` at each boundary between two steps.
         hooks: seconds by hook, for named hooks.
-        marks: records the same switches on the device, in measured steps; None in others.
+        marks: records the same switches on the device, in measured steps (:class:`.device_clock.DeviceClock`); None in
+            others.
     """
 
     __slots__ = ("current", "held", "hooks", "last", "marks", "rows", "totals")
@@ -58,7 +51,7 @@ class Clock:
         self.totals: list[float] = [0.0] * (STEPS + 1)
         self.rows: deque[tuple[float, ...]] = deque(maxlen=MOST_ROWS)
         self.hooks: dict[str, float] = {}
-        self.marks: Marks | None = None
+        self.marks: Callable[[int], None] | None = None
         self.held = False
         self.current, self.last = INDEX["other"], perf_counter()
 

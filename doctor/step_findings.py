@@ -189,3 +189,6 @@ def logging_share(case: Case) -> Finding | None:
         change += ", log fewer values, or use a logger that writes in the background."
     what = f"Callbacks and logging take {percent(share)} of each step{f', most of it {first}' if first else ''}."
     return Finding("logging_share", what, why, change, faster(share, "them"), share)
+
+
+FINDINGS = (host_syncs, batch_too_small, recompiles, evaluation_share, checkpoint_share, logging_share)

@@ -1,54 +1,22 @@
-"""Facts that the doctor needs about a run, with a Trainer or with a user's own loop."""
+"""What the doctor reads from a Trainer's fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..strategies.base import Strategy
 from ..torch_private import is_compiled
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 
-class Subject(Protocol):
-    """A run that is examined.
-
-    Attributes:
-        updates: optimizer steps so far.
-        communication: result of :meth:`Strategy.communication_seconds`; empty for None.
-        accumulate: micro-batches per update.
-        is_compiled: whether torch.compile is used, which prevents recording operators.
-        own_loop: whether the loop is the user's, without a Trainer.
-    """
-
-    @property
-    def strategy(self) -> Strategy: ...
-    @property
-    def updates(self) -> int: ...
-    @property
-    def communication(self) -> dict[str, float]: ...
-    @property
-    def accumulate(self) -> int: ...
-    @property
-    def is_compiled(self) -> bool: ...
-    @property
-    def own_loop(self) -> bool: ...
-    @property
-    def modules(self) -> Sequence[nn.Module]: ...
-    @property
-    def loader(self) -> Any: ...
-
-    def measure_communication(self) -> None:
-        """Start measuring the communication of gradients."""
-
-
 class TrainerSubject:
-    """A fit of a Trainer."""
+    """A fit of a Trainer. :class:`.own_loop.Wiring` has the same members for a user's own loop."""
 
+    #: Whether the loop is the user's, without a Trainer.
     own_loop = False
 
     def __init__(self, trainer: Trainer) -> None:
@@ -72,7 +40,7 @@ class TrainerSubject:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the module, or a part of it, is compiled."""
+        """Whether the module, or a part of it, is compiled, which prevents recording operators."""
         return self._trainer.compile is not False or has_compiled(self.modules)
 
     @property

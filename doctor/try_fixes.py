@@ -53,14 +53,9 @@ def names(text: str) -> set[str]:
     return found
 
 
-def speed(ranks: list[dict[str, Any]] | list[Facts]) -> float:
+def speed(ranks: list[Facts]) -> float:
     """Return samples per second of all processes together, or batches if the batch size is unknown."""
-    found = [rank if isinstance(rank, Facts) else _facts(rank) for rank in ranks]
-    return sum((facts.batch_size or 1) / facts.step for facts in found if facts.step)
-
-
-def _facts(data: dict[str, Any]) -> Facts:
-    return Facts(**{key: value for key, value in data.items() if key != "parts"})
+    return sum((facts.batch_size or 1) / facts.step for facts in ranks if facts.step)
 
 
 def tried(
@@ -71,11 +66,8 @@ def tried(
 ) -> Iterator[dict[str, Any]]:
     """Try all applicable changes; yield a row for the original run, then one for each change.
 
-    Args:
-        report: report of the original run.
-        measure: runs the script with a change and returns the report's data.
-        say: prints which change is tried next.
-        only: names of changes to try; None tries all.
+    ``measure`` runs the script with a change and returns the report's data; ``say`` prints which change is tried next;
+    ``only`` has the names of changes to try, None tries all.
     """
     first = report.ranks[0]
     before = speed(report.ranks)
@@ -85,7 +77,7 @@ def tried(
             continue
         say(f"Trying {words} ...")
         try:
-            found = [_facts(rank) for rank in measure(change)["ranks"]]
+            found = Report.from_dict(measure(change)).ranks
         except (RuntimeError, OSError) as error:
             yield {"what": words, "error": str(error).splitlines()[0][:80]}
             continue

@@ -146,11 +146,7 @@ class Collections:
 
 
 class Compilations:
-    """Counts torch.compile's time on a clock, and records this run's recompilations.
-
-    Args:
-        clock: the run's clock.
-    """
+    """Counts torch.compile's time on a clock, and records this run's recompilations."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._before = clock, INDEX["other"]

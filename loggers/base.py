@@ -63,10 +63,7 @@ class Logger(ABC):
     def log_record(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Log values of one step, which need not be numbers, if this logger can show them.
 
-        Args:
-            values: numbers, texts and other supported values by name.
-            step: position on the x axis.
-            **options: options of the specific logger.
+        ``options`` are those of the specific logger.
         """
         if options:
             raise TypeError(

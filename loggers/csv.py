@@ -126,9 +126,7 @@ class CSVLogger(FolderLogger):
 class Table:
     """CSV file to which rows, and sometimes columns, are added.
 
-    Args:
-        path: the file; an existing file is continued.
-        flush_every_n_steps: number of steps after which rows are written automatically.
+    An existing file is continued. Rows are written after ``flush_every_n_steps`` steps.
     """
 
     def __init__(self, path: str, flush_every_n_steps: int) -> None:

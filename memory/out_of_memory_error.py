@@ -78,11 +78,7 @@ class Situation(NamedTuple):
     """What was running when memory ran out.
 
     Attributes:
-        door: spelling of the advice.
         place: text that says where the run is.
-        strategy: the model's strategy.
-        modules: the modules with the weights.
-        optimizers: their optimizers.
         samples: samples in one process's batch; None if unknown.
         accumulate: micro-batches in an accumulation window.
         training: whether it is training, not evaluation.

@@ -34,8 +34,7 @@ def _version(package: str) -> str | None:
 def machine(with_gpus: bool = True) -> dict[str, Any]:
     """Return operating system, processors and GPUs.
 
-    Args:
-        with_gpus: query CUDA, which takes time and memory in a process that does not use it otherwise.
+    Querying CUDA (``with_gpus``) takes time and memory in a process that does not use it otherwise.
     """
     import torch
 

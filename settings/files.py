@@ -226,9 +226,7 @@ _PARSERS = {".yaml": _yaml, ".yml": _yaml, ".json": json.loads, ".toml": _toml}
 def write_file(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
     """Write settings in the format of the file's suffix. The file appears complete or not at all.
 
-    Args:
-        path: the file; its folder is created if needed.
-        values: values by setting name.
+    The folder is created if needed.
     """
     place = Path(path).expanduser()
     text = _WRITERS[_suffix(place)](dict(values))

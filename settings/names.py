@@ -48,9 +48,7 @@ class Setting:
     def parsed(self, value: Any, where: str) -> Any:
         """Parse a value.
 
-        Args:
-            value: the value as given.
-            where: where it was given, for the error.
+        ``where`` says where the value was given, for the error.
 
         Raises:
             ValueError: the value is not valid for this setting.

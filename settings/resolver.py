@@ -86,8 +86,7 @@ class Settings(Mapping[str, Any]):
     def print(self, everything: bool = True) -> None:
         """Print the settings, each with its value and origin, on rank 0.
 
-        Args:
-            everything: whether to print settings that have their default, too.
+        Without ``everything``, settings that have their default are left out.
         """
         if messages.is_rank_zero():
             messages.answer(self.text(everything))

@@ -60,10 +60,8 @@ def positive(value: Any) -> float:
 def choice(*choices: str, refused: dict[str, str] | None = None, numbered: bool = False) -> Parse:
     """Parse one of several words, ignoring case.
 
-    Args:
-        choices: the words in the case in which they are returned.
-        refused: words that are known but not supported, and what to do instead.
-        numbered: whether a word may also be given by its number, from 1.
+    ``refused`` has words that are known but not supported, and what to do instead. With ``numbered``, a word may also
+    be given by its number, from 1.
     """
     by_word = {word.lower(): word for word in choices}
     if numbered:

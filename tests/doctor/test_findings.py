@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Callback, Trainer
 from paceline.callbacks import GarbageCollection, ModelCheckpoint, RichProgressBar
-from paceline.doctor import findings
+from paceline.doctor import data_findings, findings, process_findings, step_findings
 from paceline.doctor.doctor import Doctor
 from paceline.doctor.measurements import WARM_UP, Facts, usable_cores
 from paceline.doctor.report import Report
@@ -167,12 +167,12 @@ def test_a_batch_that_is_too_small_for_the_device() -> None:
 
 def test_a_large_batch_or_work_that_takes_its_time_is_no_small_batch() -> None:
     facts = tiny_steps()
-    assert findings.batch_too_small([replace(facts, batch_size=4096)]) is None
-    assert findings.batch_too_small([replace(facts, step_seconds=[4 * facts.quick_step] * 5)]) is None
+    assert step_findings.batch_too_small([replace(facts, batch_size=4096)]) is None
+    assert step_findings.batch_too_small([replace(facts, step_seconds=[4 * facts.quick_step] * 5)]) is None
 
 
 def test_a_whole_step_is_compiled_on_one_device_only() -> None:
-    finding = findings.batch_too_small([tiny_steps(strategy="DDPStrategy", world_size=2)])
+    finding = step_findings.batch_too_small([tiny_steps(strategy="DDPStrategy", world_size=2)])
     assert finding is not None
     assert "compile='step'" not in finding.change
     assert "Trainer(compile=True)" in finding.change
@@ -442,7 +442,7 @@ def test_pageable_copies_from_recorded_facts() -> None:
     assert finding.key == "pageable_copies"
     assert "pin_memory=True" in finding.change
     assert findings.examine([replace(GPU, loader={**GPU.loader, "pin_memory": True})]) == []
-    assert findings.pageable_copies([replace(GPU, device="cpu")]) is None
+    assert data_findings.pageable_copies([replace(GPU, device="cpu")]) is None
 
 
 FINE = replace(GPU, loader={**GPU.loader, "pin_memory": True})
@@ -592,7 +592,7 @@ def test_a_straggler_that_is_late_in_a_hook_has_it_named() -> None:
     first, second = both(exposed=0.0, computing=0.03)
     second.seconds = {**second.seconds, "callbacks": 1.0}
     second.hooks = {"Mine.on_train_batch_end": 0.99}
-    finding = findings.stragglers([first, second])
+    finding = process_findings.stragglers([first, second])
     assert finding is not None
     assert finding.why == "It spends 10 ms more per step on callbacks and hooks: Mine.on_train_batch_end (25 %)."
 
