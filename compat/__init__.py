@@ -44,7 +44,9 @@ def install_from_environment() -> None:
 
 def found_on_path(root: str) -> ModuleType:
     """Replace a package in a process that found it in the folder ``on_path``, and import it."""
-    install(next(name for name in PACKAGES if root in importlib.import_module(f".{name}.names", __name__).PACKAGE.roots))
+    install(
+        next(name for name in PACKAGES if root in importlib.import_module(f".{name}.names", __name__).PACKAGE.roots)
+    )
     return importlib.import_module(root)
 
 

@@ -8,7 +8,9 @@ import sys
 
 from . import PACKAGES, install
 
-_USAGE = f"usage: python -m paceline.compat {{{','.join(PACKAGES)}}}[,...] (SCRIPT | -m MODULE | -c CODE) [ARGUMENTS ...]"
+_USAGE = (
+    f"usage: python -m paceline.compat {{{','.join(PACKAGES)}}}[,...] (SCRIPT | -m MODULE | -c CODE) [ARGUMENTS ...]"
+)
 
 
 def main(arguments: list[str]) -> None:

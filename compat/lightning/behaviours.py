@@ -26,12 +26,19 @@ _RAISING = {
     "strategies.precision.mixed": {"MixedPrecision": "__init__"},
     "tuner.tuner": {"Tuner": "scale_batch_size lr_find"},
 }
+#: How the names of profiled actions begin in Paceline, and in Lightning.
+_ACTIONS = {
+    "[TrainingModule]": "[LightningModule]",
+    "[DataModule]": "[LightningDataModule]",
+    "[Strategy]SingleDevice.": "[Strategy]SingleDeviceStrategy.",
+}
 
 
 def install() -> None:
     """Change them."""
     from ...loggers.csv import CSVLogger
     from ...loggers.tensorboard import TensorBoardLogger
+    from ...profilers.base import Profiler
     from ...trainer.trainer import Trainer
 
     for logger in (CSVLogger, TensorBoardLogger):
@@ -39,11 +46,20 @@ def install() -> None:
         logger.__init__.__defaults__ = tuple("lightning_logs" if one == "paceline_logs" else one for one in defaults)
     values: Any = Trainer.logged_metrics
     setattr(Trainer, "logged_metrics", property(lambda trainer: _tensors(values.fget(trainer)), doc=values.__doc__))  # noqa: B010
+    around: Any = Profiler.around
+    setattr(Profiler, "around", lambda profiler, name, function: around(profiler, _action(name), function))  # noqa: B010
     for module, classes in _RAISING.items():
         for name, methods in classes.items():
             owner: Any = getattr(import_module(f"paceline.{module}"), name)
             for method in methods.split():
                 setattr(owner, method, translated(getattr(owner, method)))
+
+
+def _action(name: str) -> str:
+    for own, theirs in _ACTIONS.items():
+        if name.startswith(own):
+            return theirs + name.removeprefix(own)
+    return name
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
