@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .loss_guard import LossGuard
     from .lr_monitor import LearningRateMonitor
     from .model_checkpoint import ModelCheckpoint
+    from .model_pruning import ModelPruning
     from .model_summary import ModelSummary, RichModelSummary
     from .on_exception_checkpoint import OnExceptionCheckpoint
     from .prediction_writer import BasePredictionWriter
@@ -50,6 +51,7 @@ __all__ = [
     "LearningRateMonitor",
     "LossGuard",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "OnExceptionCheckpoint",
     "ProgressBar",
@@ -79,6 +81,7 @@ _FILES = {
     ".tuner.lr_finder": ("LearningRateFinder",),
     "lr_monitor": ("LearningRateMonitor",),
     "model_checkpoint": ("ModelCheckpoint",),
+    "model_pruning": ("ModelPruning",),
     "model_summary": ("ModelSummary", "RichModelSummary"),
     "on_exception_checkpoint": ("OnExceptionCheckpoint",),
     "prediction_writer": ("BasePredictionWriter",),

@@ -20,6 +20,7 @@ _RAISING = {
     "callbacks.gradient_accumulation_scheduler": {"GradientAccumulationScheduler": "__init__"},
     "callbacks.lr_monitor": {"LearningRateMonitor": "__init__"},
     "callbacks.model_checkpoint": {"ModelCheckpoint": "__init__"},
+    "callbacks.model_pruning": {"ModelPruning": "__init__ setup"},
     "callbacks.stochastic_weight_averaging": {"StochasticWeightAveraging": "__init__"},
     "callbacks.timer": {"Timer": "__init__"},
     "profilers.pytorch": {"PyTorchProfiler": "__init__"},

@@ -20,6 +20,7 @@ _HOMES = {
     "callbacks.lambda_callback": "LambdaCallback",
     "callbacks.lr_monitor": "LearningRateMonitor",
     "callbacks.model_checkpoint": "ModelCheckpoint",
+    "callbacks.model_pruning": "ModelPruning",
     "callbacks.model_summary": "ModelSummary RichModelSummary",
     "callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
     "callbacks.prediction_writer": "BasePredictionWriter",
@@ -98,7 +99,6 @@ _NOT_HERE = {
     ),
     "Paceline reads and writes checkpoints itself": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO",
     "use Trainer(sync_batchnorm=True)": "LayerSync TorchSyncBatchNorm",
-    "Paceline has no pruning": "ModelPruning",
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
         "CometLogger LitLogger MLFlowLogger NeptuneLogger DummyExperiment ExperimentWriter"
     ),
@@ -121,7 +121,7 @@ _ACCELERATORS = "Accelerator AcceleratorRegistry CPUAccelerator CUDAAccelerator 
 _CALLBACKS = (
     "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
     "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
-    "LearningRateMonitor ModelCheckpoint ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
+    "LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
     "RichProgressBar StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging"
 )
 _STRATEGIES = "DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy SingleDeviceStrategy Strategy"
@@ -160,6 +160,7 @@ _MODULES = {
     "pytorch.callbacks.model_checkpoint": "ModelCheckpoint",
     "pytorch.callbacks.model_summary": "ModelSummary",
     "pytorch.callbacks.on_exception_checkpoint": "OnExceptionCheckpoint",
+    "pytorch.callbacks.pruning": "ModelPruning",
     "pytorch.callbacks.prediction_writer": "BasePredictionWriter",
     "pytorch.callbacks.progress": "ProgressBar RichProgressBar TQDMProgressBar",
     "pytorch.callbacks.progress.progress_bar": "ProgressBar",
