@@ -80,6 +80,7 @@ _RENAMED = {
     "LightningDataModule": Target("data.datamodule", "DataModule"),
     "LightningDeprecationWarning": Target("utilities.rank_zero", "RankZeroDeprecationWarning"),
     "LightningModule": Target("trainer.module", "TrainingModule"),
+    "DummyExperiment": Target("loggers.base", "Nothing"),
     "LightningOptimizer": Target("trainer.optimizers", "ManagedOptimizer"),
     "PossibleUserWarning": Target("messages", "PacelineWarning"),
     "SingleDeviceStrategy": Target("strategies.base", "SingleDevice"),
@@ -100,7 +101,7 @@ _NOT_HERE = {
     "Paceline reads and writes checkpoints itself": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO",
     "use Trainer(sync_batchnorm=True)": "LayerSync TorchSyncBatchNorm",
     "Paceline has loggers for CSV files, TensorBoard and Weights & Biases": (
-        "CometLogger LitLogger MLFlowLogger NeptuneLogger DummyExperiment ExperimentWriter"
+        "CometLogger LitLogger MLFlowLogger NeptuneLogger ExperimentWriter"
     ),
     "Paceline has no command line made from classes": (
         "ArgsType LRSchedulerCallable LightningArgumentParser LightningCLI OptimizerCallable SaveConfigCallback "
@@ -181,7 +182,7 @@ _MODULES = {
     "pytorch.core.saving": "load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_yaml",
     "pytorch.loggers": "CSVLogger Logger TensorBoardLogger WandbLogger",
     "pytorch.loggers.csv_logs": "CSVLogger",
-    "pytorch.loggers.logger": "DummyLogger Logger",
+    "pytorch.loggers.logger": "DummyExperiment DummyLogger Logger",
     "pytorch.loggers.tensorboard": "TensorBoardLogger",
     "pytorch.loggers.utilities": "",
     "pytorch.loggers.wandb": "WandbLogger",
